@@ -1,0 +1,56 @@
+"""The command line that the three launchers share: --config, key.path=value, --dry-run, and a --help with every key.
+
+It turns arguments into a configuration and starts nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mrlhf.config.dry_run import smallest_world
+from mrlhf.config.load import load_config
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.schema import help_text
+from mrlhf.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Check and describe only, as if there were `world_size` ranks."""
+
+    world_size: int
+
+
+def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT, DryRun | None]:
+    """Read a launcher's arguments (without the program's name).
+
+    Returns:
+        The configuration, and what to check instead of running, if that was asked for.
+
+    Raises:
+        ConfigError: bad configuration, one line a mistake.
+        SystemExit: --help, or an option that does not exist.
+    """
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--config FILE] [key.path=value ...] [--dry-run [--world-size N]]",
+        epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch arithmetic, stop")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks to check for (default: the fewest that fit)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML")
+    arguments = parser.parse_intermixed_args(argv)
+    config = load_config(root_class, arguments.config, arguments.overrides)
+    if not arguments.dry_run:
+        if arguments.world_size is not None:
+            raise ConfigError("--world-size goes with --dry-run only; torchrun decides how many ranks run")
+        return config, None
+    world_size = smallest_world(config) if arguments.world_size is None else arguments.world_size
+    return config, DryRun(world_size)

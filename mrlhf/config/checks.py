@@ -1,0 +1,236 @@
+"""What must hold between keys, and between keys, world size and model; all of it before anything is built.
+
+Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration, except that
+`check_models` reads the `config.json` of each model that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.sections import ActorSection, CriticSection, OptimSection
+from mrlhf.errors import ConfigError
+
+AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
+
+
+def check(config: AnyConfig, world_size: int) -> None:
+    """Refuse a configuration that cannot run on `world_size` ranks.
+
+    Raises:
+        ConfigError: one line a mistake.
+    """
+    if world_size < 1:
+        raise ConfigError(f"world size {world_size} is below 1; start at least one process")
+    problems = list(_layout_problems(config, world_size))
+    if isinstance(config, PPOConfig):
+        problems += _batch_problems(config, world_size)
+        problems += _rollout_problems(config)
+        problems += _algorithm_problems(config)
+        problems += _reward_problems(config)
+    else:
+        problems += _supervised_problems(config, world_size)
+    problems += _run_problems(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def longest_unit(config: AnyConfig) -> int:
+    """Tokens of the longest thing that a micro-batch holds whole: a sequence, or a preference pair."""
+    if isinstance(config, RewardModelConfig):
+        return 2 * config.data.max_length
+    return config.data.max_length
+
+
+def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
+    longest = longest_unit(config)
+    for name, role in config.roles().items():
+        ranks = role.tp * role.pp
+        if world_size % ranks:
+            yield (
+                f"{name}: world size {world_size} is not divisible by tp {role.tp} x pp {role.pp} = {ranks}; "
+                f"start a multiple of {ranks} processes or change {name}.tp or {name}.pp"
+            )
+        if role.sequence_parallel and role.tp == 1:
+            yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
+        if role.micro_batch_tokens < longest:
+            unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
+            yield (
+                f"{name}.micro_batch_tokens {role.micro_batch_tokens} is less than the longest {unit}, {longest} "
+                f"tokens; set {name}.micro_batch_tokens to at least {longest} or lower the data's maximum lengths"
+            )
+
+
+def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    sections: dict[str, ActorSection | CriticSection] = {"actor": config.actor, "critic": config.critic}
+    for name, role in sections.items():
+        size = role.ppo_mini_batch_size
+        if prompts % size:
+            divisor = max(d for d in range(1, min(size, prompts) + 1) if prompts % d == 0)
+            yield (
+                f"data.train_batch_size {prompts} is not divisible by {name}.ppo_mini_batch_size {size}; "
+                f"set {name}.ppo_mini_batch_size to {divisor}, or the train batch to a multiple of {size}"
+            )
+        dp = world_size // (role.tp * role.pp)
+        if dp and size * n % dp:
+            unit = dp // math.gcd(n, dp)
+            yield (
+                f"{name}.ppo_mini_batch_size {size} x rollout.n {n} = {size * n} samples are not divisible by the "
+                f"data-parallel size {dp} of {name}; set {name}.ppo_mini_batch_size to a multiple of {unit}"
+            )
+
+
+def _rollout_problems(config: PPOConfig) -> Iterator[str]:
+    rollout, actor = config.rollout, config.actor
+    ranks = actor.tp * actor.pp
+    if ranks % rollout.tp:
+        yield (
+            f"rollout.tp {rollout.tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = {ranks}; "
+            f"use one of {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}"
+        )
+    if rollout.truncates:
+        yield (
+            f"rollout.top_k {rollout.top_k}, rollout.top_p {rollout.top_p}: truncated sampling breaks PPO's "
+            "probability ratio, because training uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
+        )
+    if rollout.max_prefill_tokens < config.data.max_prompt_length:
+        yield (
+            f"rollout.max_prefill_tokens {rollout.max_prefill_tokens} is less than data.max_prompt_length "
+            f"{config.data.max_prompt_length}; set rollout.max_prefill_tokens to at least that"
+        )
+
+
+def _algorithm_problems(config: PPOConfig) -> Iterator[str]:
+    actor, reference = config.actor, config.reference
+    if config.needs_full_kl and (reference.tp, reference.pp) != (actor.tp, actor.pp):
+        yield (
+            f"KL 'full' compares whole distributions rank by rank, but reference is tp {reference.tp} x pp "
+            f"{reference.pp} and actor tp {actor.tp} x pp {actor.pp}; leave reference.tp and reference.pp out"
+        )
+
+
+def _reward_problems(config: PPOConfig) -> Iterator[str]:
+    names = [term.name for term in config.reward.terms]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"reward.terms holds '{name}' {names.count(name)} times; keep one and add the weights"
+    if "reward_model" in names and config.reward_model is None:
+        yield "reward.terms holds 'reward_model' but there is no such model; set reward_model.path or remove the term"
+    if "reward_model" not in names and config.reward_model is not None:
+        yield "reward_model is set but no reward term uses it; add {name: reward_model} to reward.terms or remove it"
+
+
+def _supervised_problems(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
+    dp = world_size // (config.model.tp * config.model.pp)
+    if dp and config.data.batch_size % dp:
+        below = config.data.batch_size // dp * dp
+        nearest = f"{below} or {below + dp}" if below else f"{dp}"
+        yield f"data.batch_size {config.data.batch_size} is not divisible by the data-parallel size {dp}; use {nearest}"
+
+
+def _optims(config: AnyConfig) -> dict[str, OptimSection]:
+    if isinstance(config, PPOConfig):
+        return {"actor.optim": config.actor.optim, "critic.optim": config.critic.optim}
+    return {"optim": config.optim}
+
+
+def _run_problems(config: AnyConfig) -> Iterator[str]:
+    trainer = config.trainer
+    held_out = isinstance(config, RewardModelConfig) and config.data.held_out_fraction > 0
+    if trainer.test_freq and not config.data.val_files and not held_out:
+        yield f"trainer.test_freq is {trainer.test_freq} but data.val_files is empty; give files or set test_freq to 0"
+    if isinstance(config, PPOConfig) and config.trainer.val_sampled and not config.data.val_files:
+        yield "trainer.val_sampled is on but data.val_files is empty; give files or turn it off"
+    if trainer.total_steps is None:
+        return
+    if isinstance(config, PPOConfig) and config.trainer.critic_warmup > trainer.total_steps:
+        yield (
+            f"trainer.critic_warmup {config.trainer.critic_warmup} is beyond trainer.total_steps "
+            f"{trainer.total_steps}, so the actor would never be trained; lower the first or raise the second"
+        )
+    for name, optim in _optims(config).items():
+        if optim.lr_warmup_steps >= trainer.total_steps:
+            yield (
+                f"{name}.lr_warmup_steps {optim.lr_warmup_steps} is not below trainer.total_steps "
+                f"{trainer.total_steps}; lower the first or raise the second"
+            )
+
+
+def check_model(
+    role: str, tp: int, pp: int, *, num_layers: int, num_heads: int, num_kv_heads: int, ffn_size: int
+) -> None:
+    """Refuse a layout that does not divide a model; the vocabulary is padded and so divides always.
+
+    Args:
+        role: section that holds `tp` and `pp`, for the message.
+        tp: tensor-parallel size, ranks.
+        pp: pipeline-parallel size, ranks.
+        num_layers: transformer layers.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        ffn_size: width of the MLP.
+
+    Raises:
+        ConfigError: one line a mistake.
+    """
+    sizes = (
+        ("layers", num_layers, "pp", pp),
+        ("attention heads", num_heads, "tp", tp),
+        ("key and value heads", num_kv_heads, "tp", tp),
+        ("intermediate size", ffn_size, "tp", tp),
+    )
+    problems = []
+    for what, size, key, parts in sizes:
+        if size % parts:
+            fits = ", ".join(str(d) for d in range(1, parts) if size % d == 0)
+            problems.append(f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of {fits}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_models(config: AnyConfig) -> list[str]:
+    """Check each role's layout, and the engine's, against its model's `config.json`.
+
+    Returns:
+        The names of the roles whose `config.json` is not on this machine, which are not checked.
+
+    Raises:
+        ConfigError: one line a mistake.
+    """
+    layouts = {name: (role.path, role.tp, role.pp) for name, role in config.roles().items()}
+    if isinstance(config, PPOConfig):
+        layouts["rollout"] = (config.actor.path, config.rollout.tp, 1)
+    absent, problems = [], []
+    for name, (path, tp, pp) in layouts.items():
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            absent.append(name)
+            continue
+        try:
+            _check_file(name, file, tp, pp, longest=config.data.max_length)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return absent
+
+
+def _check_file(name: str, file: Path, tp: int, pp: int, longest: int) -> None:
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        heads = int(facts["num_attention_heads"])
+        layers, ffn = int(facts["num_hidden_layers"]), int(facts["intermediate_size"])
+        kv_heads = heads if facts.get("num_key_value_heads") is None else int(facts["num_key_value_heads"])
+        positions = facts.get("max_position_embeddings")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"{name}: {file} does not describe a decoder: {type(error).__name__}: {error}") from None
+    check_model(name, tp, pp, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn_size=ffn)
+    if positions is not None and int(positions) < longest:
+        raise ConfigError(
+            f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's max_position_embeddings "
+            f"{positions} ({file}); lower the data's maximum lengths"
+        )

@@ -1,0 +1,128 @@
+"""The batch arithmetic of a run in full, and the dry run that checks everything for a world size that need not exist.
+
+It returns text and builds nothing: no process group, no model, no data set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from mrlhf.config.checks import AnyConfig, check, check_models, longest_unit
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
+
+
+def smallest_world(config: AnyConfig) -> int:
+    """The fewest ranks on which the layout of every role fits."""
+    return math.lcm(*(role.tp * role.pp for role in config.roles().values()))
+
+
+def dry_run(config: AnyConfig, world_size: int) -> str:
+    """Check `config` for `world_size` ranks and describe the run.
+
+    Raises:
+        ConfigError: one line a mistake.
+    """
+    check(config, world_size)
+    absent = check_models(config)
+    note = f"\nnot checked, no config.json here: {', '.join(absent)}" if absent else ""
+    return f"{describe(config, world_size)}{note}\nconfiguration fits {_count(world_size, 'rank')}"
+
+
+def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) -> str:
+    """The layout and the batch arithmetic in words.
+
+    Args:
+        config: passes `check` for `world_size`.
+        world_size: ranks.
+        num_rows: rows of the training files, where they are known.
+    """
+    lines = [
+        f"{type(config).__name__.removesuffix('Config')} on {_count(world_size, 'rank')}",
+        *_layout(config, world_size),
+    ]
+    if isinstance(config, PPOConfig):
+        lines += [*_ppo_step(config, world_size)]
+    else:
+        lines += [*_supervised_step(config, world_size)]
+    return "\n".join([*lines, *_run(config, num_rows)])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}es" if noun[-1] == "h" else f"{number} {noun}s"
+
+
+def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
+    for name, role in config.roles().items():
+        dp = world_size // (role.tp * role.pp)
+        yield f"  {name:<12} tp {role.tp} x pp {role.pp} x dp {dp}, {role.micro_batch_tokens} tokens a micro-batch"
+    if isinstance(config, PPOConfig):
+        replicas = world_size // config.rollout.tp
+        yield f"  {'rollout':<12} tp {config.rollout.tp} x {_count(replicas, 'replica')}"
+
+
+def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
+    """How many micro-batches `units` things of `longest` tokens make on one data-parallel rank; shorter ones, fewer."""
+    each = role.micro_batch_tokens // longest
+    return f"at full length {each} to a micro-batch: {_count(-(-units // each), 'micro-batch')}"
+
+
+def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
+    data, n = config.data, config.rollout.n
+    samples = config.samples_per_step
+    replicas = world_size // config.rollout.tp
+    yield "each training step"
+    yield (
+        f"  {_count(data.train_batch_size, 'prompt')} x {n} = {_count(samples, 'sample')}, "
+        f"{-(-samples // replicas)} a replica, {config.rollout.max_num_seqs} decoded at once"
+    )
+    yield (
+        f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = {data.max_length} "
+        f"tokens; the step: <= {samples * data.max_length} tokens"
+    )
+    yield from _updates("actor", config.actor, config, world_size)
+    yield from _updates("critic", config.critic, config, world_size)
+
+
+def _updates(name: str, role: ActorSection | CriticSection, config: PPOConfig, world_size: int) -> Iterator[str]:
+    prompts, n = role.ppo_mini_batch_size, config.rollout.n
+    mini_batches = config.data.train_batch_size // prompts
+    samples = prompts * n
+    per_rank = samples // (world_size // (role.tp * role.pp))
+    yield (
+        f"  {name}: {_count(mini_batches, 'mini-batch')} x {_count(role.ppo_epochs, 'epoch')} = "
+        f"{_count(mini_batches * role.ppo_epochs, 'optimizer step')}"
+    )
+    yield (
+        f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, {per_rank} a "
+        f"data-parallel rank, {_micro_batches(role, per_rank, longest_unit(config))}"
+    )
+
+
+def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
+    noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
+    batch = config.data.batch_size
+    per_rank = batch // (world_size // (config.model.tp * config.model.pp))
+    yield "each optimizer step"
+    yield (
+        f"  {_count(batch, noun)}, {per_rank} a data-parallel rank, each of <= {longest_unit(config)} tokens; "
+        f"{_micro_batches(config.model, per_rank, longest_unit(config))}"
+    )
+
+
+def _run(config: AnyConfig, num_rows: int | None) -> Iterator[str]:
+    trainer = config.trainer
+    batch = config.data.train_batch_size if isinstance(config, PPOConfig) else config.data.batch_size
+    yield "the run"
+    if trainer.total_steps is not None:
+        yield f"  {_count(trainer.total_steps, 'training step')} (trainer.total_steps)"
+    elif num_rows is not None:
+        yield (
+            f"  {_count(trainer.total_epochs, 'epoch')} x ({num_rows} rows // {batch}) = "
+            f"{_count(trainer.steps(num_rows, batch), 'training step')}"
+        )
+    else:
+        yield f"  {_count(trainer.total_epochs, 'epoch')} x (rows // {batch}) training steps"
+    if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
+        yield f"  the actor is trained from step {config.trainer.critic_warmup} on (trainer.critic_warmup)"

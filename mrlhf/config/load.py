@@ -1,0 +1,161 @@
+"""A configuration from its YAML file and `key.path=value` arguments: defaults <- file <- arguments.
+
+Whatever is wrong is a ConfigError with one line a mistake: the full key, the value, what is allowed. It knows how to
+read, not what the keys mean; what must hold between keys is checked in `checks`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ValidationError
+
+from mrlhf.config.roots import Root
+from mrlhf.config.schema import keys, starred, unknown_key
+from mrlhf.errors import ConfigError
+
+RootT = TypeVar("RootT", bound=Root)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a key given twice and reads 1e-4 as a number, as YAML 1.2 does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key_node.start_mark.line + 1
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise ConfigError(f"line {line}: key {key!r} is not text; quote it or remove it")
+            if key in seen:
+                raise ConfigError(f"line {line}: key '{key}' is given twice; keep one of them")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(root_class: type[RootT], path: str | Path | None, overrides: Sequence[str] = ()) -> RootT:
+    """Read a configuration.
+
+    Args:
+        root_class: PPOConfig, SFTConfig or RewardModelConfig.
+        path: YAML file, or None for the defaults alone.
+        overrides: `key.path=value` with the value in YAML; a later one wins. A value given for a whole section replaces
+            what the file says of that section.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, bad or missing value; one line each.
+    """
+    raw = {} if path is None else _read_yaml(Path(path))
+    known = {key.name for key in keys(root_class)}
+    unknown = []
+    for override in overrides:
+        key, value = _parse_override(override)
+        if starred(key) in known:
+            _assign(raw, key, value)
+        else:
+            unknown.append(unknown_key(root_class, key))
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        return root_class.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_in_words(root_class, error))) from None
+
+
+def dump_yaml(config: Root) -> str:
+    """`config` in full as YAML, inherited values filled in; loading it gives an equal object."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file '{path}' does not exist; give an existing one to --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file '{path}' cannot be read: {error}") from None
+    raw = _parse_yaml(text, str(path))
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: holds a {type(raw).__name__}, not sections with keys")
+    return raw
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"argument '{override}' is not of the form key.path=value")
+    return key, _parse_yaml(text, f"argument '{override}'")
+
+
+def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key` in the nested `raw`, opening sections on the way."""
+    *sections, last = key.split(".")
+    node: Any = raw
+    for name in sections:
+        if isinstance(node, list):
+            node = _item(node, key, name)
+        elif isinstance(node, dict):
+            node[name] = {} if node.get(name) is None else node[name]
+            node = node[name]
+    if not isinstance(node, dict):
+        raise ConfigError(f"cannot set '{key}': the file has the value {node!r} where a section should be")
+    node[last] = value
+
+
+def _item(items: list[Any], key: str, number: str) -> Any:
+    if not number.isdecimal() or int(number) >= len(items):
+        raise ConfigError(f"cannot set '{key}': the file's list has {len(items)} items, numbered from 0")
+    return items[int(number)]
+
+
+def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
+    """One line a mistake, without those of keys that took over another key's mistake."""
+    mistakes = {(_dotted(item["loc"]), item["type"]) for item in error.errors()}
+    lines = []
+    for item in error.errors(include_url=False):
+        name = _dotted(item["loc"])
+        if (root_class.inherited.get(name), item["type"]) not in mistakes:
+            lines.append(_line(root_class, name, item))
+    return lines
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _line(root_class: type[Root], name: str, item: Mapping[str, Any]) -> str:
+    if item["type"] == "extra_forbidden":
+        return unknown_key(root_class, name)
+    if item["type"] == "missing":
+        doc = next(key.doc for key in keys(root_class) if key.name == starred(name))
+        return f"missing key '{name}' ({doc}); set it in the file or as {name}=..."
+    if item["type"] in ("model_type", "model_attributes_type"):
+        return f"bad value {item['input']!r} for '{name}': should be a section with keys of its own"
+    message = item["msg"].removeprefix("Value error, ")
+    if isinstance(item["input"], dict):
+        return f"'{name}': {message}"
+    return f"bad value {item['input']!r} for '{name}': {message[0].lower()}{message[1:]}"

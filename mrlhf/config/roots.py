@@ -1,0 +1,196 @@
+"""The three configuration files, one a launcher, and the keys that take their value from another key.
+
+A root is a tree of sections. This file knows which sections make up a program; what a key means is said in
+`sections`, what must hold between keys in `checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from mrlhf.config.sections import (
+    ActorSection,
+    AlgorithmSection,
+    Count,
+    CriticSection,
+    DistributedSection,
+    Files,
+    OptimSection,
+    Overlong,
+    PPOTrainerSection,
+    PromptDataSection,
+    ReferenceSection,
+    RewardModelSection,
+    RewardSection,
+    RoleSection,
+    RolloutSection,
+    Section,
+    TrainerSection,
+)
+
+
+class Root(Section):
+    """A whole configuration file.
+
+    Attributes:
+        inherited: keys that, left out or null, take the value of another key.
+    """
+
+    inherited: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        tree = _plain(raw)
+        for key, source in cls.inherited.items():
+            section, name = key.split(".")
+            if tree.get(section) is None:
+                tree[section] = {}
+            if isinstance(tree[section], dict) and tree[section].get(name) is None:
+                value = _value_or_default(cls, tree, source)
+                if value is not None:
+                    tree[section][name] = value
+        return tree
+
+
+def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `raw` in which the sections, given as mappings or as objects, are fresh dictionaries."""
+    copy: dict[str, Any] = {}
+    for key, value in raw.items():
+        if isinstance(value, BaseModel):
+            copy[key] = value.model_dump(exclude_unset=True)
+        else:
+            copy[key] = dict(value) if isinstance(value, Mapping) else value
+    return copy
+
+
+def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
+    """The value of `section.name` in `tree`, else the default of that field, else None."""
+    section, name = key.split(".")
+    given = tree.get(section)
+    if isinstance(given, dict) and given.get(name) is not None:
+        return given[name]
+    default = root.subsections()[section].model_fields[name]
+    return None if default.is_required() else default.default
+
+
+class PPOConfig(Root):
+    """launch/train_ppo.py."""
+
+    inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "critic.path": "actor.path",
+            "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+            "critic.ppo_epochs": "actor.ppo_epochs",
+            "reference.path": "actor.path",
+            "reference.tp": "actor.tp",
+            "reference.pp": "actor.pp",
+            "data.tokenizer": "actor.path",
+            "actor.loss_scale_factor": "data.max_response_length",
+            "critic.loss_scale_factor": "data.max_response_length",
+        }
+    )
+
+    seed: int = Field(1, description="of data order, sampling and fresh weights")
+    actor: ActorSection = Field(description="the policy that is trained")
+    critic: CriticSection = Field(description="the value model")
+    reference: ReferenceSection = Field(description="the frozen policy that the KL is measured from")
+    reward_model: RewardModelSection | None = Field(None, description="a frozen model that scores; null: none")
+    reward: RewardSection = Field(description="the score of a response")
+    rollout: RolloutSection = Field(description="generation")
+    data: PromptDataSection = Field(description="prompts")
+    algorithm: AlgorithmSection = Field(description="from scores to advantages")
+    trainer: PPOTrainerSection = Field(description="how long to train, and what to leave behind")
+    distributed: DistributedSection = Field(description="the processes")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any KL to the reference is asked for."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether a KL in use sums over the vocabulary and so needs both models' logits in one place."""
+        in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
+        return in_reward or (self.actor.use_kl_loss and self.actor.kl_loss_type == "full")
+
+    @property
+    def samples_per_step(self) -> int:
+        """Responses generated in one training step."""
+        return self.data.train_batch_size * self.rollout.n
+
+    def roles(self) -> dict[str, RoleSection]:
+        """The models that this run builds, by the name of their section."""
+        roles: dict[str, RoleSection] = {"actor": self.actor, "critic": self.critic}
+        if self.needs_reference:
+            roles["reference"] = self.reference
+        if self.reward_model is not None:
+            roles["reward_model"] = self.reward_model
+        return roles
+
+
+class TrainedModelSection(RoleSection):
+    """The model that is trained."""
+
+    init: Literal["checkpoint", "random"] = Field("checkpoint", description="read path's safetensors, or draw weights")
+
+
+class SupervisedDataSection(Section):
+    """Sequences to learn from."""
+
+    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
+    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
+    tokenizer: str = Field(description="directory of the tokenizer")
+    max_length: Count = Field(1024, description="longest sequence, prompt and response, tokens")
+    overlong: Overlong = Field("error", description="what becomes of a longer sequence")
+    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
+    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
+
+
+class SFTDataSection(SupervisedDataSection):
+    """Prompts with the responses to learn."""
+
+    batch_size: Count = Field(256, description="sequences an optimizer step")
+
+
+class PreferenceDataSection(SupervisedDataSection):
+    """Prompts with a chosen and a rejected response."""
+
+    batch_size: Count = Field(256, description="pairs an optimizer step")
+    held_out_fraction: float = Field(
+        0.1, ge=0, lt=1, description="part of the prompts of train_files kept for validation where val_files is empty"
+    )
+
+
+class SupervisedConfig(Root):
+    """What supervised fine-tuning and reward-model training share."""
+
+    inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
+
+    seed: int = Field(1, description="of data order and fresh weights")
+    model: TrainedModelSection = Field(description="the model that is trained")
+    optim: OptimSection = Field(description="optimizer")
+    trainer: TrainerSection = Field(description="how long to train, and what to leave behind")
+    distributed: DistributedSection = Field(description="the processes")
+
+    def roles(self) -> dict[str, RoleSection]:
+        """The models that this run builds, by the name of their section."""
+        return {"model": self.model}
+
+
+class SFTConfig(SupervisedConfig):
+    """launch/train_sft.py."""
+
+    data: SFTDataSection = Field(description="prompts with the responses to learn")
+
+
+class RewardModelConfig(SupervisedConfig):
+    """launch/train_rm.py."""
+
+    data: PreferenceDataSection = Field(description="prompts with a chosen and a rejected response")

@@ -1,0 +1,151 @@
+"""The keys of a configuration as a flat list: their docs for --help, the nearest one to a misspelling.
+
+It reads the classes of `sections` and `roots` and knows nothing of files or values' meaning.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from mrlhf.config.roots import Root
+from mrlhf.config.sections import Section
+
+
+@dataclass(frozen=True)
+class Key:
+    """What --help says of one key.
+
+    Attributes:
+        name: full dotted key; `*` stands for the number of a list item.
+        is_section: whether it holds keys rather than a value.
+        type: the values it takes, in words.
+        default: its default in YAML words, "required", or the key that it takes its value from.
+        doc: what it means, with its unit.
+    """
+
+    name: str
+    is_section: bool
+    type: str
+    default: str
+    doc: str
+
+
+def keys(root_class: type[Root]) -> list[Key]:
+    """Every key of a root, sections included, in the order of the file."""
+    return list(_walk(root_class, "", root_class))
+
+
+def _walk(section: type[Section], prefix: str, root_class: type[Root]) -> Iterable[Key]:
+    for name, field in section.model_fields.items():
+        full = f"{prefix}{name}"
+        kind = _section_class(field)
+        below = f"{full}.*." if get_origin(field.annotation) is list else f"{full}."
+        default = _default_in_words(field)
+        if full in root_class.inherited:
+            default = root_class.inherited[full]
+        yield Key(
+            full,
+            kind is not None and below == f"{full}.",
+            _type_in_words(field.annotation),
+            default,
+            field.description or "",
+        )
+        if kind is not None:
+            yield from _walk(kind, below, root_class)
+
+
+def _section_class(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, optional or in a list or neither, else None."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section) and get_origin(kind) is None:
+            return kind
+    return None
+
+
+def _default_in_words(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _type_in_words(annotation: Any) -> str:
+    if annotation is None or annotation is type(None):
+        return "null"
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(value) for value in get_args(annotation))
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return "section" if issubclass(annotation, Section) else annotation.__name__
+    if get_origin(annotation) is list:
+        return "list"
+    return " | ".join(_type_in_words(part) for part in get_args(annotation) if not _is_constraint(part))
+
+
+def _is_constraint(part: Any) -> bool:
+    """Whether `part` is what Annotated adds to a type."""
+    return isinstance(part, FieldInfo)
+
+
+def help_text(root_class: type[Root]) -> str:
+    """All keys, one a line, with type, default and doc, a blank line between sections."""
+    lines = []
+    for key in keys(root_class):
+        if key.is_section and "." not in key.name:
+            lines.append("")
+        if key.is_section:
+            lines.append(f"{key.name}:  {key.doc}")
+        else:
+            lines.append(f"  {key.name} = {key.default}  ({key.type})  {key.doc}")
+    return "\n".join(lines)
+
+
+def starred(name: str) -> str:
+    """`name` with the numbers of list items replaced by `*`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def unknown_key(root_class: type[Root], name: str) -> str:
+    """One line that says `name` is no key, and which one was probably meant."""
+    known = [key.name for key in keys(root_class)]
+    near = _nearest(starred(name), known)
+    for part in name.split("."):
+        if near and part.isdecimal():
+            near = near.replace("*", part, 1)
+    hint = f"did you mean '{near}'?" if near else "--help lists all keys"
+    return f"unknown key '{name}'; {hint}"
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    """A sibling spelt alike, else the same last word in another section, else any key spelt alike."""
+    parent, _, last = name.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    close = difflib.get_close_matches(last, siblings, n=1)
+    if close:
+        return siblings[close[0]]
+    moved = [key for key in known if key.rpartition(".")[2] == last]
+    if moved:
+        return max(moved, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def flatten(config: BaseModel) -> dict[str, Any]:
+    """Every value of `config` by its full dotted key; lists stay lists, an absent section is None."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        _flatten_into(flat, name, value)
+    return flat
+
+
+def _flatten_into(flat: dict[str, Any], key: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _flatten_into(flat, f"{key}.{name}", inner)
+    else:
+        flat[key] = value

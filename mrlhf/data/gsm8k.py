@@ -1,0 +1,96 @@
+"""Grade-school maths (GSM8K) as published, rewritten for supervised, RL and preference training.
+
+Reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the Hugging Face hub. Does not
+know how answers are scored.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mrlhf.data.rows import Row, read_rows, write_rows
+from mrlhf.data.subword import train_sentencepiece
+from mrlhf.errors import DataError
+
+__all__ = ["final_answer", "format_prompt", "write_gsm8k"]
+
+DATA_SOURCE = "openai/gsm8k"
+SOURCES = "openai/grade-school-math (jsonl) or the data set openai/gsm8k on the Hugging Face hub (parquet)"
+
+_PREFERENCE_ENDING = re.compile(r"(?<![^\n])A: (?=[^\n]*\Z)")
+
+
+def format_prompt(question: str) -> str:
+    """The text before a solution; it ends with a newline, so that the solution begins as each of its lines does."""
+    return f"Question: {question.strip()}\nAnswer:\n"
+
+
+def final_answer(row: Row) -> str:
+    """The number after "####" in a row's worked solution, thousands separators removed."""
+    solution, mark, number = row.text("answer").rpartition("####")
+    if not mark or not number.strip():
+        raise DataError(f'{row.where}: the answer does not end with "#### number": {solution[-60:]!r}')
+    return number.strip().replace(",", "")
+
+
+def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, int]:
+    """Write the training files and a tokenizer into `out_dir`.
+
+    - sft.jsonl: prompt and worked solution of each training problem.
+    - rl_train.jsonl, rl_test.jsonl: prompt and number of each problem.
+    - preferences.jsonl, where `source` has pairs: prompts in the same form; a solution's last line "A: 18" becomes
+      "#### 18", so that a reward model learns on the form that the policy writes.
+    - rl_test_unseen.jsonl, beside it: the rows of rl_test.jsonl whose problem has no preference pair. The pairs are on test
+      problems: where a reward model learned from them, evaluate on these.
+    - tokenizer/: trained on the training problems alone.
+
+    Returns:
+        Rows written, by file name.
+
+    Raises:
+        DataError: a file is missing or malformed.
+    """
+    train, test = _read_split(source, "train"), _read_split(source, "test")
+    preferences = source / "preferences.jsonl"
+    sft = [{"prompt": format_prompt(row.text("question")), "response": row.text("answer")} for row in train]
+    tables: dict[str, list[dict[str, Any]]] = {
+        "sft.jsonl": sft,
+        "rl_train.jsonl": [_rl_row(row, "train", i) for i, row in enumerate(train)],
+        "rl_test.jsonl": [_rl_row(row, "test", i) for i, row in enumerate(test)],
+    }
+    if preferences.is_file():
+        pairs = [_preference_row(row) for row in read_rows([preferences])]
+        seen = {pair["prompt"] for pair in pairs}
+        tables["preferences.jsonl"] = pairs
+        tables["rl_test_unseen.jsonl"] = [row for row in tables["rl_test.jsonl"] if row["prompt"] not in seen]
+    out_dir.mkdir(parents=True, exist_ok=True)
+    texts = [row["prompt"] + row["response"] for row in sft]
+    train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size)
+    return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
+
+
+def _read_split(source: Path, split: str) -> list[Row]:
+    jsonl = source / f"{split}.jsonl"
+    if jsonl.is_file():
+        return read_rows([jsonl])
+    for folder in (source / "main", source):
+        shards = sorted(folder.glob(f"{split}-*.parquet"))
+        if shards:
+            return read_rows(shards)
+    raise DataError(f"{source} has neither {split}.jsonl nor main/{split}-*.parquet; get GSM8K from {SOURCES}")
+
+
+def _rl_row(row: Row, split: str, index: int) -> dict[str, Any]:
+    return {
+        "prompt": format_prompt(row.text("question")),
+        "answer": final_answer(row),
+        "data_source": DATA_SOURCE,
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def _preference_row(row: Row) -> dict[str, str]:
+    chosen, rejected = (_PREFERENCE_ENDING.sub("#### ", row.text(side).rstrip()) for side in ("chosen", "rejected"))
+    return {"prompt": format_prompt(row.text("prompt")), "chosen": chosen, "rejected": rejected}

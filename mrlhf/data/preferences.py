@@ -1,0 +1,127 @@
+"""Pairs of a better and a worse response to one prompt, tokenised for reward-model training.
+
+Splits them so that no prompt is trained on and held out at once. Does not know the loss or the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.data.prompts import Overlong, prompt_of
+from mrlhf.data.rows import Row
+from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
+from mrlhf.errors import DataError
+
+__all__ = ["PreferencePairs", "encode_preferences", "split_by_prompt"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreferencePairs:
+    """Tokenised pairs; entry i of both lists answers the same prompt.
+
+    Attributes:
+        chosen_ids: prompt, better response and eos.
+        rejected_ids: prompt, worse response and eos.
+        dropped: number of pairs left out because one side was too long.
+    """
+
+    chosen_ids: list[list[int]]
+    rejected_ids: list[list[int]]
+    dropped: int
+
+    def __post_init__(self) -> None:
+        assert len(self.chosen_ids) == len(self.rejected_ids), "pairs must have two sides"
+
+    def __len__(self) -> int:
+        return len(self.chosen_ids)
+
+
+def encode_preferences(
+    rows: Sequence[Row], tokenizer: Tokenizer, *, max_length: int, overlong: Overlong = "drop", chat: bool = False
+) -> PreferencePairs:
+    """Tokenise preference rows.
+
+    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages that end with the assistant's and
+    may hold the prompt themselves, as TRL has them. A pair is never cut: the reward is read at eos.
+
+    Args:
+        rows: rows with `prompt`, `chosen` and `rejected`.
+        tokenizer: encodes them.
+        max_length: most tokens of prompt, response and eos together.
+        overlong: refuse a pair with a longer side, or drop it and count it.
+        chat: put plain string prompts through the chat template too.
+
+    Raises:
+        DataError: a row is malformed or too long, or none is left.
+    """
+    chosen_ids: list[list[int]] = []
+    rejected_ids: list[list[int]] = []
+    for row in rows:
+        prompt, chosen, rejected = _parts(row)
+        prompt_ids = tokenizer.encode_prompt(prompt, chat=chat)[1]
+        pair = [prompt_ids + tokenizer.encode_response(response) for response in (chosen, rejected)]
+        length = max(len(side) for side in pair)
+        if length <= max_length:
+            chosen_ids.append(pair[0])
+            rejected_ids.append(pair[1])
+        elif overlong == "error":
+            raise DataError(f"{row.where}: the pair has {length} tokens, more than max_length {max_length}; raise it")
+    dropped = len(rows) - len(chosen_ids)
+    if not chosen_ids:
+        raise DataError(f"none of {len(rows)} preference pairs fits into max_length {max_length}; raise it")
+    if dropped:
+        logger.warning("dropped %d of %d pairs longer than %d tokens", dropped, len(rows), max_length)
+    return PreferencePairs(chosen_ids, rejected_ids, dropped)
+
+
+def split_by_prompt(rows: Sequence[Row], held_out_fraction: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """Split rows into training and held-out ones, all rows of a prompt on the same side.
+
+    The fraction counts distinct prompts, rounded; which ones depends on the seed and the prompts, not on their order.
+
+    Raises:
+        DataError: the fraction is outside [0, 1), or leaves nothing to train on.
+    """
+    if not 0.0 <= held_out_fraction < 1.0:
+        raise DataError(f"held_out_fraction {held_out_fraction} is not in [0, 1)")
+    keys = [json.dumps(_parts(row)[0], sort_keys=True) for row in rows]
+    ranked = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
+    held_out = set(ranked[: round(held_out_fraction * len(ranked))])
+    if len(held_out) == len(ranked):
+        raise DataError(
+            f"held_out_fraction {held_out_fraction} of {len(ranked)} prompts leaves none to train on; lower it"
+        )
+    train = [row for row, key in zip(rows, keys, strict=True) if key not in held_out]
+    return train, [row for row, key in zip(rows, keys, strict=True) if key in held_out]
+
+
+def _parts(row: Row) -> tuple[Prompt, str, str]:
+    """The prompt, the chosen and the rejected response of a row."""
+    chosen, rejected = row.require("chosen"), row.require("rejected")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        return prompt_of(row), chosen, rejected
+    context, better = _conversation(row, "chosen", chosen)
+    other_context, worse = _conversation(row, "rejected", rejected)
+    if context != other_context:
+        raise DataError(f'{row.where}: "chosen" and "rejected" must differ in the last message only')
+    if not context:
+        return prompt_of(row), better, worse
+    prompt = row.fields.get("prompt")
+    if isinstance(prompt, list) and prompt != context:
+        raise DataError(f'{row.where}: the messages before the last of "chosen" are not those of "prompt"')
+    return context, better, worse
+
+
+def _conversation(row: Row, name: str, messages: Any) -> tuple[Sequence[Message], str]:
+    """The messages before the last, and the last one's text."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not (isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str)):
+        raise DataError(f"{row.where}: {name!r} must be a string, or messages of which the last is the assistant's")
+    return messages[:-1], last["content"]

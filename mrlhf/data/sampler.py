@@ -1,0 +1,99 @@
+"""Which rows make up each batch: an endless, seeded order that a checkpoint can resume.
+
+Pure numbers. Does not know what the rows are, nor ranks: every rank draws the same batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import TypedDict
+
+from mrlhf.errors import DataError
+
+__all__ = ["SamplerState", "StatefulSampler"]
+
+
+class SamplerState(TypedDict):
+    """Where a sampler stands, and what its order was made of."""
+
+    epoch: int
+    position: int
+    num_rows: int
+    seed: int
+    shuffle: bool
+
+
+class StatefulSampler:
+    """Yields lists of row indices for ever, epoch after epoch.
+
+    The order of epoch e depends on (num_rows, seed, e) alone. A last batch that would be short is dropped: its rows
+    come again, in another order, in the next epoch.
+
+    Attributes:
+        epoch: number of the epoch that the next batch is drawn from.
+        position: rows of that epoch already drawn.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
+        if not 1 <= batch_size <= num_rows:
+            raise DataError(
+                f"a batch of {batch_size} cannot be drawn from {num_rows} rows; use a batch size of 1..{num_rows}"
+            )
+        self._num_rows = num_rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self.epoch = 0
+        self.position = 0
+        self._order = self._epoch_order()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Whole batches in one epoch."""
+        return self._num_rows // self._batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.position + self._batch_size > self._num_rows:
+            self.epoch += 1
+            self.position = 0
+            self._order = self._epoch_order()
+        batch = self._order[self.position : self.position + self._batch_size]
+        self.position += self._batch_size
+        return batch
+
+    def state_dict(self) -> SamplerState:
+        """What `load_state_dict` needs to go on from here."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_rows": self._num_rows,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Go on where `state` was taken; the batch size may differ, the rows may not.
+
+        Raises:
+            DataError: the state belongs to another data set, seed or order.
+        """
+        own = self.state_dict()
+        for key in ("num_rows", "seed", "shuffle"):
+            if state[key] != own[key]:
+                raise DataError(
+                    f"cannot resume the data order: {key} was {state[key]} in the checkpoint and is {own[key]} now; "
+                    "restore it, or start a new run"
+                )
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self._order = self._epoch_order()
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(self._num_rows))
+        if self._shuffle:
+            random.Random(f"{self._seed}:{self.epoch}").shuffle(order)
+        return order

@@ -1,0 +1,152 @@
+"""Text to token ids and back, over a Hugging Face tokenizer directory or a bare sentencepiece model.
+
+States once how a prompt and a response become tokens, so that supervised, preference and RL data agree: the two are
+encoded apart and joined. Does not know rows, data files or models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mrlhf.data.subword import MODEL_FILE, convert_sentencepiece
+from mrlhf.errors import DataError
+
+__all__ = ["Message", "Prompt", "Tokenizer", "load_tokenizer"]
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+
+_FAST_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer, narrowed to what training needs.
+
+    Attributes:
+        eos_id: the token that ends a response.
+        pad_id: the padding token, eos where the tokenizer names none; padding is always masked, so either will do.
+        bos_id: the token that begins a sequence, or None.
+    """
+
+    def __init__(self, backend: PreTrainedTokenizerBase) -> None:
+        if backend.eos_token_id is None:
+            raise DataError(
+                f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in tokenizer_config.json"
+            )
+        self._backend = backend
+        self.eos_id: int = backend.eos_token_id
+        self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
+        self.bos_id: int | None = backend.bos_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return len(self._backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be encoded."""
+        return self._backend.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens`, as the model family expects a sequence to begin and end."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """`messages` as the model's text, up to where the assistant speaks.
+
+        Raises:
+            DataError: there is no template, or it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise DataError(
+                f"tokenizer {self._backend.name_or_path!r} has no chat template, which chat prompts need; "
+                "set data.chat_template to a jinja file, or give prompts as plain strings"
+            )
+        turns = [dict(message) for message in messages]
+        try:
+            text: str = self._backend.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise DataError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+        return text
+
+    def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
+        """A prompt's text, as the model sees it, and its tokens.
+
+        Args:
+            prompt: plain text, or chat messages for the chat template, which writes the special tokens itself.
+            chat: treat plain text as one message of the user.
+        """
+        if isinstance(prompt, str) and not chat:
+            ids = self.encode(prompt, add_special_tokens=True)
+            # Some tokenizers also close a sequence; the response shall follow.
+            return prompt, ids[:-1] if ids and ids[-1] == self.eos_id else ids
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = self.apply_chat_template(messages)
+        return text, self.encode(text)
+
+    def encode_response(self, text: str) -> list[int]:
+        """Tokens of a response: those of its text, then eos."""
+        return [*self.encode(text), self.eos_id]
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the tokenizer's files, which `load_tokenizer` reads, into `directory`."""
+        self._backend.save_pretrained(directory)
+
+
+def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+    """Load a tokenizer from local files.
+
+    Args:
+        path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or that file itself.
+        chat_template: a jinja file that takes the place of the tokenizer's own chat template.
+
+    Raises:
+        DataError: the files are missing or malformed.
+    """
+    backend = _load_backend(Path(path))
+    if chat_template is not None:
+        try:
+            backend.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"cannot read the chat template {chat_template}: {error.strerror}") from error
+    return Tokenizer(backend)
+
+
+def _load_backend(path: Path) -> PreTrainedTokenizerBase:
+    if path.is_file():
+        return convert_sentencepiece(path)
+    if not path.is_dir():
+        raise DataError(f"tokenizer {path} does not exist; give a local directory (fetch one with `hf download`)")
+    if (path / MODEL_FILE).is_file() and not any((path / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE)):
+        return convert_sentencepiece(path / MODEL_FILE)
+    try:
+        # AutoTokenizer would pick a class by the model type in config.json, and some (Qwen2) then disregard tokenizer.json.
+        loader = PreTrainedTokenizerFast if _is_generic(path) else AutoTokenizer
+        backend: PreTrainedTokenizerBase = loader.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load a tokenizer from {path}: {' '.join(str(error).split())}") from error
+    return backend
+
+
+def _is_generic(path: Path) -> bool:
+    """Whether tokenizer.json says it all: its config names no class that would build a pipeline of its own."""
+    if not ((path / _FAST_FILE).is_file() and (path / _CONFIG_FILE).is_file()):
+        return False
+    config = json.loads((path / _CONFIG_FILE).read_text(encoding="utf-8"))
+    return config.get("tokenizer_class") in _GENERIC_CLASSES

@@ -1,0 +1,321 @@
+"""The device a rank computes on: choosing it, joining the process group, and megatron-core on a machine without a GPU.
+
+megatron-core calls `torch.cuda` all over. Where there is no GPU, an import hook rewrites the source of `megatron.core`
+as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"` becomes `device="cpu"`, and so on. No attribute of
+torch changes, line numbers stay, no bytecode is written, nothing is imported before it is asked for. Where there is a
+GPU the hook is not installed.
+
+This is also the one file that reads the environment variables of the launcher. It knows neither models nor layouts.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import random
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mrlhf.errors import ConfigError
+
+T = TypeVar("T")
+Kind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place, as the launcher gave it.
+
+    Attributes:
+        rank: number of the process in the whole job.
+        world_size: processes in the whole job.
+        local_rank: number of the process on its machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where tensors live and how ranks talk.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        torch_device: for `torch.empty(device=...)`; a GPU's carries its index.
+        backend: backend of `torch.distributed` for tensors on the device.
+    """
+
+    kind: Kind
+    torch_device: torch.device
+    backend: Literal["gloo", "nccl"]
+
+    def synchronize(self) -> None:
+        """Wait for all work queued on the device, so that a clock read next is right."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch_device)
+
+    def max_memory_allocated(self) -> int:
+        """Peak bytes so far: of tensors on a GPU, of the process's resident memory on a CPU."""
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def read_launch() -> Launch:
+    """What torchrun put into the environment.
+
+    Raises:
+        ConfigError: the process was not started by torchrun.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"environment variables {', '.join(missing)} are not set; "
+            f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
+        )
+    rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
+    return Launch(rank, world_size, local_rank)
+
+
+def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
+    """The device of the process with number `local_rank` on its machine; "auto" takes a GPU where there is one.
+
+    Raises:
+        ConfigError: the machine has no GPU, or not enough, or has one that must be hidden to compute on the CPU.
+    """
+    available = torch.cuda.is_available()
+    if setting == "cuda" and not available:
+        raise ConfigError("distributed.device is cuda but torch sees no GPU; set it to auto or cpu")
+    if setting == "cpu" and available:
+        raise ConfigError("distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''")
+    if not available:
+        return Device("cpu", torch.device("cpu"), "gloo")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}; "
+            f"start at most so many processes a machine"
+        )
+    torch.cuda.set_device(local_rank)
+    return Device("cuda", torch.device("cuda", local_rank), "nccl")
+
+
+def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Device) -> torch.dtype:
+    """The dtype of parameters and activations; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    if setting == "auto":
+        return torch.bfloat16 if device.kind == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]
+
+
+def init_distributed(device: Device, timeout_s: float) -> tuple[int, int]:
+    """Join the job's process group: gloo for host tensors everywhere, NCCL too for those on a GPU.
+
+    Returns:
+        Rank and world size.
+
+    Raises:
+        ConfigError: the process was not started by torchrun.
+    """
+    launch = read_launch()
+    backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(seconds=timeout_s)
+    )
+    return launch.rank, launch.world_size
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+class _Nothing:
+    """A CUDA stream or event where there is none: every method does nothing and returns the object."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _self(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    wait_stream = wait_event = wait = record_event = record = synchronize = _self
+
+
+class _CudaOnCpu:
+    """What rewritten megatron-core sees as `torch.cuda`; names not listed come from the real one."""
+
+    Stream = Event = _Nothing
+
+    def __init__(self) -> None:
+        self.random = SimpleNamespace(get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    @staticmethod
+    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.set_rng_state(new_state)
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @staticmethod
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    set_device = empty_cache = synchronize
+
+    @staticmethod
+    def current_stream(*args: Any, **kwargs: Any) -> _Nothing:
+        return _Nothing()
+
+    default_stream = current_stream
+
+    @staticmethod
+    def stream(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+CUDA_ON_CPU = _CudaOnCpu()
+
+
+def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T], T]:
+    """What rewritten megatron-core sees as `torch.compile`: no compiler is needed, or waited for, on a CPU."""
+    return (lambda decorated: decorated) if function is None else function
+
+
+_REPLACED = {"cuda": "CUDA_ON_CPU", "compile": "not_compiled"}
+
+
+class _Rewrite(ast.NodeTransformer):
+    """Takes CUDA out of a module's syntax tree."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """`torch.cuda` and `torch.compile` become the stand-ins above."""
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in _REPLACED:
+            here = ast.Name("_mrlhf_device", ast.Load())
+            return ast.copy_location(ast.Attribute(here, _REPLACED[node.attr], node.ctx), node)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        """'torch.cuda.FloatTensor', as compared with `Tensor.type()`, becomes 'torch.FloatTensor'."""
+        value = node.value
+        if isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor"):
+            return ast.copy_location(ast.Constant(value.replace("torch.cuda.", "torch.")), node)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        """`device="cuda"` becomes `device="cpu"`, and `pin_memory=True` False."""
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Constant):
+            if node.arg == "device" and node.value.value == "cuda":
+                node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+            elif node.arg == "pin_memory":
+                node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """`x.cuda()` becomes `x`."""
+        self.generic_visit(node)
+        return node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" else node
+
+
+def _mend_random(module: ModuleType) -> None:
+    """The stock functions reach for a CUDA generator directly."""
+    module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
+    module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+
+def _mend_moe(module: ModuleType) -> None:
+    """The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes as numbers."""
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    module.__dict__.setdefault("te_general_gemm", None)
+    module.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
+
+
+_MENDED: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.tensor_parallel.random": _mend_random,
+    "megatron.core.transformer.moe.moe_utils": _mend_moe,
+}
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads one rewritten module, never through the bytecode cache."""
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+        tree = _Rewrite().visit(ast.parse(data, path))
+        first = 0
+        while first < len(tree.body) and _must_lead(tree.body[first]):
+            first += 1
+        tree.body[first:first] = ast.parse("import mrlhf.device as _mrlhf_device").body
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ in _MENDED:
+            _MENDED[module.__name__](module)
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError("rewritten modules have no bytecode cache")
+
+    def set_data(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _must_lead(statement: ast.stmt) -> bool:
+    """Whether nothing may be put before the statement: a docstring or an import from __future__."""
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of megatron.core as usual, and hands their source to `_Loader`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install_cpu_stand_ins() -> None:
+    """Have megatron-core imported without CUDA from now on. Does nothing where there is a GPU, or the second time."""
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    assert "megatron.core" not in sys.modules, "megatron.core was imported before mrlhf: import mrlhf first"
+    sys.meta_path.insert(0, _Finder())

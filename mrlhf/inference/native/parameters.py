@@ -1,0 +1,74 @@
+"""The engine's parameters: named, cut and fused as megatron-core's, on one pipeline stage.
+
+A parameter is either bound (it is a training parameter, nothing is copied) or stored here. It does not know how weights
+arrive or what is computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mrlhf.errors import EngineError
+from mrlhf.models.families import rule_of, tensor_shapes
+from mrlhf.models.parameters import parameter_names
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.weights.shard import Piece, Rule, Shape, Slot, pieces_of
+
+
+def local_shape(rule: Rule, shapes: Mapping[str, Shape], tp_size: int) -> Shape:
+    """The shape of a parameter on each of `tp_size` ranks, vocabulary padding included."""
+    full = shapes[rule.names[0]]
+    if rule.dim is None:
+        return full
+    periods = rule.periods or tp_size
+    rows = sum(-(-shapes[name][rule.dim] // periods) for name in rule.names) * (periods // tp_size)
+    return (*full[: rule.dim], rows, *full[rule.dim + 1 :])
+
+
+class Parameters:
+    """Tensor-parallel rank `tp_rank`'s shard of a model; no memory is used until a parameter is bound or allocated."""
+
+    def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        names = parameter_names(spec, ParallelLayout(tp=tp_size, pp=1, dp=1), stage=0)
+        rules = {name: rule_of(spec, name, layer_offset=0) for name in names}
+        shapes = tensor_shapes(spec)
+        self.pieces: dict[str, tuple[Piece, ...]] = {
+            name: pieces_of(name, rule, shapes, tp_rank, tp_size) for name, rule in rules.items()
+        }
+        self._shapes = {name: local_shape(rule, shapes, tp_size) for name, rule in rules.items()}
+        self._tensors: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters that have no storage yet."""
+        return [name for name in self._shapes if name not in self._tensors]
+
+    def bind(self, name: str, tensor: Tensor) -> None:
+        """Make `tensor` itself the parameter `name`.
+
+        Raises:
+            EngineError: there is no such parameter, or the tensor does not fit it.
+        """
+        if name not in self._shapes:
+            raise EngineError(f"the engine has no parameter {name!r}; bind one of parameter_pieces()")
+        wanted = (self._shapes[name], self._dtype, self._device.type)
+        given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        if given != wanted:
+            raise EngineError(
+                f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; copy it instead"
+            )
+        self._tensors[name] = tensor
+
+    def slots(self) -> list[Slot]:
+        """Where each piece is stored; parameters that have no storage get it, zeroed (so padding rows are zero)."""
+        for name in self.missing:
+            self._tensors[name] = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+        return [Slot(piece, self._tensors[name]) for name, pieces in self.pieces.items() for piece in pieces]

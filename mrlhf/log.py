@@ -1,0 +1,225 @@
+"""What a run tells: log lines with the rank in front, metrics files, a progress display, curves.
+
+Rank 0 speaks; other ranks only warn, and construct no writer. This file knows the names of metrics only as far as its
+caller gives them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from mrlhf.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+PPO_COLUMNS = (
+    ("reward", "critic/score/mean"),
+    ("kl", "actor/ppo_kl"),
+    ("kl to reference", "actor/reward_kl_penalty"),
+    ("length", "response_length/mean"),
+    ("tokens/s/rank", "perf/throughput"),
+)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever standard error is at that moment, so that a line never tears a live progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def configure_logging(rank: int) -> None:
+    """Send log lines to standard error with the rank in front; may be called again.
+
+    Our own lines are shown from INFO on rank 0 and from WARNING elsewhere, those of other packages from WARNING.
+    """
+    handler = _StderrHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, _StderrHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+class MetricsWriter:
+    """Appends the metrics of each step to `metrics.jsonl` in the output directory, and to tensorboard if asked."""
+
+    def __init__(self, output_dir: Path, tensorboard: bool = False) -> None:
+        """Open the files; a resumed run appends.
+
+        Raises:
+            ConfigError: tensorboard is asked for and not installed.
+        """
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = _open_tensorboard(output_dir / "tensorboard") if tensorboard else None
+        self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line, and flush it: a number that is not finite becomes null, since JSON has none."""
+        assert "step" not in metrics, "'step' is the line's own key"
+        numbers = {name: _json_number(value) for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, number in numbers.items():
+                if number is not None:
+                    self._tensorboard.add_scalar(name, number, step)
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Progress:
+    """Shows how far a run is: a bar on a terminal, else one plain log line a step."""
+
+    def __init__(
+        self, total_steps: int, columns: Sequence[tuple[str, str]], first_step: int = 0, stream: TextIO | None = None
+    ) -> None:
+        """Start the clock.
+
+        Args:
+            total_steps: steps of the whole run.
+            columns: label and metric of each number to show; a metric that a step lacks is left out.
+            first_step: steps done before, where a run is resumed; the time left is told from the steps done since.
+            stream: where the bar goes, standard error by default; no bar unless it is a terminal.
+        """
+        self._total_steps = total_steps
+        self._columns = columns
+        self._first_step = first_step
+        self._start = time.monotonic()
+        stream = sys.stderr if stream is None else stream
+        self._bar: Bar | None = None
+        if stream.isatty():
+            text = TextColumn("{task.description}", markup=False)
+            self._bar = Bar(BarColumn(bar_width=20), text, console=Console(file=stream))
+            self._task = self._bar.add_task(f"step {first_step}/{total_steps}", total=total_steps, completed=first_step)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that `step` (counted from 1) is done, and its metrics."""
+        line = self._line(step, metrics)
+        if self._bar is None:
+            logger.info(line)
+        else:
+            self._bar.update(self._task, completed=step, description=line)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
+        shown = [f"{label} {metrics[name]:.4g}" for label, name in self._columns if name in metrics]
+        per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
+        left = timedelta(seconds=round(per_step * (self._total_steps - step)))
+        return ", ".join([f"step {step}/{self._total_steps}", *shown, f"{left} left"])
+
+
+def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
+    """The records that `MetricsWriter` wrote, by step; of a step written twice (by a resumed run), the later one.
+
+    Raises:
+        DataError: the file is missing, or a line of it is no record.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    try:
+        lines = metrics_jsonl.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read metrics: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            records[record["step"]] = record
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{metrics_jsonl}:{number}: not a JSON object with a step; remove the line") from error
+    return [records[step] for step in sorted(records)]
+
+
+def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> None:
+    """Draw the metrics named by `keys` over the steps into one PNG, a panel each.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        DataError: the file cannot be read, or none of its records has one of the keys.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("curves need matplotlib: pip install matplotlib") from error
+    assert keys, "nothing to plot"
+    records = read_metrics(metrics_jsonl)
+    known = sorted({name for record in records for name in record})
+    width = min(3, len(keys))
+    height = math.ceil(len(keys) / width)
+    figure = Figure(figsize=(4.5 * width, 3.2 * height), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, key in enumerate(keys, start=1):
+        points = [(record["step"], record[key]) for record in records if key in record]
+        if not points:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; it has {', '.join(known) or 'no records'}"
+            raise DataError(f"{metrics_jsonl} has no metric '{key}'{hint}")
+        axes = figure.add_subplot(height, width, panel)
+        steps, numbers = zip(*points, strict=True)
+        axes.plot(steps, [math.nan if number is None else number for number in numbers], marker=".")
+        axes.set_xlabel("step")
+        axes.set_ylabel(key)
+        axes.grid(alpha=0.3)
+    png_path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png_path, dpi=120)
+
+
+def _open_tensorboard(log_dir: Path) -> SummaryWriter:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError("tensorboard is on but not installed: pip install tensorboard, or turn it off") from error
+    return SummaryWriter(str(log_dir))
+
+
+def _json_number(value: float) -> float | None:
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None

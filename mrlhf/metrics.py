@@ -1,0 +1,185 @@
+"""The numbers of a step: sums merged over micro-batches and ranks, statistics of the batch, seconds of each phase.
+
+Every mean is over the tokens or sequences of the global batch, so that no metric depends on how the batch was split.
+This file does not know where metrics are written, nor which ranks there are: merging over ranks is the caller's
+all-reduce of a vector made here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.rl.masking import local_moments
+
+
+class Tally:
+    """Sums and counts by name, from which means are taken once all parts have been merged."""
+
+    def __init__(self) -> None:
+        # A sum stays a tensor until it is read, so that adding never waits for a device.
+        self._sums: dict[str, Tensor | float] = {}
+        self._counts: dict[str, Tensor | float] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add `total`, the sum over `count` tokens or sequences; tensors are scalars and lose their gradient."""
+        self._sums[name] = self._sums.get(name, 0.0) + _detached(total)
+        self._counts[name] = self._counts.get(name, 0.0) + _detached(count)
+
+    def merge(self, other: Tally) -> None:
+        """Add everything that `other` holds."""
+        for name, total in other._sums.items():
+            self.add(name, total, other._counts[name])
+
+    def means(self) -> dict[str, float]:
+        """Sum over count of each name; NaN where nothing was counted."""
+        return {name: _quotient(float(total), float(self._counts[name])) for name, total in self._sums.items()}
+
+    def to_vector(self, names: Sequence[str]) -> Tensor:
+        """float64 [2 * len(names)] on the host: the sums, then the counts; 0 for a name that has none here.
+
+        The names are given, since ranks need not have met the same ones, and an all-reduce needs one order.
+        """
+        missing = self._sums.keys() - set(names)
+        assert not missing, f"would be lost on the way: {sorted(missing)}"
+        numbers = [float(self._sums.get(name, 0.0)) for name in names]
+        numbers += [float(self._counts.get(name, 0.0)) for name in names]
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+    @staticmethod
+    def from_vector(names: Sequence[str], vector: Tensor) -> Tally:
+        """The inverse of `to_vector`, usually after a sum over ranks."""
+        assert vector.shape == (2 * len(names),), f"{len(names)} names against a vector of {tuple(vector.shape)}"
+        numbers = vector.tolist()
+        tally = Tally()
+        for name, total, count in zip(names, numbers[: len(names)], numbers[len(names) :], strict=True):
+            tally.add(name, total, count)
+        return tally
+
+
+class PhaseTimer:
+    """Seconds spent in each phase of one step; phases may nest, and one entered again goes on counting."""
+
+    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+        """Call `synchronize`, if given, at both ends of a phase: on an accelerator, work goes on after the call."""
+        self._synchronize = synchronize
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measure the body of a `with`, also one that raises."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<phase>` of each phase."""
+        return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
+
+    def _now(self) -> float:
+        if self._synchronize is not None:
+            self._synchronize()
+        return time.perf_counter()
+
+
+def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, float]:
+    """Describe the whole batch of a step: rewards, advantages, values, lengths, and the engine's agreement.
+
+    Args:
+        experience: the global batch.
+        max_prompt_length: tokens; `prompt_length/clip_ratio` is the share of prompts that long.
+    """
+    rollout = experience.rollout
+    mask = rollout.response_mask
+    metrics = {
+        **_spread("critic/score", experience.scores),
+        **_spread("critic/rewards", experience.token_rewards.sum(dim=1)),
+        **_spread("critic/advantages", experience.advantages[mask]),
+        **_spread("critic/returns", experience.returns[mask]),
+        **_spread("critic/values", experience.values[mask]),
+        **_length_metrics(rollout, max_prompt_length),
+        **_probs_diff_metrics(experience),
+    }
+    metrics["critic/vf_explained_var"] = explained_variance(experience.values, experience.returns, mask)
+    return metrics
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Share of the returns' variance that the critic accounts for: 1 - var(returns - values) / var(returns).
+
+    Args:
+        values: [batch, response_len], predictions.
+        returns: [batch, response_len], targets.
+        mask: bool [batch, response_len].
+    """
+    unexplained = local_moments(returns - values, mask).variance
+    return 1 - unexplained / (local_moments(returns, mask).variance + 1e-5)
+
+
+def throughput_metrics(
+    seconds: Mapping[str, float], prompt_tokens: int, response_tokens: int, world_size: int
+) -> dict[str, float]:
+    """Speed of a step over all its tokens.
+
+    Args:
+        seconds: of each phase, `step` among them.
+        prompt_tokens: in the global batch.
+        response_tokens: in the global batch; generation is measured by these alone.
+        world_size: ranks; `perf/throughput` is tokens per second and rank.
+    """
+    tokens = prompt_tokens + response_tokens
+    metrics = {
+        f"timing_per_token_ms/{phase}": _quotient(1000 * spent, response_tokens if phase == "gen" else tokens)
+        for phase, spent in seconds.items()
+    }
+    metrics["perf/total_num_tokens"] = tokens
+    metrics["perf/time_per_step"] = seconds["step"]
+    metrics["perf/throughput"] = _quotient(tokens, seconds["step"] * world_size)
+    return metrics
+
+
+def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float]:
+    """Lengths in tokens; a response counts as clipped where the length limit ended it, not a stop token."""
+    prompt_lengths = torch.tensor(rollout.prompt_lengths, dtype=torch.float64, device="cpu")
+    return {
+        **_spread("response_length", rollout.response_mask.sum(dim=1)),
+        "response_length/clip_ratio": float((~rollout.stopped).double().mean()),
+        **_spread("prompt_length", prompt_lengths),
+        "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_length).double().mean()),
+    }
+
+
+def _probs_diff_metrics(experience: Experience) -> dict[str, float]:
+    """How far the trainer's probabilities of the drawn tokens are from the engine's."""
+    mask = experience.rollout.response_mask
+    gap = (experience.old_logprobs.double().exp() - experience.rollout.rollout_logprobs.double().exp()).abs()
+    moments = local_moments(gap, mask)
+    return {
+        "training/rollout_probs_diff_mean": moments.mean if moments.count else math.nan,
+        "training/rollout_probs_diff_max": float(gap[mask].max()) if moments.count else math.nan,
+        "training/rollout_probs_diff_std": moments.variance**0.5 if moments.count else math.nan,
+    }
+
+
+def _spread(prefix: str, x: Tensor) -> dict[str, float]:
+    """Mean, maximum and minimum of a flat tensor; NaN where it is empty."""
+    if x.numel() == 0:
+        return {f"{prefix}/{name}": math.nan for name in ("mean", "max", "min")}
+    x = x.double()
+    return {f"{prefix}/mean": float(x.mean()), f"{prefix}/max": float(x.max()), f"{prefix}/min": float(x.min())}
+
+
+def _detached(number: Tensor | float) -> Tensor | float:
+    return number.detach().double() if isinstance(number, Tensor) else float(number)
+
+
+def _quotient(total: float, count: float) -> float:
+    return total / count if count else math.nan

@@ -1,0 +1,117 @@
+"""Exchanges between ranks: ragged and object gathers, broadcast, sum, and batched point-to-point.
+
+Everything works on gloo (host tensors) and NCCL (device tensors) alike; payloads other than sums travel as bytes, so
+any dtype goes. Every rank of a group makes the same calls in the same order. This file creates no group and knows
+nothing of roles, weights or batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+Peer = tuple[int, Tensor]
+
+
+def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The `rows` of every rank of the group, in group order.
+
+    Args:
+        rows: [rows of this rank, ...]; the first dimension may differ between ranks and may be 0, the others and the
+            dtype are the same everywhere.
+        group: the ranks that take part.
+    """
+    rows = rows.detach().contiguous()
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [rows.clone()]
+    count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=rows.device)
+    gathered = [torch.empty_like(count) for _ in range(size)]
+    dist.all_gather(gathered, count, group=group)
+    counts = [int(n) for n in torch.cat(gathered).tolist()]
+    padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    if padded.numel():
+        dist.all_gather([_as_bytes(part) for part in parts], _as_bytes(padded), group=group)
+    return [part[:n] for part, n in zip(parts, counts, strict=True)]
+
+
+def all_gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The picklable `value` of every rank of the group, in group order."""
+    gathered: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered  # type: ignore[return-value]
+
+
+def broadcast_tensor(
+    tensor: Tensor | None,
+    source: int,
+    group: dist.ProcessGroup,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The `tensor` of global rank `source`, on every rank of the group; the other ranks may pass None.
+
+    Args:
+        tensor: what to send, on `source` alone; its shape and dtype are `shape` and `dtype`.
+        source: global rank of the sender, a member of the group.
+        group: the ranks that take part.
+        shape: the shape of the tensor, known to all.
+        dtype: its dtype, known to all.
+        device: where the result lies.
+    """
+    if dist.get_rank() == source:
+        assert tensor is not None and tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype, (shape, dtype)
+        payload = tensor.detach().to(device).contiguous()
+    else:
+        payload = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if payload.numel() and dist.get_world_size(group) > 1:
+        dist.broadcast(_as_bytes(payload), source, group=group)
+    return payload
+
+
+def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of `tensor` over the ranks of the group, as a new tensor; every rank gets the same bits."""
+    total = tensor.detach().clone()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total
+
+
+def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Wait for every rank of the group, and have NCCL make its communicator, which `exchange` needs.
+
+    NCCL makes it at a group's first call on device tensors, in which all ranks must take part, and an exchange may
+    leave some out.
+    """
+    dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def exchange(sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None = None) -> None:
+    """Send and receive contiguous tensors, all at once, and wait for all of them; receives are filled in place.
+
+    Peers are global ranks and never the rank itself. Messages between two ranks are matched by order: the k-th that one
+    lists for the other is the k-th that the other lists for it. Either list may be empty. Call `connect` once before.
+    """
+    operations = [
+        dist.P2POp(operation, _as_bytes(tensor), peer, group)
+        for operation, peers in ((dist.isend, sends), (dist.irecv, receives))
+        for peer, tensor in peers
+        if tensor.numel()
+    ]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view of the bytes of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)

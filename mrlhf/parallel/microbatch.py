@@ -1,0 +1,143 @@
+"""Cuts a batch of sequences into mini-batches, data-parallel shares and packed micro-batches.
+
+Everything is a pure function of lengths, so every rank knows every other rank's share without asking. The cut of a
+batch is made once a step and used for every forward and every epoch: the same sequences stand in the same pack each
+time, which is why log-probabilities before and during the first update are equal bit for bit. It knows neither models
+nor process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Select = Literal["response", "last"]
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step's rows.
+
+    Attributes:
+        rows: every row of the mini-batch, over all ranks.
+        micro_batches: [dp][micro-batch] -> rows packed together.
+    """
+
+    rows: list[int]
+    micro_batches: list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Sequences laid end to end, as one micro-batch of a pipeline.
+
+    Attributes:
+        rows: rows of the batch that are in the pack, in order.
+        token_ids: int64 [tokens].
+        position_ids: int64 [tokens], from 0 in each sequence.
+        boundaries: int32 [sequences + 1], where each sequence begins, and the end.
+        longest: tokens of the longest sequence.
+        select: int64 [selected], the positions whose output is wanted.
+        targets: int64 [selected], the token that follows each selected position (0 after the last token).
+    """
+
+    rows: list[int]
+    token_ids: Tensor
+    position_ids: Tensor
+    boundaries: Tensor
+    longest: int
+    select: Tensor
+    targets: Tensor
+
+
+def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of `lengths` in `parts` parts of nearly equal total length, none empty, each ascending.
+
+    Longest first, each to the part with the least so far. There must be at least as many lengths as parts.
+    """
+    assert len(lengths) >= parts, f"{len(lengths)} sequences cannot fill {parts} parts"
+    loads = [(0, 0, part) for part in range(parts)]
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, count, part = min(loads)
+        shares[part].append(index)
+        loads[part] = (load + lengths[index], count + 1, part)
+    return [sorted(share) for share in shares]
+
+
+def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of `lengths` in as few packs of at most `budget` tokens as first-fit-decreasing finds.
+
+    A sequence longer than the budget has a pack of its own.
+    """
+    packs: list[list[int]] = []
+    loads: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = (number for number, load in enumerate(loads) if load + lengths[index] <= budget)
+        chosen = next(fits, None)
+        if chosen is None:
+            packs.append([index])
+            loads.append(lengths[index])
+        else:
+            packs[chosen].append(index)
+            loads[chosen] += lengths[index]
+    return sorted(sorted(pack) for pack in packs)
+
+
+def plan_mini_batches(lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int) -> list[MiniBatch]:
+    """Cut rows 0..len(lengths)-1, in order, into mini-batches of `mini_batch_rows` rows (the last may be smaller).
+
+    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget` (tokens of a micro-batch).
+    """
+    plan = []
+    for begin in range(0, len(lengths), mini_batch_rows):
+        rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
+        shares = split_balanced([lengths[row] for row in rows], dp)
+        micro_batches = []
+        for share in shares:
+            packs = pack_rows([lengths[rows[i]] for i in share], budget)
+            micro_batches.append([[rows[share[i]] for i in pack] for pack in packs])
+        plan.append(MiniBatch(rows, micro_batches))
+    return plan
+
+
+def make_pack(
+    sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], rows: list[int], select: Select, multiple: int
+) -> Pack:
+    """Lay the sequences at `rows` end to end.
+
+    Args:
+        sequences: token ids of each row of the batch.
+        prompt_lengths: tokens of each row's prompt, >= 1.
+        rows: the rows to pack.
+        select: "response": for each response token the position before it (where its log-prob and value come from);
+            "last": each sequence's last token.
+        multiple: the pack's token count is padded to a multiple of this, as a last sequence of zeros.
+    """
+    chosen = [torch.tensor(sequences[row], dtype=torch.int64) for row in rows]
+    sizes = [len(tokens) for tokens in chosen]
+    begins = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).tolist()
+    selected, targets = [], []
+    for row, tokens, begin in zip(rows, chosen, begins, strict=False):
+        first = prompt_lengths[row] - 1 if select == "response" else len(tokens) - 1
+        last = len(tokens) - 1 if select == "response" else len(tokens)
+        selected.append(torch.arange(begin + first, begin + last))
+        targets.append(torch.nn.functional.pad(tokens, (0, 1))[first + 1 : last + 1])
+    padding = -begins[-1] % multiple
+    if padding:
+        chosen.append(torch.zeros(padding, dtype=torch.int64))
+        sizes.append(padding)
+        begins.append(begins[-1] + padding)
+    return Pack(
+        rows=rows,
+        token_ids=torch.cat(chosen),
+        position_ids=torch.cat([torch.arange(size) for size in sizes]),
+        boundaries=torch.tensor(begins, dtype=torch.int32),
+        longest=max(sizes),
+        select=torch.cat(selected),
+        targets=torch.cat(targets),
+    )

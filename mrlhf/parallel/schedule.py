@@ -1,0 +1,110 @@
+"""Runs packed micro-batches through the pipeline of one role: megatron-core's 1F1B, or a plain loop without stages.
+
+It knows the model only as something that takes packed tokens, and the loss only as a function that its caller hands in.
+What that function is given is the model's output at the positions that a pack selects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.microbatch import Pack
+
+Result = TypeVar("Result")
+
+
+class Pipeline:
+    """One role's pipeline. Ranks of one pipeline group call each method together, with the same packs."""
+
+    def __init__(self, model: nn.Module, config: TransformerConfig, groups: RoleGroups, device: torch.device) -> None:
+        self._model = model
+        self._groups = groups
+        self._device = device
+        self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
+        self._communication = {}
+        if groups.layout.pp > 1:
+            self._communication["p2p_communicator"] = P2PCommunicator(groups.pp, config)
+
+    @torch.no_grad()
+    def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]) -> list[Result]:
+        """Run the packs forward only.
+
+        Args:
+            packs: at least one micro-batch.
+            evaluate: given the output at a pack's selected positions, [selected, vocab_shard] or [selected, 1], and
+                the pack's number, returns what the caller wants of it.
+
+        Returns:
+            What `evaluate` returned, a result a pack, on the last stage; nothing elsewhere.
+        """
+
+        def finish(pack: Pack, number: int, output: Tensor, non_loss_data: bool) -> Result:
+            assert non_loss_data
+            return evaluate(self._selected(output, pack), number)
+
+        return self._schedule(packs, finish, forward_only=True)
+
+    def forward_backward(
+        self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
+    ) -> list[Result]:
+        """Run the packs forward and backward, then reduce gradients over the ranks that share parameters.
+
+        Args:
+            packs: at least one micro-batch.
+            loss: given what `evaluate` is given above, returns a scalar and whatever the caller wants to keep. The
+                gradient is that of the sum of the scalars of all packs of all data-parallel ranks.
+
+        Returns:
+            What `loss` returned beside each scalar, on the last stage; nothing elsewhere.
+        """
+        # The schedule divides by the number of micro-batches, and the reduction by the number of data-parallel ranks.
+        scale = len(packs) * self._groups.layout.dp
+
+        def finish(pack: Pack, number: int, output: Tensor) -> tuple[Tensor, Result]:
+            scalar, kept = loss(self._selected(output, pack), number)
+            return scalar * scale, kept
+
+        return self._schedule(packs, finish, forward_only=False)
+
+    def _schedule(self, packs: Sequence[Pack], finish: Callable[..., object], forward_only: bool) -> list:
+        def step(numbered: Iterator[tuple[int, Pack]], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
+            number, pack = next(numbered)
+            return self._forward_pack(model, pack), partial(finish, pack, number)
+
+        return self._run(
+            forward_step_func=step,
+            data_iterator=iter(enumerate(packs)),
+            model=self._model,
+            num_microbatches=len(packs),
+            seq_length=1,  # not used: the stages tell each other the length of every micro-batch
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=self._groups.collection,
+            **self._communication,
+        )
+
+    def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
+        boundaries = pack.boundaries.to(self._device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=pack.longest,
+            max_seqlen_kv=pack.longest,
+        )
+        tokens, positions = pack.token_ids.to(self._device), pack.position_ids.to(self._device)
+        return model(tokens[None], positions[None], None, packed_seq_params=packed)
+
+    def _selected(self, output: Tensor, pack: Pack) -> Tensor:
+        return output[0].index_select(0, pack.select.to(self._device))

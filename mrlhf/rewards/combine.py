@@ -1,0 +1,161 @@
+"""The reward of a response: a weighted sum of rules, users' functions and scores computed elsewhere.
+
+Does not know how a reward model computes its score, nor tokens: it is handed text, and numbers by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+
+from mrlhf.errors import ConfigError, RewardError
+from mrlhf.rewards.custom import CustomReward, load_custom
+from mrlhf.rewards.interface import RewardInput, RewardResult, Rule, split_score
+from mrlhf.rewards.rules import FORMAT_PATTERN, RULES, format_match
+
+__all__ = ["EXTERNAL_TERMS", "RewardFunction", "mix"]
+
+EXTERNAL_TERMS = ("reward_model",)
+"""Terms whose scores the caller brings."""
+
+
+def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+    """The weighted sum of the terms' scores [batch].
+
+    Raises:
+        RewardError: a term has no weight or a weight no term, the lengths differ, or a score is not finite.
+    """
+    if set(terms) != set(weights):
+        raise RewardError(
+            f"scores are given for {sorted(terms)} and weights for {sorted(weights)}; give both for each term"
+        )
+    lengths = {name: len(scores) for name, scores in terms.items()}
+    if len(set(lengths.values())) > 1:
+        raise RewardError(f"terms have different numbers of scores: {lengths}")
+    for name, scores in terms.items():
+        bad = [i for i, score in enumerate(scores) if not math.isfinite(score)]
+        if bad:
+            raise RewardError(
+                f"term {name} has a score of {scores[bad[0]]} for response {bad[0]}; scores must be finite"
+            )
+    names = list(weights)
+    columns = zip(*(terms[name] for name in names), strict=True)
+    return [math.fsum(weights[name] * score for name, score in zip(names, row, strict=True)) for row in columns]
+
+
+class RewardFunction:
+    """Scores batches by a fixed list of weighted terms.
+
+    Attributes:
+        weights: each term's weight. A term is called by its rule's name; a user's by its function's.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[tuple[str, float]],
+        *,
+        timeout_s: float = 60.0,
+        format_pattern: str = FORMAT_PATTERN,
+    ) -> None:
+        """Load the terms; a user's function starts its process here.
+
+        Args:
+            terms: (name, weight) each, the name a rule's, "reward_model", or "path/to/file.py:function".
+            timeout_s: longest that one call of a user's function may take, in seconds.
+            format_pattern: the regular expression of the "format" rule.
+
+        Raises:
+            ConfigError: a name is unknown or comes twice, a weight is not finite, or the pattern is malformed.
+            RewardError: a user's function cannot be loaded.
+        """
+        self.weights = {name.rpartition(":")[2]: float(weight) for name, weight in terms}
+        _check_terms(terms, self.weights)
+        try:
+            re.compile(format_pattern)
+        except re.error as error:
+            raise ConfigError(f"format pattern {format_pattern!r} is no regular expression: {error}") from error
+        rules: dict[str, Rule] = {**RULES, "format": partial(format_match, pattern=format_pattern)}
+        self._rules = {name: rules[name] for name, _ in terms if name in rules}
+        self._custom: dict[str, CustomReward] = {}
+        try:
+            for name, _ in terms:
+                if ":" in name:
+                    custom = load_custom(name, timeout_s=timeout_s)
+                    self._custom[custom.name] = custom
+        except RewardError:
+            self.close()
+            raise
+
+    @property
+    def external(self) -> list[str]:
+        """The terms whose scores `score` must be given."""
+        return [name for name in self.weights if name in EXTERNAL_TERMS]
+
+    def score(
+        self, inputs: Sequence[RewardInput], external_scores: Mapping[str, Sequence[float]] | None = None
+    ) -> RewardResult:
+        """Score a batch.
+
+        Args:
+            inputs: the responses [batch].
+            external_scores: for each term of `external`, its scores [batch].
+
+        Raises:
+            RewardError: a term fails, or returns no finite number.
+        """
+        scores: dict[str, list[float]] = {name: list(column) for name, column in (external_scores or {}).items()}
+        further: dict[str, list[float]] = {}
+        for name in self.weights:
+            if name in EXTERNAL_TERMS:
+                continue
+            results = self._evaluate(name, inputs)
+            scores[name] = [score for score, _ in results]
+            for key in sorted({key for _, extra in results for key in extra}):
+                further[f"{name}/{key}"] = [extra.get(key, math.nan) for _, extra in results]
+        mixed = mix(scores, self.weights)
+        if len(mixed) != len(inputs):
+            raise RewardError(f"external terms brought {len(mixed)} scores for {len(inputs)} responses")
+        return RewardResult(mixed, {**scores, **further})
+
+    def close(self) -> None:
+        """End the processes of users' functions."""
+        for custom in self._custom.values():
+            custom.close()
+
+    def __enter__(self) -> RewardFunction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _evaluate(self, name: str, inputs: Sequence[RewardInput]) -> list[tuple[float, dict[str, float]]]:
+        if name in self._custom:
+            return self._custom[name].score(inputs)
+        rule = self._rules[name]
+        return [
+            split_score(rule(row.data_source, row.solution_str, row.ground_truth, row.extra()), name) for row in inputs
+        ]
+
+
+def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float]) -> None:
+    if not terms:
+        raise ConfigError("reward.terms is empty; give at least one term, such as exact_match")
+    if len(weights) < len(terms):
+        raise ConfigError(
+            f"reward.terms names one term twice: {[name for name, _ in terms]}; give it once, weights added"
+        )
+    known = (*RULES, *EXTERNAL_TERMS)
+    for name, weight in terms:
+        if not math.isfinite(weight):
+            raise ConfigError(f"reward term {name} has weight {weight}; weights must be finite")
+        if ":" in name or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}, or path/to/file.py:function"
+        raise ConfigError(f"unknown reward term {name!r}; {hint}")

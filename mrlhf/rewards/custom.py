@@ -1,0 +1,214 @@
+"""Runs a user's own reward function, named "path/to/file.py:function", in a process of its own.
+
+The process is started once, serves whole batches and is killed when a call takes too long, whatever the call is doing. It
+shares nothing with the trainer: no torch state, no process group. Does not know weights, terms or tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+from mrlhf.errors import RewardError
+from mrlhf.rewards.interface import RewardInput, split_score
+
+__all__ = ["CustomReward", "WorkerTraceback", "load_custom"]
+
+logger = logging.getLogger(__name__)
+
+_WORKER = Path(__file__).with_name("worker.py")
+_SHOWN_CHARACTERS = 200
+_OUTPUT_BYTES = 4000
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a user's function, as text; the cause of the RewardError that it led to."""
+
+    def __str__(self) -> str:
+        return "\n" + "".join(map(str, self.args))
+
+
+class CustomReward:
+    """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
+
+    It returns a number, or a dict with "score" and further numbers. What it prints goes to the log. The process starts with
+    the object, ends with `close`, with the object or with the trainer, and is started anew after it had to be killed.
+
+    Attributes:
+        name: the function's name.
+    """
+
+    def __init__(self, file: Path, name: str, *, timeout_s: float = 60.0, load_timeout_s: float = 120.0) -> None:
+        """Start the process and load the function.
+
+        Args:
+            file: the user's Python file.
+            name: the function in it.
+            timeout_s: longest that one call may take, in seconds.
+            load_timeout_s: longest that importing the file may take, in seconds.
+
+        Raises:
+            RewardError: the file or the function is missing, fails to import, or takes other arguments.
+        """
+        self.name = name
+        self._file = file.resolve()
+        self._timeout_s = timeout_s
+        self._load_timeout_s = load_timeout_s
+        self._process: _Process | None = None
+        self._started()
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[tuple[float, dict[str, float]]]:
+        """Score and further numbers of each input.
+
+        Raises:
+            RewardError: a call failed, took too long, ended the process, or returned no finite number.
+        """
+        calls = [(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs]
+        process = self._started()
+        process.send(calls)
+        results = []
+        for row in inputs:
+            kind, value = self._receive(process, self._timeout_s, f"on {_describe(row)}")
+            if kind == "error":
+                summary, trace = value
+                raise self._failure(f"raised {summary} on {_describe(row)}", process) from WorkerTraceback(trace)
+            try:
+                results.append(split_score(value, self._title))
+            except RewardError as error:
+                # The process still works on the rows that follow; its answers to them are not wanted.
+                self.close()
+                raise RewardError(f"{error}; on {_describe(row)}") from None
+        printed = process.drain()
+        if printed:
+            logger.info("%s printed: %s", self._title, printed)
+        return results
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
+    ) -> float | dict[str, float]:
+        """One call, with the signature of a rule."""
+        row = RewardInput(data_source, "", solution_str, ground_truth, extra_info, 0)
+        score, further = self.score([row])[0]
+        return {"score": score, **further} if further else score
+
+    def close(self) -> None:
+        """End the process; a later call starts another."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name} of {self._file}"
+
+    def _started(self) -> _Process:
+        if self._process is None:
+            self._process = process = _Process(self._file, self.name, self._timeout_s)
+            process.send(sys.path)
+            kind, value = self._receive(process, self._load_timeout_s, "while it was imported")
+            if kind == "error":
+                self.close()
+                summary, trace = value
+                raise RewardError(f"cannot load a reward function: {summary}") from (
+                    WorkerTraceback(trace) if trace else None
+                )
+        return self._process
+
+    def _receive(self, process: _Process, timeout_s: float, when: str) -> tuple[str, Any]:
+        """The next answer; where none comes in time, or at all, the process is ended."""
+        try:
+            if process.connection.poll(timeout_s):
+                reply: tuple[str, Any] = process.connection.recv()
+                return reply
+            fate = f"took more than {timeout_s:g} s and was stopped"
+        except (EOFError, ConnectionResetError):
+            fate = ""
+        failure = self._failure(f"{fate} {when}", process) if fate else None
+        self.close()
+        raise failure or self._failure(f"ended its process ({process.ending()}) {when}", process)
+
+    def _failure(self, what: str, process: _Process) -> RewardError:
+        printed = process.drain()
+        return RewardError(f"reward function {self._title} {what}" + (f"; it printed: {printed}" if printed else ""))
+
+
+def load_custom(reference: str, *, timeout_s: float = 60.0) -> CustomReward:
+    """The reward function that "path/to/file.py:name" names.
+
+    Raises:
+        RewardError: the file or the function is missing; the message names what is near.
+    """
+    path, _, name = reference.rpartition(":")
+    if not path or not name:
+        raise RewardError(f"reward function {reference!r}: write it as path/to/file.py:function")
+    file = Path(path)
+    if not file.is_file():
+        others = [str(other) for other in file.parent.glob("*.py")]
+        near = difflib.get_close_matches(path, others, n=3)
+        hint = f"did you mean {near}?" if near else "the path is relative to the working directory"
+        raise RewardError(f"reward function {reference!r}: there is no file {path}; {hint}")
+    return CustomReward(file, name, timeout_s=timeout_s)
+
+
+class _Process:
+    """The running worker: its socket, its output and its end."""
+
+    def __init__(self, file: Path, name: str, timeout_s: float) -> None:
+        self.connection, theirs = Pipe()
+        # Appending, so that the two processes need not agree on a position.
+        self._output: IO[bytes] = tempfile.TemporaryFile("a+b")
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-u", str(_WORKER), str(theirs.fileno()), str(file), name, str(timeout_s)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._finalizer = weakref.finalize(self, _end, self._popen, self.connection)
+
+    def send(self, message: Any) -> None:
+        # A worker that is gone is noticed, and reported, where its answer is read.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def drain(self) -> str:
+        """The end of what was printed since the last time, on one line."""
+        descriptor = self._output.fileno()
+        start = max(0, os.fstat(descriptor).st_size - _OUTPUT_BYTES)
+        printed = os.pread(descriptor, _OUTPUT_BYTES, start).decode(errors="replace")
+        os.ftruncate(descriptor, 0)
+        return " | ".join(printed.split("\n")).strip(" |")
+
+    def stop(self) -> None:
+        """Kill it and all that it started."""
+        self._finalizer()
+
+    def ending(self) -> str:
+        """How it ended."""
+        code = self._popen.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _end(popen: subprocess.Popen[bytes], connection: Connection) -> None:
+    connection.close()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.wait()
+
+
+def _describe(row: RewardInput) -> str:
+    return f"data_source {row.data_source!r}, solution {row.solution_str[:_SHOWN_CHARACTERS]!r}"

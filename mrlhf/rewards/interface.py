@@ -1,0 +1,75 @@
+"""What a reward is given and what it gives back, the same for built-in rules and for users' functions.
+
+Does not know any rule, nor processes. Light to import: a user's reward file may import rules without loading torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.errors import RewardError
+
+__all__ = ["RewardInput", "RewardResult", "Rule", "split_score"]
+
+Rule = Callable[[str, str, str, Mapping[str, Any]], float | Mapping[str, Any]]
+"""f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score" and further numbers."""
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """One response to score.
+
+    Attributes:
+        data_source: name of the data set that the prompt is from.
+        prompt_text: the prompt as the model saw it.
+        solution_str: the response as text, special tokens left out.
+        ground_truth: the reference answer.
+        extra_info: the rest of the prompt's row.
+        response_tokens: tokens of the response, stop token included.
+    """
+
+    data_source: str
+    prompt_text: str
+    solution_str: str
+    ground_truth: str
+    extra_info: Mapping[str, Any]
+    response_tokens: int
+
+    def extra(self) -> dict[str, Any]:
+        """The row's extra_info, joined by `prompt_text` and `response_tokens`: what a rule gets as extra_info."""
+        return {**self.extra_info, "prompt_text": self.prompt_text, "response_tokens": self.response_tokens}
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """Scores of a batch.
+
+    Attributes:
+        scores: the weighted mix, one number a response [batch].
+        metrics: each term's own score under the term's name, and its further numbers under "term/name" [batch]; NaN where
+            a response has none.
+    """
+
+    scores: list[float]
+    metrics: dict[str, list[float]]
+
+
+def split_score(value: Any, name: str) -> tuple[float, dict[str, float]]:
+    """A rule's return value as the score and its further numbers; entries that are no numbers are left out.
+
+    Raises:
+        RewardError: there is no finite score.
+    """
+    fields = value if isinstance(value, Mapping) else {"score": value}
+    if "score" not in fields:
+        raise RewardError(f'reward {name} returned a dict without "score": {sorted(map(str, fields))}')
+    score = fields["score"]
+    if not isinstance(score, (int, float)):
+        raise RewardError(f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite float")
+    if not math.isfinite(score):
+        raise RewardError(f"reward {name} returned {score}; return a finite float")
+    further = {str(key): float(v) for key, v in fields.items() if key != "score" and isinstance(v, (int, float))}
+    return float(score), further

@@ -1,0 +1,79 @@
+"""Built-in reward rules: pure functions of a response and its reference answer.
+
+Does not know tokens, models or how terms are weighed. Light to import, so that a user's reward file may build on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mrlhf.rewards.interface import Rule
+
+__all__ = ["FORMAT_PATTERN", "RULES", "exact_match", "extract_number", "format_match", "gsm8k", "gsm8k_flexible"]
+
+FORMAT_PATTERN = r"(?s)\A(?:(?!####).)*(?<![^\n])#### -?\$?\d[\d,]*(?:\.\d+)?\s*\Z"
+"""One "#### number" line, and nothing after it."""
+
+_CLIP_CHARACTERS = 300
+_STRICT = re.compile(r"#### (-?\$?-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?\$?[0-9.,]+")
+
+
+def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+    """1 where the response is the reference answer, surrounding whitespace aside."""
+    return float(solution_str.strip() == ground_truth.strip())
+
+
+def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+    """1 where the last "#### number" is the reference answer: verl's `gsm8k.compute_score(method="strict")`.
+
+    More lenient than verl in two points: a dollar sign before the number and a full stop after it are passed over.
+    """
+    return float(extract_number(solution_str, strict=True) == _normalise(ground_truth))
+
+
+def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+    """1 where the last number of the response, in whatever form ("A: 18"), is the reference answer.
+
+    verl's `method="flexible"`, but "1,000", "$18" and "18." are taken for 1000 and 18.
+    """
+    return float(extract_number(solution_str, strict=False) == _normalise(ground_truth))
+
+
+def format_match(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any],
+    pattern: str = FORMAT_PATTERN,
+) -> float:
+    """1 where the regular expression `pattern` is found in the response."""
+    return float(re.search(pattern, solution_str) is not None)
+
+
+def extract_number(solution: str, *, strict: bool) -> str | None:
+    """The number that a solution gives as its answer, without thousands separators and dollar signs; None without one.
+
+    As in verl, only the last 300 characters are looked at, and numbers are compared as text: "18.0" is not "18".
+
+    Args:
+        solution: the response.
+        strict: take the last "#### number"; else the last number of all.
+    """
+    found = (_STRICT if strict else _FLEXIBLE).findall(solution[-_CLIP_CHARACTERS:])
+    numbers = [number for number in map(_normalise, found) if any(character.isdigit() for character in number)]
+    return numbers[-1] if numbers else None
+
+
+def _normalise(number: str) -> str:
+    return number.strip().replace(",", "").replace("$", "").rstrip(".")
+
+
+RULES: dict[str, Rule] = {
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "gsm8k_flexible": gsm8k_flexible,
+    "format": format_match,
+}

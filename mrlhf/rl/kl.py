@@ -1,0 +1,147 @@
+"""Estimators of the KL divergence between two policies, and the controllers of its coefficient.
+
+The estimators see only the log-probabilities of the tokens that were drawn; the exact divergence over the vocabulary
+(`full`) needs the logits and is computed where those are. This file does not know whether the KL goes into the reward
+or into the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+KlKind = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full", "k1+", "k3+"]
+KlControllerKind = Literal["fixed", "adaptive"]
+
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+ADAPTIVE_ERROR_LIMIT = 0.2
+
+
+def _k2(x: Tensor) -> Tensor:
+    return 0.5 * x.square()
+
+
+def _k3(x: Tensor) -> Tensor:
+    d = (-x).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (torch.expm1(d) - d).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+def _k1(x: Tensor) -> Tensor:
+    return x
+
+
+def _k1_clamped(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "kl": _k1,
+    "abs": torch.abs,
+    "k2": _k2,
+    "mse": _k2,
+    "k3": _k3,
+    "low_var_kl": _k3,
+    "k1_clamped": _k1_clamped,
+}
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
+    """Estimate KL(policy || reference) for each token that the policy drew.
+
+    The estimators k1, k2, k3 are those of http://joschu.net/blog/kl-approx.html; `k1_clamped` is the one-sided penalty
+    of AlpacaFarm, https://arxiv.org/abs/2305.14387. With a `+` the value is that of the base kind and the gradient that
+    of k2, which on average is the gradient of the divergence, as those of k1 and k3 are not
+    (https://arxiv.org/abs/2506.09477).
+
+    Args:
+        logprob: [batch, response_len], log-probabilities of the drawn tokens under the policy.
+        ref_logprob: [batch, response_len], the same under the reference.
+        kind: the estimator; `full` is refused, since it cannot be had from the drawn tokens alone.
+
+    Returns:
+        [batch, response_len]
+    """
+    assert kind != "full", "'full' is summed over the vocabulary where the logits are, not estimated from log-probs"
+    assert logprob.shape == ref_logprob.shape, f"{tuple(logprob.shape)} against {tuple(ref_logprob.shape)}"
+    x = logprob - ref_logprob
+    value = _ESTIMATORS[kind.removesuffix("+")](x)
+    if not kind.endswith("+"):
+        return value
+    straight_through = _k2(x)
+    return value.detach() + (straight_through - straight_through.detach())
+
+
+class KlController(Protocol):
+    """Holds the coefficient of the KL penalty from one step to the next."""
+
+    @property
+    def value(self) -> float:
+        """The coefficient to use now."""
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Take note of a step in which `n_samples` responses had the mean KL `current_kl`."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must hold for the run to go on as it would have."""
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint, of either kind of controller."""
+
+
+class FixedKlController:
+    """A coefficient that stays what the configuration says, also when a run is resumed with another one."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Change nothing: the configured coefficient holds."""
+
+
+class AdaptiveKlController:
+    """A coefficient that grows while the KL is above its target and shrinks while it is below.
+
+    Proportional control of https://arxiv.org/abs/1909.08593, section 2.2.
+    """
+
+    def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
+        assert target_kl > 0 and horizon > 0, f"target_kl {target_kl} and horizon {horizon} must be positive"
+        self.value = kl_coef
+        self._target_kl = target_kl
+        self._horizon = horizon
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Move the coefficient by the relative error of `current_kl`, clipped, times `n_samples` / horizon."""
+        assert math.isfinite(current_kl), f"KL {current_kl} would destroy the coefficient"
+        error = min(max(current_kl / self._target_kl - 1, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
+        self.value *= 1 + error * n_samples / self._horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """The coefficient reached."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from the coefficient reached."""
+        self.value = state["value"]
+
+
+def make_kl_controller(kind: KlControllerKind, kl_coef: float, target_kl: float, horizon: float) -> KlController:
+    """The controller named `kind`; `target_kl` and `horizon` (in samples) concern the adaptive one alone."""
+    controllers: dict[KlControllerKind, Callable[[], KlController]] = {
+        "fixed": lambda: FixedKlController(kl_coef),
+        "adaptive": lambda: AdaptiveKlController(kl_coef, target_kl, horizon),
+    }
+    return controllers[kind]()

@@ -1,0 +1,144 @@
+"""Per-token losses of policy and critic, and how tokens are summed into the loss of a mini-batch.
+
+A loss is a sum and a count. Sums of micro-batches, wherever they run, add up to the sum of the mini-batch, which is
+divided once by the count of the whole (global) mini-batch; so the gradient does not depend on how the mini-batch was
+split, as long as no sequence is. This file does not know the split, nor which terms a role adds up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrlhf.rl.masking import masked_mean, masked_sum
+
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The clipped policy loss and what is told of it; each field [batch, response_len].
+
+    Attributes:
+        per_token: the loss, to be aggregated.
+        ratio: probability under the current policy over that under the old one.
+        approx_kl: -log(ratio), whose mean estimates KL(old || current).
+        clipped: bool, True where the clipped branch was taken.
+        clipped_lower: bool, True where the dual clip was taken.
+    """
+
+    per_token: Tensor
+    ratio: Tensor
+    approx_kl: Tensor
+    clipped: Tensor
+    clipped_lower: Tensor
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """The clipped value loss; each field [batch, response_len].
+
+    Attributes:
+        per_token: the loss, to be aggregated.
+        clipped: bool, True where the clipped branch was taken.
+    """
+
+    per_token: Tensor
+    clipped: Tensor
+
+
+def ppo_policy_loss(
+    logprob: Tensor, old_logprob: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
+) -> PolicyLoss:
+    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, with the dual clip of https://arxiv.org/abs/1912.09729.
+
+    Args:
+        logprob: [batch, response_len], log-probabilities under the policy being trained.
+        old_logprob: [batch, response_len], the same before this step's updates.
+        advantages: [batch, response_len].
+        clip_low: the ratio is clipped from below at 1 - clip_low.
+        clip_high: the ratio is clipped from above at 1 + clip_high.
+        clip_c: bound > 1 on the loss of a token with a negative advantage, in units of that advantage.
+    """
+    assert logprob.shape == old_logprob.shape == advantages.shape
+    assert clip_c > 1, f"clip_c {clip_c} <= 1 would cut into the region that PPO leaves unclipped"
+    log_ratio = (logprob - old_logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    surrogate = torch.maximum(unclipped, clipped)
+    bound = -advantages * clip_c
+    negative = advantages < 0
+    return PolicyLoss(
+        per_token=torch.where(negative, torch.minimum(surrogate, bound), surrogate),
+        ratio=ratio.detach(),
+        approx_kl=-log_ratio.detach(),
+        clipped=clipped > unclipped,
+        clipped_lower=negative & (surrogate > bound),
+    )
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueLoss:
+    """Half the squared error of the critic, at least that of the prediction clipped to the old one's neighbourhood.
+
+    The clipping is that of the PPO authors' code, described in https://arxiv.org/abs/2005.12729, section 3.
+
+    Args:
+        values: [batch, response_len], predictions of the critic being trained.
+        old_values: [batch, response_len], its predictions before this step's updates.
+        returns: [batch, response_len], the targets.
+        clip_range: how far a prediction may move from the old one before the clipped branch differs.
+    """
+    assert values.shape == old_values.shape == returns.shape
+    near_old = values.clamp(old_values - clip_range, old_values + clip_range)
+    unclipped = (values - returns).square()
+    clipped = (near_old - returns).square()
+    return ValueLoss(per_token=0.5 * torch.maximum(unclipped, clipped), clipped=clipped > unclipped)
+
+
+def aggregate(per_token: Tensor, mask: Tensor, mode: LossAggMode, loss_scale_factor: float) -> Tensor:
+    """Sum a per-token quantity over whole sequences, to be divided by `aggregation_count` of the global mini-batch.
+
+    `token-mean` is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that of Dr. GRPO,
+    https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO, https://arxiv.org/abs/2402.03300.
+
+    Args:
+        per_token: [batch, response_len]; a row holds the whole response of its sequence, padded.
+        mask: bool [batch, response_len].
+        mode: how tokens and sequences are weighted.
+        loss_scale_factor: tokens by which `seq-mean-token-sum-norm` divides each sequence's sum; other modes ignore it.
+
+    Returns:
+        A scalar.
+    """
+    if mode == "seq-mean-token-mean":
+        return masked_mean(per_token, mask, dim=1).sum()
+    if mode == "seq-mean-token-sum-norm":
+        return masked_sum(per_token, mask) / loss_scale_factor
+    return masked_sum(per_token, mask)
+
+
+def aggregation_count(token_count: int, sequence_count: int, mode: LossAggMode) -> float:
+    """What the sums of `aggregate` are divided by, once.
+
+    Args:
+        token_count: response tokens of the global mini-batch that the mask keeps.
+        sequence_count: sequences of the global mini-batch.
+        mode: as given to `aggregate`.
+
+    Returns:
+        The count; 1 instead of 0, where every sum is 0 anyway.
+    """
+    counts: dict[LossAggMode, int] = {
+        "token-mean": token_count,
+        "token-sum": 1,
+        "seq-mean-token-sum": sequence_count,
+        "seq-mean-token-sum-norm": sequence_count,
+        "seq-mean-token-mean": sequence_count,
+    }
+    return float(max(counts[mode], 1))

@@ -1,0 +1,138 @@
+"""Log lines, metrics files, the progress display and the curves, each read back from where it was written."""
+
+import io
+import json
+import logging
+import sys
+import time
+
+import pytest
+
+from mrlhf.errors import ConfigError, DataError
+from mrlhf.log import MetricsWriter, Progress, configure_logging, plot_curves, read_metrics
+
+
+@pytest.fixture
+def clean_logging():
+    root, ours = logging.getLogger(), logging.getLogger("mrlhf")
+    before = (root.handlers[:], root.level, ours.level)
+    yield
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("rank", "informs"), [(0, True), (3, False)])
+def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, capsys):
+    configure_logging(1)
+    configure_logging(rank)  # a second call replaces the first
+    logging.getLogger("mrlhf.trainers.ppo").info("step done")
+    logging.getLogger("mrlhf.trainers.ppo").warning("slow disk")
+    logging.getLogger("another.package").info("chatter")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 + informs
+    assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo: slow disk")
+
+
+def test_each_step_is_one_sorted_line_readable_at_once(tmp_path):
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.write(1, {"b/x": 0.5, "a/y": float("nan"), "c": float("inf"), "d": 3})
+        text = (tmp_path / "run" / "metrics.jsonl").read_text()
+        assert text == '{"a/y": null, "b/x": 0.5, "c": null, "d": 3, "step": 1}\n'
+        writer.write(2, {"b/x": 0.25})
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_appends_and_the_later_record_of_a_step_is_read(tmp_path):
+    for steps, value in (((1, 2, 3), 0.0), ((3, 4), 1.0)):
+        with MetricsWriter(tmp_path) as writer:
+            for step in steps:
+                writer.write(step, {"x": value})
+    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+
+
+def test_broken_metrics_files_are_named_with_the_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(DataError, match="cannot read metrics"):
+        read_metrics(path)
+    path.write_text('{"step": 1}\n{"step": 2, "x"\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(1, {"critic/score/mean": 0.25, "bad": float("nan")})
+        writer.write(2, {"critic/score/mean": 0.75})
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["critic/score/mean"]
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+def test_tensorboard_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        MetricsWriter(tmp_path, tensorboard=True)
+
+
+def test_without_a_terminal_progress_is_one_line_a_step(monkeypatch, caplog):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    caplog.set_level(logging.INFO, logger="mrlhf")
+    columns = [("reward", "critic/score/mean"), ("kl", "actor/ppo_kl"), ("length", "response_length/mean")]
+    stream = io.StringIO()
+    with Progress(12, columns, first_step=2, stream=stream) as progress:
+        clock[0] += 30
+        progress.update(3, {"critic/score/mean": 0.123456, "response_length/mean": 34.0})
+        clock[0] += 10
+        progress.update(4, {"critic/score/mean": 0.5, "actor/ppo_kl": float("nan")})
+    assert caplog.messages == [
+        "step 3/12, reward 0.1235, length 34, 0:04:30 left",
+        "step 4/12, reward 0.5, kl nan, 0:02:40 left",
+    ]
+    assert stream.getvalue() == ""
+
+
+def test_on_a_terminal_progress_is_a_bar_and_log_lines_go_above_it(clean_logging, monkeypatch, caplog):
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = _Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure_logging(0)
+    with Progress(4, [("reward", "critic/score/mean")]) as progress:
+        progress.update(2, {"critic/score/mean": 0.5})
+        logging.getLogger("mrlhf.trainers").info("saved a checkpoint")
+    shown = stream.getvalue()
+    assert "step 2/4, reward 0.5" in shown
+    assert "saved a checkpoint" in shown
+    assert shown.index("saved a checkpoint") < shown.rindex("step 2/4")
+    assert caplog.messages == ["saved a checkpoint"]
+
+
+def test_curves_are_drawn_with_gaps_and_a_missing_metric_is_named(tmp_path):
+    pytest.importorskip("matplotlib")
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"critic/score/mean": 0.1 * step, "actor/ppo_kl": float("nan"), "val": 1.0})
+    source, png = tmp_path / "metrics.jsonl", tmp_path / "plots" / "curves.png"
+    plot_curves(source, png, ["critic/score/mean", "actor/ppo_kl", "val", "step"])
+    header = png.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+    assert (width, height) == (3 * 540, 2 * 384)  # four panels: three beside each other, two rows
+    with pytest.raises(DataError, match="did you mean 'critic/score/mean'"):
+        plot_curves(source, png, ["critic/scores/mean"])
+
+
+def test_matplotlib_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        plot_curves(tmp_path / "metrics.jsonl", tmp_path / "x.png", ["a"])

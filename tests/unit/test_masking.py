@@ -1,0 +1,102 @@
+"""Masked sums, moments and whitening against torch's own reductions over the kept entries alone."""
+
+import math
+
+import pytest
+import torch
+
+from mrlhf.rl.masking import Moments, local_moments, masked_mean, masked_sum, merge_moments, whiten
+
+X = torch.tensor([[1.0, 2.0, 6.0], [4.0, float("nan"), float("inf")]])
+MASK = torch.tensor([[True, True, True], [True, False, False]])
+
+
+def test_sum_and_mean_ignore_what_the_mask_hides():
+    assert masked_sum(X, MASK).item() == 13.0
+    assert masked_mean(X, MASK).item() == 3.25
+    assert masked_sum(X, MASK, dim=1).tolist() == [9.0, 4.0]
+    assert masked_mean(X, MASK, dim=1).tolist() == [3.0, 4.0]
+    assert masked_mean(X, MASK, dim=0).tolist() == [2.5, 2.0, 6.0]
+
+
+def test_empty_mask_gives_zero():
+    empty = torch.zeros_like(MASK)
+    assert masked_mean(X, empty).item() == 0.0
+    assert masked_mean(X, empty, dim=1).tolist() == [0.0, 0.0]
+
+
+def test_no_gradient_reaches_hidden_positions():
+    x = torch.ones(2, 3, requires_grad=True)
+    masked_mean(x, MASK).backward()
+    assert x.grad.tolist() == [[0.25, 0.25, 0.25], [0.25, 0.0, 0.0]]
+
+
+def test_masks_that_are_not_bool_or_do_not_fit_are_refused():
+    with pytest.raises(AssertionError, match="bool"):
+        masked_sum(X, MASK.long())
+    with pytest.raises(AssertionError, match="does not fit"):
+        masked_sum(X, MASK[:1])
+
+
+def test_moments_are_those_of_torch():
+    moments = local_moments(X, MASK)
+    kept = X[MASK].double()
+    assert moments.count == 4
+    assert moments.mean == kept.mean().item()
+    assert moments.variance == pytest.approx(kept.var().item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_variance_of_fewer_than_two_is_zero_and_whitening_stays_finite(count):
+    x = torch.tensor([[5.0, 7.0]])
+    mask = torch.tensor([[count > 0, False]])
+    moments = local_moments(x, mask)
+    assert (moments.count, moments.variance) == (count, 0.0)
+    assert whiten(x, mask, moments).tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("cuts", [(40,), (0, 1, 39), (7, 13, 20), (1,) * 40])
+def test_merged_moments_are_those_of_the_whole_also_far_from_zero(cuts, offset):
+    x = torch.randn(40, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + offset
+    mask = torch.rand(40, generator=torch.Generator().manual_seed(2)) < 0.7
+    parts = [local_moments(a, b) for a, b in zip(x.split(cuts), mask.split(cuts), strict=True)]
+    gathered = torch.stack([part.to_tensor() for part in parts])
+    merged = merge_moments(Moments.from_tensor(row) for row in gathered)
+    whole = x[mask]
+    assert merged.count == whole.numel()
+    assert merged.mean == pytest.approx(whole.mean().item(), rel=1e-14, abs=1e-14)
+    assert merged.variance == pytest.approx(whole.var().item(), rel=1e-9)
+
+
+def test_merging_nothing_gives_nothing():
+    assert merge_moments([]) == Moments(0, 0.0, 0.0)
+    assert merge_moments([Moments(0, 0.0, 0.0), Moments(2, 3.0, 8.0)]) == Moments(2, 3.0, 8.0)
+
+
+def test_whitened_values_have_mean_zero_and_variance_one():
+    x = torch.randn(6, 9, generator=torch.Generator().manual_seed(3)) * 4 + 1000
+    mask = torch.rand(6, 9, generator=torch.Generator().manual_seed(4)) < 0.6
+    white = whiten(x, mask, local_moments(x, mask))
+    assert white.dtype == torch.float32
+    assert white[mask].mean().item() == pytest.approx(0, abs=1e-6)
+    assert white[mask].var().item() == pytest.approx(1, rel=1e-5)
+    assert white[~mask].abs().max().item() == 0
+
+
+def test_whitening_literal_numbers_and_kept_mean():
+    # 1, 2, 6, 4: mean 3.25, squares 5.0625 + 1.5625 + 7.5625 + .5625 = 14.75, variance 14.75 / 3.
+    scale = 1 / math.sqrt(14.75 / 3 + 1e-8)
+    shifted = whiten(X, MASK, local_moments(X, MASK))
+    torch.testing.assert_close(shifted[MASK], torch.tensor([-2.25, -1.25, 2.75, 0.75]) * scale)
+    kept = whiten(X, MASK, local_moments(X, MASK), shift_mean=False)
+    torch.testing.assert_close(kept[MASK], torch.tensor([-2.25, -1.25, 2.75, 0.75]) * scale + 3.25)
+    assert kept[~MASK].tolist() == [0.0, 0.0]
+
+
+def test_halves_whitened_with_merged_moments_equal_the_whole():
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(5))
+    mask = torch.rand(4, 5, generator=torch.Generator().manual_seed(6)) < 0.7
+    moments = merge_moments([local_moments(x[:1], mask[:1]), local_moments(x[1:], mask[1:])])
+    halves = torch.cat([whiten(x[:1], mask[:1], moments), whiten(x[1:], mask[1:], moments)])
+    torch.testing.assert_close(halves, whiten(x, mask, local_moments(x, mask)))

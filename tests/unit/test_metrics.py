@@ -1,0 +1,142 @@
+"""Tallies merged in any way, metrics of a literal batch, and the timer."""
+
+import math
+
+import pytest
+import torch
+
+from mrlhf.batch import Experience, Prompts, Rollout
+from mrlhf.metrics import PhaseTimer, Tally, data_metrics, explained_variance, throughput_metrics
+
+
+def test_means_are_weighted_by_counts_and_do_not_depend_on_the_split():
+    whole, first, second = Tally(), Tally(), Tally()
+    for tally, total, count in ((first, 6.0, 3), (first, 1.0, 1), (second, 8.0, 4)):
+        for target in (tally, whole):
+            target.add("actor/pg_loss", total, count)
+    assert first.means() == {"actor/pg_loss": 7 / 4}
+    first.merge(second)
+    assert first.means() == whole.means() == {"actor/pg_loss": 15 / 8}
+    assert second.means() == {"actor/pg_loss": 2.0}
+
+
+def test_tensors_are_taken_without_their_graph_and_without_losing_counts():
+    tally = Tally()
+    weight = torch.tensor(3.0, requires_grad=True)
+    tally.add("loss", 2 * weight, torch.tensor(4))
+    for _ in range(2):
+        tally.add("tokens", torch.tensor(2.0**24, dtype=torch.float32), 1)
+        tally.add("tokens", torch.tensor(1.0, dtype=torch.float32), 0)
+    assert tally.means() == {"loss": 1.5, "tokens": 2.0**24 + 1}
+    assert not tally.to_vector(["loss", "tokens"]).requires_grad
+
+
+def test_nothing_counted_has_no_mean():
+    tally = Tally()
+    tally.add("empty", torch.tensor(0.0), 0)
+    assert math.isnan(tally.means()["empty"])
+
+
+def test_summed_vectors_of_ranks_that_met_different_names_are_the_merged_tally():
+    names = ["a", "b", "c"]
+    ranks = [Tally(), Tally(), Tally()]
+    ranks[0].add("a", 1.0, 2)
+    ranks[1].add("b", 5.0, 1)
+    ranks[1].add("a", 3.0, 2)
+    total = torch.stack([rank.to_vector(names) for rank in ranks]).sum(0)
+    assert total.tolist() == [4.0, 5.0, 0.0, 4.0, 1.0, 0.0]
+    means = Tally.from_vector(names, total).means()
+    assert (means["a"], means["b"]) == (1.0, 5.0)
+    assert math.isnan(means["c"])
+
+
+def test_a_name_that_the_vector_lacks_is_refused():
+    tally = Tally()
+    tally.add("forgotten", 1.0, 1)
+    with pytest.raises(AssertionError, match="forgotten"):
+        tally.to_vector(["a"])
+
+
+def _experience():
+    """Two responses of 3 and 1 tokens; the padding of every tensor holds rubbish that must not be seen."""
+    rubbish = 1e9
+    prompts = Prompts([[5, 6], [7, 8, 9]], [0, 1], ["a", "b"], ["x", "x"], ["1", "2"], [{}, {}])
+    rollout = Rollout(
+        prompts=prompts,
+        sample_index=[0, 0],
+        response_ids=torch.tensor([[3, 4, 2], [3, 0, 0]]),
+        response_mask=torch.tensor([[True, True, True], [True, False, False]]),
+        rollout_logprobs=torch.tensor([[0.5, 0.25, 0.5], [0.125, 1.0, 1.0]]).log(),
+        stopped=torch.tensor([True, False]),
+        version=1,
+    )
+    return Experience(
+        rollout=rollout,
+        scores=torch.tensor([1.0, 0.0]),
+        old_logprobs=torch.tensor([[0.5, 0.5, 0.25], [0.625, rubbish, rubbish]]).log(),
+        ref_logprobs=None,
+        token_rewards=torch.tensor([[-0.25, -0.25, 1.0], [-0.5, 0.0, 0.0]]),
+        values=torch.tensor([[1.0, 2.0, 3.0], [0.0, rubbish, rubbish]]),
+        advantages=torch.tensor([[-1.0, 0.0, 2.0], [3.0, rubbish, rubbish]]),
+        returns=torch.tensor([[1.0, 3.0, 5.0], [-1.0, rubbish, rubbish]]),
+    )
+
+
+def test_data_metrics_of_a_literal_batch():
+    expected = {
+        "critic/score": (0.5, 1.0, 0.0),
+        "critic/rewards": (0.0, 0.5, -0.5),
+        "critic/advantages": (1.0, 3.0, -1.0),
+        "critic/returns": (2.0, 5.0, -1.0),
+        "critic/values": (1.5, 3.0, 0.0),
+        "response_length": (2.0, 3.0, 1.0),
+        "prompt_length": (2.5, 3.0, 2.0),
+    }
+    flat = {
+        f"{name}/{kind}": number
+        for name, numbers in expected.items()
+        for kind, number in zip(("mean", "max", "min"), numbers, strict=True)
+    }
+    flat |= {"response_length/clip_ratio": 0.5, "prompt_length/clip_ratio": 0.5}
+    # probability gaps 0, .25, .25, .5
+    flat |= {"training/rollout_probs_diff_mean": 0.25, "training/rollout_probs_diff_max": 0.5}
+    flat |= {"training/rollout_probs_diff_std": math.sqrt(0.125 / 3)}
+    # returns - values: 0, 1, 2, -1 with variance 5/3; returns: 1, 3, 5, -1 with variance 20/3
+    flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
+    metrics = data_metrics(_experience(), max_prompt_length=3)
+    assert metrics.keys() == flat.keys()
+    for name, number in flat.items():
+        assert metrics[name] == pytest.approx(number, abs=1e-7), name
+        assert type(metrics[name]) is float, name
+
+
+def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
+    returns = torch.tensor([[1.0, 2.0, 3.0, float("nan")]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(0, abs=2e-5)
+
+
+def test_throughput_counts_responses_for_generation_and_everything_elsewhere():
+    metrics = throughput_metrics({"gen": 2.0, "step": 10.0}, prompt_tokens=300, response_tokens=100, world_size=4)
+    assert metrics == {
+        "timing_per_token_ms/gen": 20.0,
+        "timing_per_token_ms/step": 25.0,
+        "perf/total_num_tokens": 400,
+        "perf/time_per_step": 10.0,
+        "perf/throughput": 10.0,
+    }
+
+
+def test_timer_adds_up_repeats_counts_nested_and_failed_phases_and_waits_for_the_device(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 100.0])  # step in, gen in, gen out, gen in, gen out, step out
+    waits = []
+    monkeypatch.setattr("mrlhf.metrics.time.perf_counter", lambda: next(clock))
+    timer = PhaseTimer(synchronize=lambda: waits.append(True))
+    with timer("step"):
+        with timer("gen"):
+            pass
+        with pytest.raises(ValueError, match="inside"), timer("gen"):
+            raise ValueError("inside")
+    assert timer.metrics() == {"timing_s/gen": 6.0, "timing_s/step": 100.0}
+    assert len(waits) == 6

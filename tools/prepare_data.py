@@ -1,0 +1,65 @@
+"""Writes the data files and tokenizers of the shipped examples. Arguments in, exit code out.
+
+python tools/prepare_data.py arithmetic --out runs/data/arithmetic
+python tools/prepare_data.py gsm8k --source GSM8K_DIR --out runs/data/gsm8k
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mrlhf.data.arithmetic import OPERATIONS, write_arithmetic
+from mrlhf.data.gsm8k import SOURCES, write_gsm8k
+from mrlhf.errors import MrlhfError
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Write data files and a tokenizer for the shipped examples.")
+    tasks = parser.add_subparsers(dest="task", required=True)
+
+    arithmetic = tasks.add_parser("arithmetic", help="sums as text, part of the supervised answers wrong")
+    arithmetic.add_argument("--out", type=Path, required=True)
+    arithmetic.add_argument("--digits", type=int, default=2, help="most digits of an operand")
+    arithmetic.add_argument("--operations", default="+", help=f"one or several of {''.join(OPERATIONS)}")
+    arithmetic.add_argument("--sft", type=int, default=4000, help="supervised examples")
+    arithmetic.add_argument("--train", type=int, default=4000, help="RL prompts")
+    arithmetic.add_argument("--held-out", type=int, default=500, help="prompts in neither of the two")
+    arithmetic.add_argument(
+        "--wrong-fraction", type=float, default=0.5, help="part of supervised answers that is wrong"
+    )
+    arithmetic.add_argument(
+        "--wrong-kind", choices=("uniform", "near"), default="near", help="any number, or one digit altered"
+    )
+    arithmetic.add_argument("--vocab-size", type=int, default=32, help="most tokens; fewer are made where fewer do")
+    arithmetic.add_argument("--seed", type=int, default=0)
+
+    gsm8k = tasks.add_parser("gsm8k", help="grade-school maths problems")
+    gsm8k.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
+    gsm8k.add_argument("--out", type=Path, required=True)
+    gsm8k.add_argument("--vocab-size", type=int, default=2000)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files; 0 when done, 1 on an error, which is printed in one line."""
+    options = vars(parse(arguments))
+    task, out = options.pop("task"), options.pop("out")
+    try:
+        counts = write_arithmetic(out, **options) if task == "arithmetic" else write_gsm8k(out_dir=out, **options)
+    except MrlhfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for name, count in counts.items():
+        print(f"{out / name}: {count} rows")
+    print(f"{out / 'tokenizer'}: tokenizer")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
