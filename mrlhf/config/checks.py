@@ -7,7 +7,6 @@ Each complaint is one line with both numbers and the remedy. Pure arithmetic on 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,11 +76,18 @@ def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
                 f"set {name}.ppo_mini_batch_size to {divisor}, or the train batch to a multiple of {size}"
             )
         dp = world_size // (role.tp * role.pp)
-        if dp and size * n % dp:
-            unit = dp // math.gcd(n, dp)
+        if size * n < dp:
             yield (
-                f"{name}.ppo_mini_batch_size {size} x rollout.n {n} = {size * n} samples are not divisible by the "
-                f"data-parallel size {dp} of {name}; set {name}.ppo_mini_batch_size to a multiple of {unit}"
+                f"{name}.ppo_mini_batch_size {size} x rollout.n {n} = {size * n} samples are fewer than the "
+                f"data-parallel size {dp} of {name}; set {name}.ppo_mini_batch_size to at least "
+                f"{-(-dp // n)} or raise {name}.tp"
+            )
+    for name, frozen in config.roles().items():
+        dp = world_size // (frozen.tp * frozen.pp)
+        if name not in sections and config.samples_per_step < dp:
+            yield (
+                f"data.train_batch_size {prompts} x rollout.n {n} = {prompts * n} samples are fewer than the "
+                f"data-parallel size {dp} of {name}; set data.train_batch_size to at least {-(-dp // n)} or raise {name}.tp"
             )
 
 
@@ -126,10 +132,11 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
 
 def _supervised_problems(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
     dp = world_size // (config.model.tp * config.model.pp)
-    if dp and config.data.batch_size % dp:
-        below = config.data.batch_size // dp * dp
-        nearest = f"{below} or {below + dp}" if below else f"{dp}"
-        yield f"data.batch_size {config.data.batch_size} is not divisible by the data-parallel size {dp}; use {nearest}"
+    if config.data.batch_size < dp:
+        yield (
+            f"data.batch_size {config.data.batch_size} is less than the data-parallel size {dp} of model; "
+            f"set data.batch_size to at least {dp} or raise model.tp"
+        )
 
 
 def _optims(config: AnyConfig) -> dict[str, OptimSection]:

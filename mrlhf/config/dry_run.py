@@ -50,7 +50,8 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}es" if noun[-1] == "h" else f"{number} {noun}s"
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
@@ -65,7 +66,7 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
     """How many micro-batches `units` things of `longest` tokens make on one data-parallel rank; shorter ones, fewer."""
     each = role.micro_batch_tokens // longest
-    return f"at full length {each} to a micro-batch: {_count(-(-units // each), 'micro-batch')}"
+    return f"{each} a micro-batch: {_count(-(-units // each), 'micro-batch')}"
 
 
 def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
@@ -89,25 +90,25 @@ def _updates(name: str, role: ActorSection | CriticSection, config: PPOConfig, w
     prompts, n = role.ppo_mini_batch_size, config.rollout.n
     mini_batches = config.data.train_batch_size // prompts
     samples = prompts * n
-    per_rank = samples // (world_size // (role.tp * role.pp))
+    per_rank = -(-samples * role.tp * role.pp // world_size)
     yield (
         f"  {name}: {_count(mini_batches, 'mini-batch')} x {_count(role.ppo_epochs, 'epoch')} = "
         f"{_count(mini_batches * role.ppo_epochs, 'optimizer step')}"
     )
     yield (
-        f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, {per_rank} a "
-        f"data-parallel rank, {_micro_batches(role, per_rank, longest_unit(config))}"
+        f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, at full length {per_rank} "
+        f"a data-parallel rank and {_micro_batches(role, per_rank, longest_unit(config))}"
     )
 
 
 def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
     noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
     batch = config.data.batch_size
-    per_rank = batch // (world_size // (config.model.tp * config.model.pp))
+    per_rank = -(-batch * config.model.tp * config.model.pp // world_size)
     yield "each optimizer step"
     yield (
-        f"  {_count(batch, noun)}, {per_rank} a data-parallel rank, each of <= {longest_unit(config)} tokens; "
-        f"{_micro_batches(config.model, per_rank, longest_unit(config))}"
+        f"  {_count(batch, noun)} of <= {longest_unit(config)} tokens, at full length {per_rank} a data-parallel rank "
+        f"and {_micro_batches(config.model, per_rank, longest_unit(config))}"
     )
 
 

@@ -176,6 +176,7 @@ class SupervisedConfig(Root):
     seed: int = Field(1, description="of data order and fresh weights")
     model: TrainedModelSection = Field(description="the model that is trained")
     optim: OptimSection = Field(description="optimizer")
+    data: SupervisedDataSection = Field(description="sequences to learn from")
     trainer: TrainerSection = Field(description="how long to train, and what to leave behind")
     distributed: DistributedSection = Field(description="the processes")
 

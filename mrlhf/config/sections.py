@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+# The names of algorithms repeat those of mrlhf.rl, which would bring torch into every --help; a test compares them.
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]

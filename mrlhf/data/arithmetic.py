@@ -48,8 +48,8 @@ def sample_problems(
     total = len(operations) * base * base
     if count + len(exclude) > total:
         raise DataError(
-            f"{count} prompts beside {len(exclude)} others need more than the {total} problems of up to {digits} digits; "
-            "ask for fewer, or for more digits"
+            f"{count} prompts beside {len(exclude)} others are more than the {total} problems of up to {digits} digits; "
+            "ask for fewer prompts or more digits"
         )
     problems: list[Problem] = []
     for number in rng.sample(range(total), count + len(exclude)):
@@ -72,10 +72,9 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
     """
     sign, text = (-1 if answer < 0 else 1), str(abs(answer))
     if kind == "uniform":
-        low, high = (0 if len(text) == 1 else 10 ** (len(text) - 1)), 10 ** len(text) - 1
-        # Negative zero would be the number zero, of another sign.
-        choices = high - max(low, sign < 0) + 1
-        drawn = max(low, sign < 0) + rng.randrange(choices - 1)
+        low = 10 ** (len(text) - 1) if len(text) > 1 else int(answer < 0)
+        # One number fewer than there are: from the right answer on, each stands for its successor.
+        drawn = rng.randrange(low, 10 ** len(text) - 1)
         return sign * (drawn + (drawn >= abs(answer)))
     place = rng.randrange(len(text))
     leads = place == 0 and (len(text) > 1 or sign < 0)
@@ -98,7 +97,8 @@ def write_arithmetic(
 ) -> dict[str, int]:
     """Write sft.jsonl, train.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
 
-    sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only sft.jsonl has wrong answers.
+    sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only sft.jsonl has wrong
+    answers.
 
     Returns:
         Rows written, by file name.

@@ -1,7 +1,7 @@
 """Grade-school maths (GSM8K) as published, rewritten for supervised, RL and preference training.
 
-Reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the Hugging Face hub. Does not
-know how answers are scored.
+Reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the Hugging Face hub.
+Does not know how answers are scored.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
     - rl_train.jsonl, rl_test.jsonl: prompt and number of each problem.
     - preferences.jsonl, where `source` has pairs: prompts in the same form; a solution's last line "A: 18" becomes
       "#### 18", so that a reward model learns on the form that the policy writes.
-    - rl_test_unseen.jsonl, beside it: the rows of rl_test.jsonl whose problem has no preference pair. The pairs are on test
-      problems: where a reward model learned from them, evaluate on these.
+    - rl_test_unseen.jsonl, beside it: the rows of rl_test.jsonl whose problem has no preference pair. The pairs are on
+      test problems: where a reward model learned from them, evaluate on these.
     - tokenizer/: trained on the training problems alone.
 
     Returns:

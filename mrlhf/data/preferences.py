@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.data.prompts import Overlong, prompt_of
+from mrlhf.data.prompts import Overlong, encode_prompt, prompt_of
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
@@ -48,8 +48,8 @@ def encode_preferences(
 ) -> PreferencePairs:
     """Tokenise preference rows.
 
-    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages that end with the assistant's and
-    may hold the prompt themselves, as TRL has them. A pair is never cut: the reward is read at eos.
+    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages that end with the assistant's
+    and may hold the prompt themselves, as TRL has them. A pair is never cut: the reward is read at eos.
 
     Args:
         rows: rows with `prompt`, `chosen` and `rejected`.
@@ -65,7 +65,7 @@ def encode_preferences(
     rejected_ids: list[list[int]] = []
     for row in rows:
         prompt, chosen, rejected = _parts(row)
-        prompt_ids = tokenizer.encode_prompt(prompt, chat=chat)[1]
+        prompt_ids = encode_prompt(row, prompt, tokenizer, chat)[1]
         pair = [prompt_ids + tokenizer.encode_response(response) for response in (chosen, rejected)]
         length = max(len(side) for side in pair)
         if length <= max_length:

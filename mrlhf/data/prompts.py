@@ -17,7 +17,7 @@ from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.tokenizer import Prompt, Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["Overlong", "PromptDataset", "prompt_of"]
+__all__ = ["Overlong", "PromptDataset", "encode_prompt", "prompt_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ class PromptDataset:
                 self._entries.append(entry)
             elif overlong == "error":
                 raise DataError(
-                    f"{row.where}: the prompt has {length} tokens, more than data.max_prompt_length {max_prompt_length}; "
-                    "raise it, or set data.overlong_prompts to drop"
+                    f"{row.where}: the prompt has {length} tokens, more than data.max_prompt_length "
+                    f"{max_prompt_length}; raise it, or set data.overlong_prompts to drop"
                 )
         self.dropped = len(rows) - len(self._entries)
         if not self._entries:
@@ -116,27 +116,32 @@ def prompt_of(row: Row) -> Prompt:
     raise DataError(f'{row.where}: "prompt" must be a string or a list of {{"role", "content"}} messages')
 
 
+def encode_prompt(row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool) -> tuple[str, list[int]]:
+    """Text and tokens of `prompt`, of which `row` is the origin that errors name.
+
+    Raises:
+        DataError: there is no token, or the chat template fails.
+    """
+    try:
+        text, token_ids = tokenizer.encode_prompt(prompt, chat=chat)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error
+    if not token_ids:
+        raise DataError(f"{row.where}: the prompt is empty")
+    return text, token_ids
+
+
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and value.get("content") is not None
 
 
 def _entry(row: Row, uid: int, tokenizer: Tokenizer, chat: bool) -> _Entry:
-    try:
-        text, token_ids = tokenizer.encode_prompt(prompt_of(row), chat=chat)
-    except DataError as error:
-        raise _located(error, row) from error
-    if not token_ids:
-        raise DataError(f"{row.where}: the prompt is empty")
+    text, token_ids = encode_prompt(row, prompt_of(row), tokenizer, chat)
     extra_info = row.fields.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         raise DataError(f"{row.where}: extra_info must be an object, found {type(extra_info).__name__}")
     source = row.fields.get("data_source") or row.file.stem
     return _Entry(token_ids, uid, text, str(source), _ground_truth(row), extra_info)
-
-
-def _located(error: DataError, row: Row) -> DataError:
-    message = str(error)
-    return error if message.startswith(row.where) else DataError(f"{row.where}: {message}")
 
 
 def _ground_truth(row: Row) -> str:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrlhf.data.prompts import Overlong, prompt_of
+from mrlhf.data.prompts import Overlong, encode_prompt, prompt_of
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
@@ -49,7 +49,7 @@ def encode_sft(
     """
     examples: list[SftExample] = []
     for row in rows:
-        prompt = tokenizer.encode_prompt(prompt_of(row), chat=chat)[1]
+        prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)[1]
         response_column = "response" if "response" in row.fields or "answer" not in row.fields else "answer"
         response = tokenizer.encode_response(row.text(response_column))
         length = len(prompt) + len(response)

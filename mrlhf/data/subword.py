@@ -1,8 +1,8 @@
 """Trains a small sentencepiece vocabulary, and restates a sentencepiece model as a Hugging Face fast tokenizer.
 
 The two encode alike, token for token: the first trains, the second runs. They differ in one thing, as everywhere: the
-fast tokenizer reads "</s>" within a text as the special token. Knows sentencepiece and tokenizers. Does not know prompts,
-chat templates or data files.
+fast tokenizer reads "</s>" within a text as the special token. Knows sentencepiece and tokenizers. Does not know
+prompts, chat templates or data files.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:
         byte_fallback=any(processor.IsByte(i) for i in range(len(pieces))),
     )
     pipeline = Pipeline(bpe)
-    to_words = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    to_pieces = [normalizers.Replace(" ", _SPACE)]
+    to_words: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    to_pieces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     if processor.Normalize("a").startswith(_SPACE):
         to_pieces.insert(0, normalizers.Prepend(_SPACE))
         to_words.append(decoders.Strip(content=" ", left=1))
@@ -160,6 +160,6 @@ def _check_equal(
         same_text = processor.unk_id() in expected or fast.decode(expected) == processor.Decode(expected)
         if fast.encode(text, add_special_tokens=False) != expected or not same_text:
             raise DataError(
-                f"{model_file} splits {text!r} in a way that cannot be restated (not BPE, or it normalises text); convert "
-                "it with transformers (AutoTokenizer, then save_pretrained) and give that directory"
+                f"{model_file} splits {text!r} in a way that cannot be restated (not BPE, or it normalises text); "
+                "convert it with transformers (AutoTokenizer, then save_pretrained) and give that directory"
             )

@@ -136,7 +136,7 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
     if (path / MODEL_FILE).is_file() and not any((path / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE)):
         return convert_sentencepiece(path / MODEL_FILE)
     try:
-        # AutoTokenizer would pick a class by the model type in config.json, and some (Qwen2) then disregard tokenizer.json.
+        # AutoTokenizer would pick a class by config.json's model type, and some (Qwen2) then disregard tokenizer.json.
         loader = PreTrainedTokenizerFast if _is_generic(path) else AutoTokenizer
         backend: PreTrainedTokenizerBase = loader.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """What every inference engine can do, and the types that go in and come out.
 
-A backend is anything that fits `InferenceEngine`. This file knows no backend, no model and no batch type of the trainer.
+A backend is anything that fits `InferenceEngine`. This file knows no backend, no model and no batch of the trainer.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_layer_with_transformer_engine_spec
@@ -96,7 +97,7 @@ def build_model(
     """
     layout = groups.layout
     config = transformer_config(spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
-    _prepare_random_tracker()
+    _prepare_megatron()
     layer = _engine_layer(spec) if HAVE_TE and device.kind == "cuda" else _plain_layer(spec)
     num_layers = len(layout.stage_layers(groups.coordinates.pp, spec.num_layers))
     model_class = GPTModel if spec.head == "lm" else GPTScalarModel
@@ -174,6 +175,7 @@ def transformer_config(
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        cuda_graph_scope=[],  # the default warns that it is deprecated
         **_recompute_options(recompute),
     )
 
@@ -222,11 +224,17 @@ def _engine_layer(spec: ModelSpec) -> ModuleSpec:
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
 
 
-def _prepare_random_tracker() -> None:
-    """megatron-core initialises weights inside a named random state; ours draw nothing from it, but it must exist."""
+def _prepare_megatron() -> None:
+    """Two things of megatron-core that a whole process shares and that its layers expect, neither of them a group.
+
+    Initialising weights forks a named random state, though ours draws nothing from it; sequence parallelism gathers
+    into a scratch buffer.
+    """
     tracker = get_cuda_rng_tracker()
     if "model-parallel-rng" not in tracker.get_states():
         tracker.add("model-parallel-rng", seed=0)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
 
 
 def _divisors(number: int) -> str:

@@ -227,9 +227,9 @@ def _target_view(target: Slots, move: Move) -> Tensor:
 def _checksum(view: Tensor) -> Tensor:
     """Sum and CRC-32 of the bytes of a slice, [2], on the host."""
     stored = view.contiguous().view(-1).view(torch.uint8).cpu()
-    return torch.tensor([int(stored.sum(dtype=torch.int64)), zlib.crc32(stored.numpy())], dtype=torch.int64)
+    return torch.tensor([int(stored.sum(dtype=torch.int64)), zlib.crc32(stored.numpy().tobytes())], dtype=torch.int64)
 
 
 def _compare(move: Move, sent: Tensor, stored: Tensor) -> None:
     if not torch.equal(sent, stored):
-        raise WeightError(f"{move}: bytes changed on the way (checksum {sent.tolist()} became {stored.tolist()})")
+        raise WeightError(f"{move}: bytes changed on the way ({sent.tolist()} became {stored.tolist()}); check the link")

@@ -1,7 +1,7 @@
 """Runs a user's own reward function, named "path/to/file.py:function", in a process of its own.
 
-The process is started once, serves whole batches and is killed when a call takes too long, whatever the call is doing. It
-shares nothing with the trainer: no torch state, no process group. Does not know weights, terms or tokens.
+The process is started once, serves whole batches and is killed when a call takes too long, whatever the call is doing.
+It shares nothing with the trainer: no torch state, no process group. Does not know weights, terms or tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ __all__ = ["CustomReward", "WorkerTraceback", "load_custom"]
 
 logger = logging.getLogger(__name__)
 
+_Call = tuple[str, str, str, dict[str, Any]]
+
 _WORKER = Path(__file__).with_name("worker.py")
 _SHOWN_CHARACTERS = 200
 _OUTPUT_BYTES = 4000
@@ -43,8 +45,8 @@ class WorkerTraceback(Exception):
 class CustomReward:
     """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
-    It returns a number, or a dict with "score" and further numbers. What it prints goes to the log. The process starts with
-    the object, ends with `close`, with the object or with the trainer, and is started anew after it had to be killed.
+    It returns a number, or a dict with "score" and further numbers. What it prints goes to the log. The process starts
+    with the object, ends with `close`, with the object or with the trainer, and is started anew after it had to be killed.
 
     Attributes:
         name: the function's name.
@@ -75,32 +77,13 @@ class CustomReward:
         Raises:
             RewardError: a call failed, took too long, ended the process, or returned no finite number.
         """
-        calls = [(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs]
-        process = self._started()
-        process.send(calls)
-        results = []
-        for row in inputs:
-            kind, value = self._receive(process, self._timeout_s, f"on {_describe(row)}")
-            if kind == "error":
-                summary, trace = value
-                raise self._failure(f"raised {summary} on {_describe(row)}", process) from WorkerTraceback(trace)
-            try:
-                results.append(split_score(value, self._title))
-            except RewardError as error:
-                # The process still works on the rows that follow; its answers to them are not wanted.
-                self.close()
-                raise RewardError(f"{error}; on {_describe(row)}") from None
-        printed = process.drain()
-        if printed:
-            logger.info("%s printed: %s", self._title, printed)
-        return results
+        return self._run([(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs])
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
     ) -> float | dict[str, float]:
-        """One call, with the signature of a rule."""
-        row = RewardInput(data_source, "", solution_str, ground_truth, extra_info, 0)
-        score, further = self.score([row])[0]
+        """One call, with the signature and the return value of a rule."""
+        score, further = self._run([(data_source, solution_str, ground_truth, dict(extra_info))])[0]
         return {"score": score, **further} if further else score
 
     def close(self) -> None:
@@ -113,17 +96,38 @@ class CustomReward:
     def _title(self) -> str:
         return f"{self.name} of {self._file}"
 
+    def _run(self, calls: list[_Call]) -> list[tuple[float, dict[str, float]]]:
+        process = self._started()
+        process.send(calls)
+        values = []
+        for call in calls:
+            kind, value = self._receive(process, self._timeout_s, f"on {_describe(call)}")
+            if kind == "error":
+                summary, trace = value
+                failure = self._failure(f"raised {summary} on {_describe(call)}", process.drain())
+                raise failure from WorkerTraceback(trace)
+            values.append(value)
+        printed = process.drain()
+        if printed:
+            logger.info("%s printed: %s", self._title, printed)
+        return [self._checked(value, call) for value, call in zip(values, calls, strict=True)]
+
+    def _checked(self, value: Any, call: _Call) -> tuple[float, dict[str, float]]:
+        try:
+            return split_score(value, self._title)
+        except RewardError as error:
+            raise RewardError(f"{error}; on {_describe(call)}") from None
+
     def _started(self) -> _Process:
         if self._process is None:
-            self._process = process = _Process(self._file, self.name, self._timeout_s)
-            process.send(sys.path)
-            kind, value = self._receive(process, self._load_timeout_s, "while it was imported")
+            self._process = _Process(self._file, self.name, self._timeout_s)
+            self._process.send(sys.path)
+            kind, value = self._receive(self._process, self._load_timeout_s, "while its file was imported")
             if kind == "error":
                 self.close()
                 summary, trace = value
-                raise RewardError(f"cannot load a reward function: {summary}") from (
-                    WorkerTraceback(trace) if trace else None
-                )
+                cause = WorkerTraceback(trace) if trace else None
+                raise RewardError(f"cannot load a reward function: {summary}") from cause
         return self._process
 
     def _receive(self, process: _Process, timeout_s: float, when: str) -> tuple[str, Any]:
@@ -133,14 +137,14 @@ class CustomReward:
                 reply: tuple[str, Any] = process.connection.recv()
                 return reply
             fate = f"took more than {timeout_s:g} s and was stopped"
+            printed = process.stop()
         except (EOFError, ConnectionResetError):
-            fate = ""
-        failure = self._failure(f"{fate} {when}", process) if fate else None
-        self.close()
-        raise failure or self._failure(f"ended its process ({process.ending()}) {when}", process)
+            printed = process.stop()
+            fate = f"ended its process ({process.ending()})"
+        self._process = None
+        raise self._failure(f"{fate} {when}", printed)
 
-    def _failure(self, what: str, process: _Process) -> RewardError:
-        printed = process.drain()
+    def _failure(self, what: str, printed: str) -> RewardError:
         return RewardError(f"reward function {self._title} {what}" + (f"; it printed: {printed}" if printed else ""))
 
 
@@ -168,7 +172,7 @@ class _Process:
     def __init__(self, file: Path, name: str, timeout_s: float) -> None:
         self.connection, theirs = Pipe()
         # Appending, so that the two processes need not agree on a position.
-        self._output: IO[bytes] = tempfile.TemporaryFile("a+b")
+        self._output: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in stop)
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-u", str(_WORKER), str(theirs.fileno()), str(file), name, str(timeout_s)],
@@ -178,10 +182,10 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        self._finalizer = weakref.finalize(self, _end, self._popen, self.connection)
+        self._end = weakref.finalize(self, _end, self._popen, self.connection)
 
     def send(self, message: Any) -> None:
-        # A worker that is gone is noticed, and reported, where its answer is read.
+        """Hand `message` over; a worker that is gone is noticed, and reported, where its answer is read."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
@@ -193,12 +197,15 @@ class _Process:
         os.ftruncate(descriptor, 0)
         return " | ".join(printed.split("\n")).strip(" |")
 
-    def stop(self) -> None:
-        """Kill it and all that it started."""
-        self._finalizer()
+    def stop(self) -> str:
+        """Kill it and all that it started; returns what it printed last."""
+        self._end()
+        printed = self.drain()
+        self._output.close()
+        return printed
 
     def ending(self) -> str:
-        """How it ended."""
+        """How it ended, once it has."""
         code = self._popen.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -210,5 +217,5 @@ def _end(popen: subprocess.Popen[bytes], connection: Connection) -> None:
     popen.wait()
 
 
-def _describe(row: RewardInput) -> str:
-    return f"data_source {row.data_source!r}, solution {row.solution_str[:_SHOWN_CHARACTERS]!r}"
+def _describe(call: _Call) -> str:
+    return f"data_source {call[0]!r}, solution {call[1][:_SHOWN_CHARACTERS]!r}"

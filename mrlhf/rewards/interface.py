@@ -49,8 +49,8 @@ class RewardResult:
 
     Attributes:
         scores: the weighted mix, one number a response [batch].
-        metrics: each term's own score under the term's name, and its further numbers under "term/name" [batch]; NaN where
-            a response has none.
+        metrics: each term's own score under the term's name, and its further numbers under "term/name" [batch]; NaN
+            where a response has none.
     """
 
     scores: list[float]

@@ -1,8 +1,8 @@
 """The process that runs a user's reward function, so that a hang or a crash there cannot take the trainer with it.
 
-Started by path, not imported, with the standard library alone: `worker.py FD FILE NAME TIMEOUT`. Talks over the
-socket FD: first receives the import path and answers `("ready", None)`; then receives lists of argument tuples and answers
-`("score", value)` for each, or `("error", (summary, traceback))` once and drops the rest. Does not know mrlhf.
+Started by path, not imported, with the standard library alone: `worker.py FD FILE NAME TIMEOUT`. Talks over the socket
+FD: first receives the import path and answers `("ready", None)`; then receives lists of argument tuples and answers each
+tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest. Does not know mrlhf.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class LoadError(Exception):
 
 def load(file: Path, name: str) -> Callable[..., Any]:
     """The function `name` of `file`, seen to accept the four arguments."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise LoadError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     if not callable(vars(module).get(name)):

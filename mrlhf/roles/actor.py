@@ -135,10 +135,13 @@ class _PolicyObjective:
         """The pack's part of the loss, and its tally."""
         section, pack = self._actor.section, self._packs[number]
         mask = self._experience.rollout.response_mask[pack.rows].to(logits.device)
-        rows = [self._rows(x, pack, logits) for x in (self._experience.old_logprobs, self._experience.advantages)]
+        old_logprobs = self._rows(self._experience.old_logprobs, pack, logits)
+        advantages = self._rows(self._experience.advantages, pack, logits)
         flat, flat_entropy = self._actor._logprobs(logits, pack, with_entropy=section.entropy_coeff != 0)
         logprobs, entropy = spread(torch.stack([flat, flat_entropy]), mask)
-        policy = ppo_policy_loss(logprobs, *rows, section.clip_low, section.clip_high, section.clip_ratio_c)
+        policy = ppo_policy_loss(
+            logprobs, old_logprobs, advantages, section.clip_low, section.clip_high, section.clip_ratio_c
+        )
         loss = policy_loss = self._aggregate(policy.per_token, mask)
         if section.entropy_coeff:
             loss = loss - section.entropy_coeff * self._aggregate(entropy, mask)

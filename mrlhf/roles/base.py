@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -38,7 +39,7 @@ class Role:
         self.section, self.spec, self.groups = section, spec, groups
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
-        self.config, self.model = build_model(
+        built = build_model(
             spec,
             groups,
             dtype=self.dtype,
@@ -46,6 +47,8 @@ class Role:
             sequence_parallel=section.sequence_parallel,
             recompute=section.recompute,
         )
+        self.config = built.config
+        self.model: Any = built.module  # wrapped in DistributedDataParallel once there is an optimizer
         self.slots = slots_of(self.model, spec, groups.layout, groups.coordinates)
         self.pipeline = Pipeline(self.model, self.config, groups, self.device)
         self.model.eval()
@@ -114,7 +117,7 @@ class Role:
 class TrainedRole(Role):
     """A role with gradients, an optimizer and a learning-rate schedule."""
 
-    optimizer: object
+    optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
 
     def prepare(self, optim: OptimSection, total_updates: int) -> None:
@@ -190,7 +193,7 @@ def spread(flat: Tensor, mask: Tensor) -> Tensor:
     return table
 
 
-def _schedule(optimizer: object, optim: OptimSection, total_updates: int) -> OptimizerParamScheduler:
+def _schedule(optimizer: MegatronOptimizer, optim: OptimSection, total_updates: int) -> OptimizerParamScheduler:
     decay_steps = max(optim.lr_decay_steps or total_updates, optim.lr_warmup_steps) + 1
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -96,7 +96,7 @@ class NativeEngine:
         self._parameters.bind(parameter, tensor)
 
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`. Keys and values of older ones cannot be seen: none outlives a call.
+        """The weights are complete and are `version`; keys and values of older ones never outlive their call.
 
         Raises:
             EngineError: a parameter has no storage.
@@ -174,7 +174,7 @@ class NativeEngine:
         return torch.arange(batch, device=self._device), logits
 
     def _draw(self, logits: Tensor | None, slots: Tensor, sequences: Sequences, sampling: SamplingParams) -> list[int]:
-        """Draw and record the next token in each of `slots`; the slots that ended. Tensor-parallel rank 0 draws for all."""
+        """Draw and record the next token in each of `slots`; those that ended. Rank 0 of the group draws for all."""
         if logits is None:
             tokens, logprobs = torch.zeros_like(slots), torch.zeros_like(slots, dtype=torch.float32)
         else:

@@ -50,7 +50,7 @@ class KVCache:
             self._layers[number] = new
 
     def fill(self, layer: int, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Write whole prompts: row `rows[i]` of `keys` and `values` [batch, kv_heads, seq_len, head_dim] to `slots[i]`."""
+        """Write prompts: row `rows[i]` of `keys`, `values` [batch, kv_heads, seq_len, head_dim] to slot `slots[i]`."""
         seq_len = keys.shape[2]
         self._layers[layer][0, slots, :, :seq_len] = keys[rows]
         self._layers[layer][1, slots, :, :seq_len] = values[rows]

@@ -25,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's parameters; `qk_norm` [heads_per_group + 1, head_dim] is the q norm for each head, then the k norm."""
+    """One layer's parameters; `qk_norm` [heads_per_group + 1, head_dim] is the q norm for each head, and the k norm."""
 
     input_norm: Tensor
     qkv: Tensor

@@ -1,4 +1,4 @@
-"""Which token comes next: a uniform number that is a hash of what is sampled, and the inverse of the distribution there.
+"""Which token comes next: a uniform number that is a hash of what is sampled, and the inverse of the distribution.
 
 The number depends on (seed, uid, sample index, position) and on nothing else, so batch order, replica and layout cannot
 change a response, except where they round the logits differently. It knows neither models nor sequences, only rows.
@@ -28,7 +28,7 @@ _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 
 def splitmix64(state: Tensor) -> Tensor:
-    """The output that SplitMix64 gives in each int64 `state` (Steele, Lea and Flood, OOPSLA 2014); wraps modulo 2**64."""
+    """The output of SplitMix64 in each int64 `state` (Steele, Lea and Flood, OOPSLA 2014), modulo 2**64."""
     mixed = state + _GAMMA
     mixed = (mixed ^ _shift(mixed, 30)) * _FIRST_MULTIPLIER
     mixed = (mixed ^ _shift(mixed, 27)) * _SECOND_MULTIPLIER
@@ -70,10 +70,7 @@ def sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[T
     shifted = scaled - highest
     weights = shifted.exp()
     normaliser = weights.sum(dim=-1).log()
-    if greedy:
-        tokens = likeliest[:, 0]
-    else:
-        tokens = invert(truncate(weights, sampling.top_k, sampling.top_p), uniform)
+    tokens = likeliest[:, 0] if greedy else invert(truncate(weights, sampling.top_k, sampling.top_p), uniform)
     return tokens, shifted.gather(-1, tokens[:, None])[:, 0] - normaliser
 
 

@@ -25,7 +25,7 @@ class TensorParallel:
         return partial
 
     def gather_columns(self, shard: Tensor) -> Tensor | None:
-        """The shards [batch, vocab_shard] side by side on the first rank, [batch, vocab_shard * size]; None on others."""
+        """The shards [batch, vocab_shard] of all ranks side by side, on the first rank; None on the others."""
         if self.size == 1:
             return shard
         shards = [torch.empty_like(shard) for _ in range(self.size)] if self.rank == 0 else None
@@ -33,7 +33,7 @@ class TensorParallel:
         return None if shards is None else torch.cat(shards, dim=-1)
 
     def from_first(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The int64 `tokens` and float32 `logprobs` [batch] of the first rank; those of the others are not looked at."""
+        """The int64 `tokens` and float32 `logprobs` [batch] of the first rank; those of others are not looked at."""
         if self.size == 1:
             return tokens, logprobs
         both = torch.stack([tokens.to(torch.float64), logprobs.to(torch.float64)])

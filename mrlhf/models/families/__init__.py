@@ -47,7 +47,9 @@ def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype, pad_
     config = AutoConfig.for_model(**spec.hf_config)
     config.dtype = dtype
     if spec.head == "scalar":
-        stem = config.architectures[0].split("For")[0] if config.architectures else type(config).__name__[: -len("Config")]
+        stem = (
+            config.architectures[0].split("For")[0] if config.architectures else type(config).__name__[: -len("Config")]
+        )
         config.architectures = [f"{stem}ForSequenceClassification"]
         config.num_labels = 1
         config.pad_token_id = pad_token_id

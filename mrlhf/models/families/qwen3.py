@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with RMSNorm on the heads of q and k. It knows the config mapping; tensors are named as Llama's."""
+"""Qwen3 (dense): Llama with RMSNorm on the heads of q and k. It knows the config mapping alone."""
 
 from __future__ import annotations
 

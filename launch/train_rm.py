@@ -1,0 +1,13 @@
+"""Trains a reward model.
+
+Usage: torchrun --nproc-per-node=N launch/train_rm.py --config FILE [key.path=value ...] [--dry-run [--world-size N]]
+"""
+
+import sys
+
+from mrlhf.config import RewardModelConfig
+from mrlhf.trainers.program import main
+from mrlhf.trainers.reward_model import train_reward_model
+
+if __name__ == "__main__":
+    sys.exit(main(RewardModelConfig, train_reward_model, sys.argv[1:]))

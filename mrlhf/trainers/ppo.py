@@ -1,0 +1,150 @@
+"""Proximal policy optimisation of a language model: the step, a line a phase.
+
+Everything it calls is told what to do with plain batches; all ranks run it in step, each holding its shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.config.roots import PPOConfig
+from mrlhf.inference.base import SamplingParams
+from mrlhf.log import PPO_COLUMNS
+from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
+from mrlhf.rl.kl import make_kl_controller
+from mrlhf.trainers.evaluate import evaluate
+from mrlhf.trainers.experience import make_experience
+from mrlhf.trainers.ppo_setup import Parts, assemble
+from mrlhf.trainers.report import closing_report, dump_rollout
+from mrlhf.trainers.reporting import Reporter
+from mrlhf.trainers.scoring import Scores
+from mrlhf.trainers.startup import Run, export_checkpoint, start
+
+logger = logging.getLogger(__name__)
+
+
+def train_ppo(config: PPOConfig) -> None:
+    """Run PPO as configured; every rank calls it."""
+    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
+    trainer = PPOTrainer(config, run, assemble(config, run))
+    trainer.fit()
+
+
+class PPOTrainer:
+    """The loop over steps, and what lasts from one step to the next."""
+
+    def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
+        self.config, self.run, self.parts = config, run, parts
+        control = config.algorithm.kl_ctrl
+        self.kl_controller = make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
+        self._ref_logits: list[Tensor] | None = None
+        self.sampling = SamplingParams(
+            n=config.rollout.n,
+            temperature=config.rollout.temperature,
+            top_k=config.rollout.top_k,
+            top_p=config.rollout.top_p,
+            max_tokens=config.data.max_response_length,
+            stop_token_ids=(parts.tokenizer.eos_id,),
+            seed=config.seed,
+        )
+
+    def fit(self) -> None:
+        """Train, validate, export the policy to `output_dir/actor`, and report; every rank calls it."""
+        began = time.monotonic()
+        parts, trainer = self.parts, self.config.trainer
+        arguments = (self.run.speaks, self.run.output_dir, trainer.tensorboard, parts.steps, PPO_COLUMNS)
+        with Reporter(*arguments) as reporter:
+            if trainer.val_before_train and parts.held_out is not None:
+                parts.generator.take_weights(version=0)
+                reporter.report(0, self.validate())
+            for step in range(1, parts.steps + 1):
+                reporter.report(step, self.step(step))
+        checkpoint = self.run.output_dir / "actor"
+        export_checkpoint(parts.actor, parts.tokenizer, checkpoint, trainer.max_shard_size_mb)
+        parts.scorer.close()
+        if self.run.speaks:
+            closing_report(self.run.output_dir, checkpoint, parts.steps, time.monotonic() - began)
+
+    def step(self, number: int) -> dict[str, float]:
+        """One training step; returns its metrics."""
+        parts, timer = self.parts, PhaseTimer(self.run.device.synchronize)
+        metrics: dict[str, float] = {"training/global_step": number, "training/epoch": parts.sampler.epoch}
+        with timer("step"):
+            prompts = parts.prompts.batch(next(parts.sampler))
+            with timer("reshard"):
+                handover = parts.generator.take_weights(version=number - 1)
+            with timer("gen"):
+                rollout = parts.generator.generate(prompts, self.sampling, stream=f"train {number}")
+                parts.generator.rest()
+            with timer("reward"):
+                scores = parts.scorer.score(rollout)
+            experience = self.evaluate_rollout(rollout, scores, timer, metrics)
+            with timer("update_critic"):
+                metrics |= parts.critic.update(experience, parts.critic_plan(rollout))
+            if number >= self.config.trainer.critic_warmup:
+                with timer("update_actor"):
+                    metrics |= parts.actor.update(experience, parts.actor_plan(rollout), self._ref_logits)
+            self._ref_logits = None
+        if self.test_is_due(number):
+            with timer("testing"):
+                parts.generator.take_weights(version=number)
+                metrics |= self.validate()
+        dump_freq = self.config.rollout.dump_freq
+        if self.run.speaks and dump_freq and number % dump_freq == 0:
+            dump_rollout(self.run.output_dir, number, experience, scores, parts.tokenizer)
+        metrics |= scores.metrics() | data_metrics(experience, self.config.data.max_prompt_length)
+        metrics |= {f"reshard/{name}": value for name, value in vars(handover).items()}
+        prompt_tokens, response_tokens = sum(rollout.prompt_lengths), int(rollout.response_mask.sum())
+        metrics |= throughput_metrics(timer.seconds, prompt_tokens, response_tokens, self.run.world_size)
+        metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
+        return metrics | timer.metrics()
+
+    def evaluate_rollout(
+        self, rollout: Rollout, scores: Scores, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> Experience:
+        """Old and reference log-probs, values, rewards, advantages; adds to `metrics` what comes up on the way."""
+        parts, algorithm = self.parts, self.config.algorithm
+        ref_logprobs = None
+        with timer("ref"):
+            if parts.reference is not None:
+                ref_logprobs = parts.reference.logprobs(rollout)
+                if self.config.needs_full_kl:
+                    self._ref_logits = parts.reference.logits(rollout, parts.actor_plan(rollout))
+        with timer("old_log_prob"):
+            old = parts.actor.evaluate(rollout, parts.actor_plan(rollout), self._ref_logits)
+        with timer("values"):
+            values = parts.critic.values(rollout, parts.critic_plan(rollout))
+        with timer("adv"):
+            coefficient = self.kl_controller.value
+            experience, kl = make_experience(rollout, scores.total, old, ref_logprobs, values, algorithm, coefficient)
+        metrics["actor/entropy"] = float(old.entropy[rollout.response_mask].mean())
+        if kl is not None:
+            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
+            self.kl_controller.update(kl, len(rollout))
+        return experience
+
+    def test_is_due(self, number: int) -> bool:
+        """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
+        freq = self.config.trainer.test_freq
+        return self.parts.held_out is not None and (number == self.parts.steps or bool(freq and number % freq == 0))
+
+    def validate(self) -> dict[str, float]:
+        """Greedy and, if asked for, sampled answers to the held-out prompts; the engine has the policy's weights."""
+        parts = self.parts
+        assert parts.held_out is not None
+        greedy = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.sampling.max_tokens,
+            stop_token_ids=self.sampling.stop_token_ids,
+            seed=self.config.seed,
+        )
+        metrics = {f"val/{k}": v for k, v in evaluate(parts.generator, parts.scorer, parts.held_out, greedy).items()}
+        if self.config.trainer.val_sampled:
+            sampled = evaluate(parts.generator, parts.scorer, parts.held_out, self.sampling)
+            metrics |= {f"val_sampled/{k}": v for k, v in sampled.items()}
+        parts.generator.rest()
+        return metrics

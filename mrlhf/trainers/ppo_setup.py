@@ -1,0 +1,157 @@
+"""Puts together what a PPO run needs: data first, since it is cheap to refuse, then the roles, then the engine.
+
+It knows which configuration key goes to which part; it runs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.config.roots import PPOConfig
+from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.sampler import StatefulSampler
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.models.families import load_spec
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.parallel.layout import EngineLayout
+from mrlhf.parallel.microbatch import MiniBatch
+from mrlhf.reshard.execute import Resharder
+from mrlhf.reshard.plan import plan
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.frozen import Reference, RewardModel
+from mrlhf.trainers.generation import Generator
+from mrlhf.trainers.scoring import Scorer
+from mrlhf.trainers.startup import Run, check_vocabulary
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a PPO run on this rank.
+
+    Attributes:
+        tokenizer: of all models.
+        prompts: the training prompts.
+        held_out: the validation prompts, if there are any.
+        sampler: the order of training prompts.
+        steps: training steps of the run.
+        samples_per_mini_batch: samples (prompts x n) of one optimizer step, by role.
+    """
+
+    tokenizer: Tokenizer
+    prompts: PromptDataset
+    held_out: Prompts | None
+    sampler: StatefulSampler
+    steps: int
+    actor: Actor
+    critic: Critic
+    reference: Reference | None
+    generator: Generator
+    scorer: Scorer
+    samples_per_mini_batch: dict[str, int]
+
+    def actor_plan(self, rollout: Rollout) -> list[MiniBatch]:
+        """How the actor cuts the rollout; the same for old log-probs and for every epoch of the update."""
+        return self.actor.plan([len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["actor"])
+
+    def critic_plan(self, rollout: Rollout) -> list[MiniBatch]:
+        """How the critic cuts the rollout."""
+        return self.critic.plan([len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["critic"])
+
+
+def assemble(config: PPOConfig, run: Run) -> Parts:
+    """Read the data and build every part; every rank calls it.
+
+    Raises:
+        ConfigError, DataError, WeightError, RewardError: an input is missing or does not fit.
+    """
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    prompts = _dataset(config, config.data.train_files, tokenizer)
+    held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
+    sampler = StatefulSampler(len(prompts), config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle)
+    steps = config.trainer.steps(len(prompts), config.data.train_batch_size)
+    reward_model = _reward_model(config, run)
+    actor, critic, reference = _roles(config, run, tokenizer)
+    scorer = Scorer(config.reward, tokenizer, reward_model, actor.groups.world)
+    # The optimizer re-homes parameters, so the engine is connected after it.
+    actor.prepare(config.actor.optim, steps)
+    critic.prepare(config.critic.optim, steps)
+    return Parts(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=None if held_out is None else held_out.batch(range(len(held_out))),
+        sampler=sampler,
+        steps=steps,
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        generator=_generator(config, run, actor),
+        scorer=scorer,
+        samples_per_mini_batch={
+            "actor": config.actor.ppo_mini_batch_size * config.rollout.n,
+            "critic": config.critic.ppo_mini_batch_size * config.rollout.n,
+        },
+    )
+
+
+def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> PromptDataset:
+    data = config.data
+    return PromptDataset(files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts)
+
+
+def _roles(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> tuple[Actor, Critic, Reference | None]:
+    temperature = config.rollout.temperature
+    spec = load_spec(config.actor.path, "lm")
+    check_vocabulary("actor", spec, tokenizer)
+    actor = Actor(config.actor, spec, run.groups("actor", config.actor), run.device, temperature)
+    actor.load(config.actor.path, config.seed)
+    critic_spec = load_spec(config.critic.path, "scalar")
+    check_vocabulary("critic", critic_spec, tokenizer)
+    critic = Critic(config.critic, critic_spec, run.groups("critic", config.critic), run.device)
+    critic.load(config.critic.path, config.seed)
+    if not config.needs_reference:
+        return actor, critic, None
+    reference_spec = load_spec(config.reference.path, "lm")
+    check_vocabulary("reference", reference_spec, tokenizer)
+    groups = run.groups("reference", config.reference)
+    reference = Reference(config.reference, reference_spec, groups, run.device, temperature)
+    reference.load(config.reference.path, config.seed)
+    return actor, critic, reference
+
+
+def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
+    section = config.reward_model
+    if section is None:
+        return None
+    spec = load_spec(section.path, "scalar")
+    model = RewardModel(section, spec, run.groups("reward_model", section), run.device)
+    model.load(section.path, config.seed)
+    return model
+
+
+def _generator(config: PPOConfig, run: Run, actor: Actor) -> Generator:
+    """The engine, and the way of the actor's weights into it.
+
+    Replicas lie inside the model-parallel groups, so a plan for the ranks of this one is a whole plan.
+    """
+    layout = actor.groups.layout
+    engines = EngineLayout.inside(layout, config.rollout.tp)
+    groups = run.factory.engine_groups(engines)
+    engine = NativeEngine(
+        actor.spec,
+        groups.tp,
+        run.device.torch_device,
+        actor.dtype,
+        max_num_seqs=config.rollout.max_num_seqs,
+        max_length=config.data.max_length,
+        max_prefill_tokens=config.rollout.max_prefill_tokens,
+    )
+    ranks = next(group for group in layout.groups("tp", "pp") if run.rank in group)
+    source = {rank: role_pieces(actor.spec, layout, rank) for rank in ranks}
+    target = {rank: engine_pieces(actor.spec, engines, rank) for rank in ranks}
+    way = plan(source, target, actor.dtype.itemsize)
+    rollout = config.rollout
+    resharder = Resharder(way, actor.slots, engine, run.rank, rollout.reshard_bucket_mb << 20, rollout.verify_reshard)
+    return Generator(engine, groups, resharder, config.seed)

@@ -1,0 +1,140 @@
+"""What a run leaves for people: dumped rollouts, the closing report, a PNG of curves, one summary over several runs.
+
+Everything is read from the files that the run wrote, so that it can be told again afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mrlhf.batch import Experience
+from mrlhf.data.rows import write_rows
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import DataError
+from mrlhf.log import plot_curves, read_metrics
+from mrlhf.trainers.scoring import Scores
+from mrlhf.trainers.startup import SUMMARY, write_summary
+
+logger = logging.getLogger(__name__)
+
+CURVES = (
+    "critic/score/mean",
+    "actor/entropy",
+    "response_length/mean",
+    "actor/pg_clipfrac",
+    "actor/ppo_kl",
+    "actor/reward_kl_penalty",
+    "actor/kl_loss",
+    "critic/vf_explained_var",
+    "training/rollout_probs_diff_max",
+)
+Record = Mapping[str, Any]
+
+
+def dump_rollout(output_dir: Path, step: int, experience: Experience, scores: Scores, tokenizer: Tokenizer) -> None:
+    """Write every prompt, response and score of a step to `rollouts/step_<step>.jsonl`."""
+    rollout = experience.rollout
+    lengths, prompts = rollout.response_lengths, rollout.prompts
+    rows = (
+        {
+            "uid": prompts.uid[row],
+            "sample": rollout.sample_index[row],
+            "data_source": prompts.data_source[row],
+            "prompt": prompts.text[row],
+            "response": tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist()),
+            "ground_truth": prompts.ground_truth[row],
+            "stopped": bool(rollout.stopped[row]),
+            "score": float(experience.scores[row]),
+            "terms": {name: column[row] for name, column in scores.terms.items() if column[row] == column[row]},
+        }
+        for row in range(len(rollout))
+    )
+    directory = output_dir / "rollouts"
+    directory.mkdir(exist_ok=True)
+    write_rows(directory / f"step_{step:06d}.jsonl", rows)
+
+
+def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: float) -> None:
+    """Write summary.json and curves.png, and log what the run achieved and where its time went."""
+    records = read_metrics(output_dir / "metrics.jsonl")
+    summary = _achievements(records) | {
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "checkpoint": str(checkpoint),
+    }
+    write_summary(output_dir, summary)
+    known = {name for record in records for name in record}
+    validation = sorted(name for name in known if name.startswith(("val/", "val_sampled/")))
+    curves = [name for name in (*validation, *CURVES) if name in known]
+    plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png", curves)
+    lines = [f"{name}: {_short(value)}" for name, value in summary.items()]
+    lines += ["seconds by phase:", *_phase_lines(records), f"curves: {output_dir / 'curves.png'}"]
+    logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
+
+
+def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str, Any]:
+    """Merge the summaries of runs that follow each other into `output_dir/summary.json`; seconds add up.
+
+    Raises:
+        DataError: a stage has no summary.
+    """
+    combined: dict[str, Any] = {}
+    seconds = 0.0
+    for stage in stage_dirs:
+        try:
+            summary = json.loads((stage / SUMMARY).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"{stage} has no {SUMMARY}; run that stage first") from error
+        seconds += summary["seconds"]
+        combined |= summary
+    combined["seconds"] = round(seconds, 1)
+    write_summary(output_dir, combined)
+    return combined
+
+
+def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
+    """Start and final accuracy, reward and KL, as far as the run measured them."""
+    found: dict[str, float | None] = {}
+    for title, prefix, ending in (
+        ("accuracy", "val/", "/acc@1"),
+        ("sampled_accuracy", "val_sampled/", "/acc@1"),
+        ("validation_reward", "val/", "/reward_mean"),
+    ):
+        measured = [_mean_of(record, prefix, ending) for record in records]
+        values = [value for value in measured if value is not None]
+        if values:
+            found |= {f"start_{title}": values[0], f"final_{title}": values[-1]}
+    scores = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
+    found |= {
+        "reward_start": found.pop("start_validation_reward", scores[0]),
+        "reward_final": found.pop("final_validation_reward", scores[-1]),
+    }
+    kls = [record["actor/reward_kl_penalty"] for record in records if "actor/reward_kl_penalty" in record]
+    if kls:
+        found["kl_final"] = kls[-1]
+    return found
+
+
+def _mean_of(record: Record, prefix: str, ending: str) -> float | None:
+    """The mean over data sets of one validation metric."""
+    values = [value for name, value in record.items() if name.startswith(prefix) and name.endswith(ending)]
+    return fmean(values) if values else None
+
+
+def _phase_lines(records: Sequence[Record]) -> list[str]:
+    totals: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("timing_s/") and value is not None:
+                phase = name.removeprefix("timing_s/")
+                totals[phase] = totals.get(phase, 0.0) + value
+    return [f"  {phase}: {seconds:.1f}" for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

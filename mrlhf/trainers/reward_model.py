@@ -1,0 +1,111 @@
+"""Reward-model training on preference pairs, with the Bradley-Terry loss -log sigmoid(chosen - rejected).
+
+It knows the loss and the pair accuracy (https://arxiv.org/abs/2203.02155, equation 1, with one pair a comparison); the
+loop is in `supervised`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from mrlhf.config.roots import RewardModelConfig
+from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
+from mrlhf.data.rows import Row, read_rows
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.metrics import Tally
+from mrlhf.models.families import load_spec
+from mrlhf.parallel.microbatch import MiniBatch
+from mrlhf.trainers.startup import Run, start
+from mrlhf.trainers.supervised import SupervisedTrainer
+
+
+def train_reward_model(config: RewardModelConfig) -> None:
+    """Train a reward model as configured; every rank calls it."""
+    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
+    RewardModelTrainer(config, run).fit()
+
+
+class RewardModelTrainer(SupervisedTrainer):
+    """Learns to score the chosen response of each pair above the rejected one."""
+
+    columns = (
+        ("loss", "rm/loss"),
+        ("accuracy", "rm/accuracy"),
+        ("val accuracy", "val/accuracy"),
+        ("tokens/s", "perf/throughput"),
+    )
+
+    def __init__(self, config: RewardModelConfig, run: Run) -> None:
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+        train = read_rows(config.data.train_files)
+        if config.data.val_files:
+            held_out = read_rows(config.data.val_files)
+        else:
+            train, held_out = split_by_prompt(train, config.data.held_out_fraction, config.seed)
+        self._pairs = _encode(train, tokenizer, config)
+        self._held_out = _encode(held_out, tokenizer, config) if held_out else None
+        spec = load_spec(config.model.path, "scalar")
+        super().__init__(config, run, spec, tokenizer, len(self._pairs), config.data.batch_size)
+
+    def step(self, rows: Sequence[int]) -> dict[str, float]:
+        """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
+        sequences = _interleave(self._pairs, rows)
+        lengths = [len(tokens) for tokens in sequences]
+        plan = self._plan_pairs(lengths)
+        packs = self.model.packs([plan], sequences, [1] * len(sequences), "last")
+        names = ("rm/loss", "rm/accuracy", "rm/margin")
+
+        def loss(output: Tensor, number: int) -> tuple[Tensor, Tally]:
+            margin = output[0::2, 0].float() - output[1::2, 0].float()
+            total = -logsigmoid(margin).sum()
+            tally = Tally()
+            for name, value in zip(names, (total, (margin > 0).sum(), margin.sum()), strict=True):
+                tally.add(name, value, len(margin))
+            return total / len(rows), tally
+
+        metrics = self.model.train_mini_batch(packs, loss, names).means()
+        metrics["rm/grad_norm"] = metrics.pop("grad_norm")
+        return metrics | {"rm/lr": self.model.end_update(), "perf/total_num_tokens": sum(lengths)}
+
+    def validate(self) -> dict[str, float]:
+        """`val/accuracy`: share of held-out pairs whose chosen response scores higher; and the loss on them."""
+        if self._held_out is None:
+            return {}
+        sequences = _interleave(self._held_out, range(len(self._held_out)))
+        packs = self.model.packs(
+            [self._plan_pairs([len(tokens) for tokens in sequences])], sequences, [1] * len(sequences), "last"
+        )
+        mask = torch.ones(len(sequences), 1, dtype=torch.bool)
+        scores = self.model.per_token(packs, mask, lambda output, _: output[:, 0][None])[0, :, 0]
+        margin = scores[0::2] - scores[1::2]
+        return {"val/accuracy": float((margin > 0).float().mean()), "val/loss": float(-logsigmoid(margin).mean())}
+
+    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
+        """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
+        held_out = self._held_out is not None
+        return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}
+
+    def _plan_pairs(self, lengths: Sequence[int]) -> MiniBatch:
+        """Cut interleaved sequences so that the two sides of a pair stay together."""
+        pair_lengths = [a + b for a, b in zip(lengths[0::2], lengths[1::2], strict=True)]
+        (plan,) = self.model.plan(pair_lengths, len(pair_lengths))
+        return MiniBatch(
+            _both_sides(plan.rows), [[_both_sides(pack) for pack in share] for share in plan.micro_batches]
+        )
+
+
+def _both_sides(pairs: Sequence[int]) -> list[int]:
+    return [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
+
+
+def _encode(rows: Sequence[Row], tokenizer: Tokenizer, config: RewardModelConfig) -> PreferencePairs:
+    return encode_preferences(rows, tokenizer, max_length=config.data.max_length, overlong=config.data.overlong)
+
+
+def _interleave(pairs: PreferencePairs, rows: Sequence[int]) -> list[list[int]]:
+    """Chosen and rejected token ids of each pair, in turn."""
+    return [tokens for row in rows for tokens in (pairs.chosen_ids[row], pairs.rejected_ids[row])]

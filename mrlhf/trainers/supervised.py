@@ -1,0 +1,83 @@
+"""The loop that supervised fine-tuning and reward-model training share: draw a batch, one optimizer step, validate.
+
+It does not know the loss.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from mrlhf.config.roots import SupervisedConfig
+from mrlhf.config.sections import TrainerSection
+from mrlhf.data.sampler import StatefulSampler
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.metrics import PhaseTimer
+from mrlhf.models.spec import ModelSpec
+from mrlhf.roles.base import TrainedRole
+from mrlhf.trainers.reporting import Reporter
+from mrlhf.trainers.startup import Run, check_vocabulary, export_checkpoint, write_summary
+
+
+class SupervisedTrainer(ABC):
+    """One trained model, the rows it learns from, and the loop over them.
+
+    Attributes:
+        columns: label and metric of each number that the progress display shows.
+    """
+
+    columns: tuple[tuple[str, str], ...]
+
+    def __init__(
+        self, config: SupervisedConfig, run: Run, spec: ModelSpec, tokenizer: Tokenizer, rows: int, batch_size: int
+    ) -> None:
+        check_vocabulary("model", spec, tokenizer)
+        self.run, self.tokenizer = run, tokenizer
+        self._trainer: TrainerSection = config.trainer
+        self._sampler = StatefulSampler(rows, batch_size, seed=config.seed, shuffle=config.data.shuffle)
+        self._steps = config.trainer.steps(rows, batch_size)
+        self.model = TrainedRole(config.model, spec, run.groups("model", config.model), run.device)
+        if config.model.init == "random":
+            self.model.initialise(config.seed)
+        else:
+            self.model.load(config.model.path, config.seed)
+        self.model.prepare(config.optim, self._steps)
+
+    @abstractmethod
+    def step(self, rows: Sequence[int]) -> dict[str, float]:
+        """One optimizer step on these rows; returns its metrics."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Metrics on the held-out rows; none where there are no such rows."""
+
+    @abstractmethod
+    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The few numbers that the run is judged by, from the last step's metrics."""
+
+    def fit(self) -> None:
+        """Train, export the model to `output_dir/model`, write the summary; every rank calls it."""
+        began = time.monotonic()
+        metrics: dict[str, float] = {}
+        arguments = (self.run.speaks, self.run.output_dir, self._trainer.tensorboard, self._steps, self.columns)
+        with Reporter(*arguments) as reporter:
+            for step in range(1, self._steps + 1):
+                timer = PhaseTimer(self.run.device.synchronize)
+                with timer("step"):
+                    metrics = self.step(next(self._sampler))
+                if step == self._steps or (self._trainer.test_freq and step % self._trainer.test_freq == 0):
+                    with timer("testing"):
+                        metrics |= self.validate()
+                metrics |= timer.metrics()
+                metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timer.seconds["step"]
+                reporter.report(step, metrics)
+        checkpoint = self.run.output_dir / "model"
+        export_checkpoint(self.model, self.tokenizer, checkpoint, self._trainer.max_shard_size_mb)
+        if self.run.speaks:
+            totals = {
+                "steps": self._steps,
+                "seconds": round(time.monotonic() - began, 1),
+                "checkpoint": str(checkpoint),
+            }
+            write_summary(self.run.output_dir, self.summary(metrics) | totals)

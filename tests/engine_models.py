@@ -1,0 +1,89 @@
+"""Tiny transformers models, and native engines that hold their weights, for the engine's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.models.families import FAMILIES
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Slot
+
+VOCABULARY = 131  # divides over no tensor-parallel size: the last rank pads
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS = ("llama", "llama-tied-llama3-rope", "mistral-window", "qwen2-tied", "qwen3")
+
+
+def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """The model `name` with random weights, the same in every process."""
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+        "llama-tied-llama3-rope": lambda: transformers.LlamaConfig(
+            **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+        ),
+        "mistral-window": lambda: transformers.MistralConfig(
+            **SIZES, tie_word_embeddings=False, sliding_window=6, head_dim=20
+        ),
+        "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16),
+    }
+    model = transformers.AutoModelForCausalLM.from_config(configs[name](), attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
+    return model.to(dtype)
+
+
+def spec_of(model: Any) -> ModelSpec:
+    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+
+
+def fill(slots: list[Slot], model: Any) -> None:
+    """Copy the model's tensors into the slots."""
+    state = model.state_dict()
+    for slot in slots:
+        piece = slot.piece
+        part = state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+        view = slot.view(piece.start, piece.stop)
+        view.copy_(part.reshape(view.shape))
+
+
+def empty_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: Any) -> NativeEngine:
+    settings = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, "dtype": torch.float32, **changes}
+    return NativeEngine(spec_of(model), group, device=torch.device("cpu"), **settings)
+
+
+def make_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: Any) -> NativeEngine:
+    """An engine that holds the model's weights as version 1."""
+    engine = empty_engine(model, group, **changes)
+    fill(engine.weight_slots(), model)
+    engine.commit(1)
+    return engine
+
+
+def make_prompts(count: int = 9) -> list[list[int]]:
+    """Prompts of different lengths, 1 among them."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1 + 7 * i % 23 for i in range(count)]
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

@@ -1,0 +1,85 @@
+"""Tiny models cut by hand, for tests: specs, full tensors, and the local parameters of any rank as plain tensors.
+
+Parameters are filled with NaN, so that what a test forgets to fill shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from mrlhf.models.families import FAMILIES, tensor_shapes
+from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.weights.shard import Piece, Slot
+
+_FAMILY = {
+    "llama": {"tie_word_embeddings": False},
+    "llama_tied": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen2_tied": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 6},
+}
+MODELS = tuple(_FAMILY)
+
+
+def tiny_config(model: str) -> PretrainedConfig:
+    """Four layers, four KV groups of two query heads, a vocabulary of 37, which no tensor-parallel size divides."""
+    return AutoConfig.for_model(
+        model.removesuffix("_tied"),
+        vocab_size=37,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        **_FAMILY[model],
+    )
+
+
+def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:
+    config = tiny_config(model).to_dict()
+    return FAMILIES[config["model_type"]](config, head)
+
+
+def full_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random full tensors; no two numbers of a model are likely to be equal."""
+    generator = torch.Generator().manual_seed(17)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in tensor_shapes(spec).items()}
+
+
+def make_slots(pieces: Iterable[Piece], dtype: torch.dtype = torch.float32) -> list[Slot]:
+    """Local parameters of NaN, as large as the pieces in them say, padding included."""
+    pieces = list(pieces)
+    parameters: dict[str, Tensor] = {}
+    for piece in pieces:
+        if piece.parameter not in parameters:
+            rows = -(-(piece.stop - piece.start) // piece.block) * piece.period
+            shape = (*piece.full_shape[: piece.dim], rows, *piece.full_shape[piece.dim + 1 :])
+            parameters[piece.parameter] = torch.full(shape, float("nan"), dtype=dtype)
+    return [Slot(piece, parameters[piece.parameter]) for piece in pieces]
+
+
+def fill(slots: Iterable[Slot], tensors: dict[str, Tensor]) -> None:
+    """Store the slices of the full tensors, block by block, in the plainest way."""
+    for slot in slots:
+        piece = slot.piece
+        for row in range(piece.start, piece.stop):
+            block, within = divmod(row - piece.start, piece.block)
+            at = block * piece.period + piece.offset + within
+            slot.parameter.select(piece.dim, at).copy_(tensors[piece.name].select(piece.dim, row))
+
+
+def stored(slot: Slot) -> Tensor:
+    """The named slice that a slot holds, read row by row."""
+    piece = slot.piece
+    rows = []
+    for row in range(piece.stop - piece.start):
+        block, within = divmod(row, piece.block)
+        rows.append(slot.parameter.select(piece.dim, block * piece.period + piece.offset + within))
+    return torch.stack(rows, dim=piece.dim)

@@ -1,0 +1,345 @@
+"""Cross-field checks, the batch arithmetic and the command line."""
+
+import json
+from typing import get_args
+
+import pytest
+
+from mrlhf.config import (
+    DryRun,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    check,
+    check_model,
+    check_models,
+    describe,
+    dry_run,
+    parse_args,
+    sections,
+)
+from mrlhf.config.schema import keys
+from mrlhf.errors import ConfigError
+from mrlhf.rl import advantages, kl, losses, shaping
+
+FACTS = {
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+}
+
+
+def ppo(**changes):
+    """A configuration that fits 8 ranks; `changes` replace keys, with `__` for the dot."""
+    tree = {
+        "actor": {"path": "none", "tp": 2, "pp": 2, "ppo_mini_batch_size": 16, "micro_batch_tokens": 512},
+        "critic": {"tp": 2, "micro_batch_tokens": 512},
+        "reward": {"terms": [{"name": "gsm8k"}]},
+        "rollout": {"n": 2, "tp": 2},
+        "data": {"train_files": "a.jsonl", "train_batch_size": 64, "max_prompt_length": 40, "max_response_length": 60},
+        "trainer": {"output_dir": "out", "total_steps": 10},
+        "algorithm": {},
+        "reference": {},
+    }
+    return PPOConfig.model_validate(changed(tree, changes))
+
+
+def supervised(root, **changes):
+    tree = {
+        "model": {"path": "none", "tp": 2, "micro_batch_tokens": 256},
+        "data": {"train_files": "a.jsonl", "max_length": 128, "batch_size": 16},
+        "trainer": {"output_dir": "out"},
+        "optim": {},
+    }
+    return root.model_validate(changed(tree, changes))
+
+
+def changed(tree, changes):
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        node = tree
+        for name in path:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return tree
+
+
+def problems(config, world_size):
+    with pytest.raises(ConfigError) as caught:
+        check(config, world_size)
+    return str(caught.value).splitlines()
+
+
+def test_configurations_that_fit_pass():
+    check(ppo(), 8)
+    check(ppo(), 4)
+    check(ppo(critic__ppo_mini_batch_size=32, rollout__n=1), 12)  # 32 samples over 6 ranks: uneven, but none is idle
+    check(supervised(SFTConfig), 4)
+    check(supervised(RewardModelConfig), 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"critic__tp": 3},
+            "critic: world size 8 is not divisible by tp 3 x pp 1 = 3; start a multiple of 3 processes or change "
+            "critic.tp or critic.pp",
+        ),
+        (
+            {"actor__sequence_parallel": True, "actor__tp": 1},
+            "actor.sequence_parallel is on with actor.tp 1; raise actor.tp or turn it off",
+        ),
+        (
+            {"critic__micro_batch_tokens": 99},
+            "critic.micro_batch_tokens 99 is less than the longest sequence, 100 tokens; set critic.micro_batch_tokens "
+            "to at least 100 or lower the data's maximum lengths",
+        ),
+        (
+            {"critic__ppo_mini_batch_size": 48},
+            "data.train_batch_size 64 is not divisible by critic.ppo_mini_batch_size 48; set "
+            "critic.ppo_mini_batch_size to 32, or the train batch to a multiple of 48",
+        ),
+        (
+            {"critic__ppo_mini_batch_size": 1},
+            "critic.ppo_mini_batch_size 1 x rollout.n 2 = 2 samples are fewer than the data-parallel size 4 of critic; "
+            "set critic.ppo_mini_batch_size to at least 2 or raise critic.tp",
+        ),
+        (
+            {
+                "data__train_batch_size": 2,
+                "actor__ppo_mini_batch_size": 2,
+                "actor__use_kl_loss": True,
+                "reference": {"tp": 1, "pp": 1},
+            },
+            "data.train_batch_size 2 x rollout.n 2 = 4 samples are fewer than the data-parallel size 8 of reference; set "
+            "data.train_batch_size to at least 4 or raise reference.tp",
+        ),
+        (
+            {"rollout__tp": 8},
+            "rollout.tp 8 does not divide actor.tp 2 x actor.pp 2 = 4; use one of 1, 2, 4",
+        ),
+        (
+            {"rollout__top_p": 0.9},
+            "rollout.top_k -1, rollout.top_p 0.9: truncated sampling breaks PPO's probability ratio, because training "
+            "uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0",
+        ),
+        (
+            {"rollout__top_k": 50},
+            "rollout.top_k 50, rollout.top_p 1.0: truncated sampling breaks PPO's probability ratio, because training "
+            "uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0",
+        ),
+        (
+            {"rollout__max_prefill_tokens": 39},
+            "rollout.max_prefill_tokens 39 is less than data.max_prompt_length 40; set rollout.max_prefill_tokens "
+            "to at least that",
+        ),
+        (
+            {"actor__use_kl_loss": True, "actor__kl_loss_type": "full", "reference__pp": 1},
+            "KL 'full' compares whole distributions rank by rank, but reference is tp 2 x pp 1 and actor tp 2 x pp 2; "
+            "leave reference.tp and reference.pp out",
+        ),
+        (
+            {"reward__terms": [{"name": "gsm8k"}, {"name": "gsm8k"}]},
+            "reward.terms holds 'gsm8k' 2 times; keep one and add the weights",
+        ),
+        (
+            {"reward__terms": [{"name": "reward_model"}]},
+            "reward.terms holds 'reward_model' but there is no such model; set reward_model.path or remove the term",
+        ),
+        (
+            {"reward_model": {"path": "rm"}},
+            "reward_model is set but no reward term uses it; add {name: reward_model} to reward.terms or remove it",
+        ),
+        (
+            {"trainer__test_freq": 5},
+            "trainer.test_freq is 5 but data.val_files is empty; give files or set test_freq to 0",
+        ),
+        (
+            {"trainer__val_sampled": True},
+            "trainer.val_sampled is on but data.val_files is empty; give files or turn it off",
+        ),
+        (
+            {"trainer__critic_warmup": 11},
+            "trainer.critic_warmup 11 is beyond trainer.total_steps 10, so the actor would never be trained; lower the "
+            "first or raise the second",
+        ),
+        (
+            {"critic__optim": {"lr_warmup_steps": 10}},
+            "critic.optim.lr_warmup_steps 10 is not below trainer.total_steps 10; lower the first or raise the second",
+        ),
+    ],
+)
+def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
+    assert problems(ppo(**changes), 8) == [expected]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor__kl_loss_type": "full", "reference__pp": 1},  # no KL in use
+        {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
+        {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
+        {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
+        {"data__val_files": "v.jsonl", "trainer__test_freq": 5, "trainer__val_sampled": True},
+        {"trainer__critic_warmup": 10},
+    ],
+)
+def test_what_resembles_a_mistake_passes(changes):
+    check(ppo(**changes), 8)
+
+
+def test_full_kl_in_the_reward_needs_equal_layouts_too():
+    config = ppo(algorithm__use_kl_in_reward=True, algorithm__kl_penalty="full", reference__tp=1)
+    assert problems(config, 8)[0].startswith("KL 'full'")
+
+
+def test_several_mistakes_are_all_told():
+    told = problems(ppo(rollout__top_p=0.5, rollout__tp=3, trainer__test_freq=1), 6)
+    assert [line.split()[0] for line in told] == [
+        "actor:",
+        "rollout.tp",
+        "rollout.top_k",
+        "trainer.test_freq",
+    ]
+    assert problems(ppo(), 0) == ["world size 0 is below 1; start at least one process"]
+
+
+def test_supervised_checks():
+    check(supervised(SFTConfig, data__batch_size=5), 8)
+    assert problems(supervised(SFTConfig, data__batch_size=3), 8) == [
+        "data.batch_size 3 is less than the data-parallel size 4 of model; set data.batch_size to at least 4 or raise "
+        "model.tp"
+    ]
+    pair = supervised(RewardModelConfig, model__micro_batch_tokens=255)
+    assert problems(pair, 2)[0].startswith(
+        "model.micro_batch_tokens 255 is less than the longest pair of sequences, 256"
+    )
+    check(supervised(SFTConfig, model__micro_batch_tokens=255), 2)
+    check(supervised(RewardModelConfig, trainer__test_freq=1), 2)
+    assert len(problems(supervised(RewardModelConfig, trainer__test_freq=1, data__held_out_fraction=0.0), 2)) == 1
+
+
+def test_check_model():
+    check_model("actor", 4, 3, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=96)
+    with pytest.raises(ConfigError) as caught:
+        check_model("actor", 8, 4, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=100)
+    assert str(caught.value).splitlines() == [
+        "actor.pp 4 does not divide the model's layers 6; use one of 1, 2, 3",
+        "actor.tp 8 does not divide the model's key and value heads 4; use one of 1, 2, 4",
+        "actor.tp 8 does not divide the model's intermediate size 100; use one of 1, 2, 4, 5",
+    ]
+
+
+def model_dir(tmp_path, **changes):
+    facts = {**FACTS, **changes}
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value != "absent"}))
+    return str(tmp_path)
+
+
+def test_check_models_reads_config_json(tmp_path):
+    path = model_dir(tmp_path)
+    assert check_models(ppo(actor__path=path, critic__path="none")) == ["critic"]
+    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
+        check_models(ppo(actor__path=path, actor__pp=4))
+    with pytest.raises(ConfigError, match=r"rollout\.tp 8 does not divide the model's key and value heads 4"):
+        check_models(ppo(actor__path=path, rollout__tp=8))
+    with pytest.raises(ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"):
+        check_models(ppo(actor__path=path, data__max_response_length=217))
+
+
+def test_config_json_without_groups_or_without_sense(tmp_path):
+    path = model_dir(tmp_path, num_key_value_heads="absent", max_position_embeddings=None)
+    assert check_models(supervised(SFTConfig, model__path=path, model__tp=8)) == []
+    path = model_dir(tmp_path, num_hidden_layers="absent")
+    with pytest.raises(ConfigError, match=r"model: .*config\.json does not describe a decoder: KeyError"):
+        check_models(supervised(SFTConfig, model__path=path))
+
+
+def test_describe_ppo():
+    assert describe(ppo(trainer__critic_warmup=3, actor__ppo_epochs=2), 8).splitlines() == [
+        "PPO on 8 ranks",
+        "  actor        tp 2 x pp 2 x dp 2, 512 tokens a micro-batch",
+        "  critic       tp 2 x pp 1 x dp 4, 512 tokens a micro-batch",
+        "  rollout      tp 2 x 4 replicas",
+        "each training step",
+        "  64 prompts x 2 = 128 samples, 32 a replica, 256 decoded at once",
+        "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
+        "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",
+        "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 16 a data-parallel rank "
+        "and 5 a micro-batch: 4 micro-batches",
+        "  critic: 4 mini-batches x 2 epochs = 8 optimizer steps",
+        "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 8 a data-parallel rank "
+        "and 5 a micro-batch: 2 micro-batches",
+        "the run",
+        "  10 training steps (trainer.total_steps)",
+        "  the actor is trained from step 3 on (trainer.critic_warmup)",
+    ]
+
+
+def test_describe_supervised():
+    lines = describe(supervised(RewardModelConfig, trainer__total_epochs=3), 4, num_rows=50).splitlines()
+    assert lines == [
+        "RewardModel on 4 ranks",
+        "  model        tp 2 x pp 1 x dp 2, 256 tokens a micro-batch",
+        "each optimizer step",
+        "  16 pairs of <= 256 tokens, at full length 8 a data-parallel rank and 1 a micro-batch: 8 micro-batches",
+        "the run",
+        "  3 epochs x (50 rows // 16) = 9 training steps",
+    ]
+    assert describe(supervised(SFTConfig), 4).splitlines()[-1] == "  1 epoch x (rows // 16) training steps"
+
+
+def test_dry_run_checks_first(tmp_path):
+    text = dry_run(ppo(actor__path=model_dir(tmp_path), critic__path="none"), 8)
+    assert text.endswith("not checked, no config.json here: critic\nconfiguration fits 8 ranks")
+    with pytest.raises(ConfigError):
+        dry_run(ppo(), 6)
+
+
+ARGUMENTS = ["actor.path=m", "reward.terms=[{name: gsm8k}]", "data.train_files=a.jsonl", "trainer.output_dir=o"]
+
+
+def test_parse_args_mixes_options_and_keys(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
+    config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
+    assert (config.seed, dry) == (6, None)
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[1] == DryRun(12)
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)
+    with pytest.raises(ConfigError, match="--world-size goes with --dry-run only"):
+        parse_args(PPOConfig, [*ARGUMENTS, "--world-size", "2"])
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, RewardModelConfig])
+def test_help_lists_every_key_with_its_doc(root, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(root, ["--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    for key in keys(root):
+        assert key.name in said
+        assert key.doc, f"{key.name} has no description"
+        assert key.doc in said
+    assert "trainer.output_dir = required  (str)" in said
+
+
+def test_help_shows_defaults_and_where_they_come_from(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(PPOConfig, ["--help"])
+    said = capsys.readouterr().out
+    assert "  actor.clip_ratio = 0.2  (float)" in said
+    assert "  critic.path = actor.path  (str)" in said
+    assert "  actor.dtype = auto  (auto | float32 | bfloat16)" in said
+    assert "  trainer.total_steps = null  (int | null)" in said
+
+
+def test_names_of_algorithms_are_those_of_rl():
+    assert get_args(sections.KlLoss) == get_args(kl.KlKind)
+    assert set(get_args(sections.KlPenalty)) == {kind for kind in get_args(kl.KlKind) if not kind.endswith("+")}
+    assert get_args(sections.KlControl) == get_args(kl.KlControllerKind)
+    assert get_args(sections.LossAggMode) == get_args(losses.LossAggMode)
+    assert get_args(sections.KlPlacement) == get_args(shaping.KlPlacement)
+    assert get_args(sections.AdvEstimator) == get_args(advantages.AdvantageEstimator)

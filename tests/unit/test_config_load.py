@@ -1,0 +1,288 @@
+"""Reading configurations: precedence, exact types, and one-line errors that name the key."""
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
+from mrlhf.errors import ConfigError
+
+PPO = """
+seed: 7
+actor: {path: models/policy, tp: 2, clip_ratio: 0.1, optim: {lr: 1e-4}}
+critic: {pp: 2}
+rollout:
+reward: {terms: [{name: gsm8k}]}
+data: {train_files: [a.jsonl, b.parquet], max_response_length: 96}
+trainer: {output_dir: out}
+"""
+SUPERVISED = """
+model: {path: models/policy}
+data: {train_files: a.jsonl}
+trainer: {output_dir: out}
+"""
+
+
+@pytest.fixture
+def ppo_file(tmp_path):
+    path = tmp_path / "ppo.yaml"
+    path.write_text(PPO)
+    return path
+
+
+def load_text(tmp_path, text, *overrides, root=PPOConfig):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_config(root, path, list(overrides))
+
+
+def message(tmp_path, text, *overrides, root=PPOConfig):
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text, *overrides, root=root)
+    return str(caught.value)
+
+
+def test_defaults_then_file_then_arguments(ppo_file):
+    config = load_config(PPOConfig, ppo_file, ["actor.tp=4", "rollout.n=2", "actor.tp=8"])
+    assert config.actor.tp == 8  # the later argument
+    assert config.rollout.n == 2  # an argument over an empty section
+    assert config.actor.clip_ratio == 0.1  # the file
+    assert config.actor.clip_ratio_c == 3.0  # the default
+    assert config.data.train_files == ["a.jsonl", "b.parquet"]
+
+
+def test_role_defaults_of_the_learning_rate_survive_a_partly_given_optimizer(ppo_file):
+    config = load_config(PPOConfig, ppo_file, ["actor.optim={clip_grad: 2.0}", "critic.optim.clip_grad=3"])
+    assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-6, 2.0)
+    assert (config.critic.optim.lr, config.critic.optim.clip_grad) == (1e-5, 3.0)
+
+
+def test_keys_left_out_or_null_inherit(ppo_file):
+    config = load_config(
+        PPOConfig, ppo_file, ["actor.ppo_mini_batch_size=32", "critic.ppo_epochs=3", "critic.path=null"]
+    )
+    assert config.critic.path == config.reference.path == config.data.tokenizer == "models/policy"
+    assert (config.critic.ppo_mini_batch_size, config.critic.ppo_epochs, config.actor.ppo_epochs) == (32, 3, 1)
+    assert (config.reference.tp, config.reference.pp, config.critic.tp) == (2, 1, 1)
+    assert config.actor.loss_scale_factor == config.critic.loss_scale_factor == 96.0
+    own = load_config(PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"])
+    assert (own.reference.tp, own.actor.loss_scale_factor, own.data.tokenizer) == (1, 5.0, "tok")
+
+
+def test_clip_bounds(ppo_file):
+    config = load_config(PPOConfig, ppo_file, ["actor.clip_ratio_high=0.28"])
+    assert (config.actor.clip_low, config.actor.clip_high) == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["algorithm.use_kl_in_reward=true"], True),
+        (["actor.use_kl_loss=true"], True),
+        (["actor.kl_loss_coef=1"], False),
+    ],
+)
+def test_reference_is_built_only_for_a_kl(ppo_file, overrides, needed):
+    config = load_config(PPOConfig, ppo_file, overrides)
+    assert config.needs_reference is needed
+    assert ("reference" in config.roles()) is needed
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("1e-4", 1e-4), ("2.5E+3", 2500.0), ("1.e3", 1000.0), (".5e-1", 0.05), ("3", 3.0)]
+)
+def test_floats_as_people_write_them(tmp_path, text, number):
+    from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: {text}"))
+    from_argument = load_text(tmp_path, PPO, f"actor.optim.lr={text}")
+    assert from_file.actor.optim.lr == from_argument.actor.optim.lr == number
+
+
+def test_one_file_name_is_a_list_of_one(ppo_file):
+    config = load_config(PPOConfig, ppo_file, ["data.train_files=one.jsonl", "data.val_files=[x, y]"])
+    assert (config.data.train_files, config.data.val_files) == (["one.jsonl"], ["x", "y"])
+
+
+def test_an_argument_reaches_into_a_list_and_opens_an_absent_section(ppo_file):
+    config = load_config(
+        PPOConfig, ppo_file, ["reward.terms.0.weight=0.5", "reward_model.path=rm", "reward_model.tp=2"]
+    )
+    assert config.reward.terms[0].weight == 0.5
+    assert config.reward_model is not None
+    assert (config.reward_model.path, config.reward_model.tp) == ("rm", 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.clip_rato=1", "unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?"),
+        (
+            "actor.optim.weight_deca=1",
+            "unknown key 'actor.optim.weight_deca'; did you mean 'actor.optim.weight_decay'?",
+        ),
+        ("actr.tp=2", "unknown key 'actr.tp'; did you mean 'actor.tp'?"),
+        ("actor.lr=1", "unknown key 'actor.lr'; did you mean 'actor.optim.lr'?"),
+        ("kl_coef=1", "unknown key 'kl_coef'; did you mean 'algorithm.kl_ctrl.kl_coef'?"),
+        ("reward.terms.0.wait=1", "unknown key 'reward.terms.0.wait'; did you mean 'reward.terms.0.weight'?"),
+        ("zzzzzz=1", "unknown key 'zzzzzz'; --help lists all keys"),
+        ("reward.terms.3.weight=1", "cannot set 'reward.terms.3.weight': the file's list has 1 items, numbered from 0"),
+        ("actor.tp", "argument 'actor.tp' is not of the form key.path=value"),
+    ],
+)
+def test_wrong_arguments(tmp_path, override, expected):
+    assert message(tmp_path, PPO, override) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("clip_ratio:", "clip_rato:", "unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?"),
+        ("{lr: 1e-4}", "{l: 1}", "unknown key 'actor.optim.l'; did you mean 'actor.optim.lr'?"),
+        ("critic:", "critics:", "unknown key 'critics'; did you mean 'critic'?"),
+        (
+            "{name: gsm8k}",
+            "{name: gsm8k, wait: 1}",
+            "unknown key 'reward.terms.0.wait'; did you mean 'reward.terms.0.weight'?",
+        ),
+    ],
+)
+def test_unknown_keys_in_the_file(tmp_path, old, new, expected):
+    assert message(tmp_path, PPO.replace(old, new)) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.dtype=fp8", "bad value 'fp8' for 'actor.dtype': input should be 'auto', 'float32' or 'bfloat16'"),
+        ("actor.tp=0", "bad value 0 for 'actor.tp': input should be greater than or equal to 1"),
+        ("actor.tp=two", "bad value 'two' for 'actor.tp': input should be a valid integer"),
+        ("actor.tp=true", "bad value True for 'actor.tp': input should be a valid integer"),
+        ("actor.use_kl_loss=1", "bad value 1 for 'actor.use_kl_loss': input should be a valid boolean"),
+        ("actor.clip_ratio_c=1.0", "bad value 1.0 for 'actor.clip_ratio_c': input should be greater than 1"),
+        ("actor.optim.lr=.nan", "bad value nan for 'actor.optim.lr': input should be a finite number"),
+        ("critic=3", "bad value 3 for 'critic': should be a section with keys of its own"),
+        ("rollout.top_k=0", "'rollout': top_k 0 is neither -1 (off) nor at least 1"),
+        ("seed=", "bad value None for 'seed': input should be a valid integer"),
+    ],
+)
+def test_bad_values_name_key_value_and_what_is_allowed(tmp_path, override, expected):
+    assert message(tmp_path, PPO, override) == expected
+
+
+def test_reward_term_names(tmp_path):
+    bad = message(tmp_path, PPO, "reward.terms=[{name: exactmatch}]")
+    assert bad.startswith("bad value 'exactmatch' for 'reward.terms.0.name': should be exact_match, gsm8k, ")
+    assert bad.endswith("did you mean 'exact_match'?")
+    assert "\n" not in bad
+    assert load_text(tmp_path, PPO, "reward.terms=[{name: 'my/r.py:score'}]").reward.terms[0].name == "my/r.py:score"
+    for malformed in ("my/r.py", "my/r.py:", "my/r.txt:score", "my/r.py:1x"):
+        assert "for 'reward.terms.0.name'" in message(tmp_path, PPO, f"reward.terms=[{{name: '{malformed}'}}]")
+
+
+def test_every_missing_key_is_named_once_with_its_meaning():
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, None, [])
+    lines = str(caught.value).splitlines()
+    assert [line.split("'")[1] for line in lines] == [
+        "actor.path",
+        "reward.terms",
+        "data.train_files",
+        "trainer.output_dir",
+    ]
+    assert lines[0] == (
+        "missing key 'actor.path' (Hugging Face directory: config.json, with or without safetensors); "
+        "set it in the file or as actor.path=..."
+    )
+
+
+def test_an_inherited_mistake_is_told_once(tmp_path):
+    assert message(tmp_path, PPO, "actor.tp=0").count("\n") == 0
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml' does not exist"):
+        load_config(PPOConfig, tmp_path / "absent.yaml", [])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(PPOConfig, tmp_path, [])
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(PPOConfig, tmp_path / "latin.yaml", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\nactor:\n  tp: 1\n  tp: 2\n", "line 4: key 'tp' is given twice; keep one of them"),
+        ("1: 2\n", "line 1: key 1 is not text; quote it or remove it"),
+        ("[1, 2]\n", "holds a list, not sections with keys"),
+        ("actor: [\n", "not YAML: "),
+    ],
+)
+def test_files_that_are_not_sections(tmp_path, text, expected):
+    said = message(tmp_path, text)
+    assert expected in said
+    assert "config.yaml" in said
+    assert "\n" not in said
+
+
+def test_a_scalar_is_no_section(tmp_path):
+    said = message(tmp_path, PPO.replace("critic: {pp: 2}", "critic: 3"), "critic.tp=2")
+    assert said == "cannot set 'critic.tp': the file has the value 3 where a section should be"
+
+
+def test_yaml_anchors_may_share_a_section(tmp_path):
+    text = PPO.replace("actor: {", "actor: &model {").replace("critic: {pp: 2}", "critic: {<<: *small, pp: 2, tp: 4}")
+    config = load_text(tmp_path, "reward_model: &small {path: rm, tp: 2}\n" + text)
+    assert (config.critic.path, config.critic.tp, config.critic.pp) == ("rm", 4, 2)
+
+
+@pytest.mark.parametrize(("root", "text"), [(PPOConfig, PPO), (SFTConfig, SUPERVISED), (RewardModelConfig, SUPERVISED)])
+def test_a_dump_reloads_equal(tmp_path, root, text):
+    config = load_text(tmp_path, text, "seed=11", root=root)
+    again = load_text(tmp_path, dump_yaml(config), root=root)
+    assert again == config
+    assert load_text(tmp_path, dump_yaml(config), "seed=12", root=root) != config
+
+
+def test_flatten_gives_every_leaf(ppo_file):
+    flat = flatten(load_config(PPOConfig, ppo_file, []))
+    assert flat["actor.optim.lr"] == 1e-4
+    assert flat["algorithm.kl_ctrl.horizon"] == 10000
+    assert flat["reward_model"] is None
+    assert flat["reward.terms"] == [{"name": "gsm8k", "weight": 1.0}]
+    assert not any(isinstance(value, dict) for value in flat.values())
+
+
+def test_supervised_roots(tmp_path):
+    sft = load_text(tmp_path, SUPERVISED, "model.init=random", root=SFTConfig)
+    assert (sft.model.init, sft.data.tokenizer, sft.data.max_length, sft.optim.lr) == (
+        "random",
+        "models/policy",
+        1024,
+        1e-5,
+    )
+    preference = load_text(tmp_path, SUPERVISED, root=RewardModelConfig)
+    assert preference.data.held_out_fraction == 0.1
+    assert "data.held_out_fraction" in message(
+        tmp_path, SUPERVISED, "data.held_out_fraction=1.0", root=RewardModelConfig
+    )
+    assert message(tmp_path, SUPERVISED, "data.held_out_fraction=0", root=SFTConfig).startswith("unknown key")
+
+
+def test_sections_are_frozen(ppo_file):
+    config = load_config(PPOConfig, ppo_file, [])
+    with pytest.raises(ValidationError):
+        config.actor.tp = 4
+
+
+def test_a_root_built_from_sections_inherits_too(ppo_file):
+    parts = yaml.safe_load(PPO.replace("1e-4", "0.0001"))
+    loaded = load_config(PPOConfig, ppo_file, [])
+    parts["actor"] = loaded.actor
+    assert PPOConfig.model_validate(parts) == loaded
+
+
+@pytest.mark.parametrize(("rows", "batch", "steps"), [(100, 32, 6), (31, 32, 0), (64, 32, 4)])
+def test_steps_from_epochs(tmp_path, rows, batch, steps):
+    assert load_text(tmp_path, PPO, "trainer.total_epochs=2").trainer.steps(rows, batch) == steps
+    assert load_text(tmp_path, PPO, "trainer.total_steps=5").trainer.steps(rows, batch) == 5

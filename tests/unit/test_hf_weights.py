@@ -1,0 +1,177 @@
+"""Reading checkpoints that transformers wrote, what is refused, and random initialisation. One process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from mrlhf.errors import WeightError
+from mrlhf.models.families import tensor_shapes
+from mrlhf.models.parameters import role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.weights.hf import read_weights, split_files
+from mrlhf.weights.init import initialise
+from mrlhf.weights.shard import Slot
+from tests.shards import MODELS, full_tensors, make_slots, stored, tiny_config, tiny_spec
+
+LAYOUTS = [ParallelLayout(tp, pp, 1) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
+
+
+def _slots(spec: ModelSpec, layout: ParallelLayout, rank: int, dtype: torch.dtype = torch.float32) -> list[Slot]:
+    return make_slots(role_pieces(spec, layout, rank), dtype)
+
+
+def _equal_slice(slot: Slot, full: torch.Tensor) -> bool:
+    piece = slot.piece
+    return torch.equal(stored(slot), full.narrow(piece.dim, piece.start, piece.stop - piece.start))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A one-file checkpoint of the tiny llama, to be damaged."""
+    save_file(full_tensors(tiny_spec("llama")), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def _damage(checkpoint: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        if value is None:
+            del tensors[key]
+        else:
+            tensors[key] = value
+    save_file(tensors, checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("max_shard_size", ["10GB", "20KB"])
+def test_reads_what_transformers_saved(model: str, max_shard_size: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(tiny_config(model))
+    theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
+    full, spec = theirs.state_dict(), tiny_spec(model)
+    for layout in LAYOUTS:
+        for rank in range(layout.world_size):
+            slots = _slots(spec, layout, rank)
+            assert read_weights(tmp_path, slots, tensor_shapes(spec)) == []
+            assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
+
+
+def test_converts_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:
+    spec = tiny_spec("llama")
+    slots = _slots(spec, LAYOUTS[1], 1, torch.bfloat16)
+    read_weights(checkpoint, slots, tensor_shapes(spec))
+    full = full_tensors(spec)
+    assert all(_equal_slice(slot, full[slot.piece.name].to(torch.bfloat16)) for slot in slots)
+
+
+def test_scalar_model_from_a_policy_and_from_a_classifier(checkpoint: Path, tmp_path: Path) -> None:
+    spec = tiny_spec("llama", head="scalar")
+    slots = _slots(spec, LAYOUTS[0], 0)
+    options = {"allow_missing": ("score.weight",), "ignore": ("lm_head.weight",)}
+    assert read_weights(checkpoint, slots, tensor_shapes(spec), **options) == ["score.weight"]
+    for slot in slots:
+        assert bool(slot.parameter.isnan().any()) == (slot.piece.name == "score.weight")
+    config = tiny_config("llama")
+    config.num_labels, config.pad_token_id = 1, 0
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.save_pretrained(tmp_path / "classifier")
+    assert read_weights(tmp_path / "classifier", slots, tensor_shapes(spec), **options) == []
+    assert all(_equal_slice(slot, classifier.state_dict()[slot.piece.name]) for slot in slots)
+
+
+def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
+    spec = tiny_spec("llama_tied")
+    full = full_tensors(spec)
+    extra = {"lm_head.weight": full["model.embed_tokens.weight"].clone()}
+    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(full | extra, tmp_path / "model.safetensors")
+    slots = _slots(spec, LAYOUTS[2], 1)
+    assert read_weights(tmp_path, slots, tensor_shapes(spec)) == []
+    assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__norm__weight": None}, "no tensor model.norm.weight;"),
+        ({"model__layers__4__extra": torch.ones(1)}, "no place for tensor model.layers.4.extra;"),
+        ({"lm_head__bias": torch.ones(37)}, "no place for tensor lm_head.bias;"),
+        ({"model__norm__weight": torch.ones(31)}, r"model.norm.weight is \[31\] and not \[32\]"),
+        ({"model__embed_tokens__weight": torch.ones(40, 32)}, r"is \[40, 32\] and not \[37, 32\]"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, changes: dict, message: str) -> None:
+    _damage(checkpoint, **changes)
+    spec = tiny_spec("llama")
+    slots = _slots(spec, LAYOUTS[2], 0)
+    with pytest.raises(WeightError, match=message):
+        read_weights(checkpoint, slots, tensor_shapes(spec))
+    assert all(slot.parameter.isnan().all() for slot in slots)
+
+
+def test_long_lists_of_names_are_cut(checkpoint: Path) -> None:
+    shapes = tensor_shapes(tiny_spec("qwen2"))
+    with pytest.raises(WeightError, match=r"q_proj.bias, .*k_proj.bias, .*v_proj.bias and 9 more"):
+        read_weights(checkpoint, [], shapes)
+
+
+def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"neither model.safetensors nor .*save_pretrained"):
+        read_weights(tmp_path, [], {})
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(WeightError, match="names model-00001-of-00002.safetensors, which is not there"):
+        read_weights(tmp_path, [], {})
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**4, 2 * 10**4, 5 * 10**4, 10**9])
+def test_files_are_filled_as_the_hub_does(max_shard_bytes: int) -> None:
+    full = full_tensors(tiny_spec("qwen2"))
+    theirs = split_torch_state_dict_into_shards(full, max_shard_size=max_shard_bytes)
+    ours = split_files({name: tensor.nbytes for name, tensor in full.items()}, max_shard_bytes)
+    assert ours == list(theirs.filename_to_tensors.values())
+
+
+@pytest.mark.parametrize("model", ["qwen2_tied", "qwen3"])
+def test_initial_weights_do_not_depend_on_the_layout(model: str) -> None:
+    spec = tiny_spec(model)
+    (whole,) = [_slots(spec, LAYOUTS[0], 0)]
+    initialise(whole, tensor_shapes(spec), seed=5)
+    full = {slot.piece.name: stored(slot) for slot in whole}
+    for layout in LAYOUTS[1:]:
+        for rank in range(layout.world_size):
+            slots = _slots(spec, layout, rank)
+            initialise(slots, tensor_shapes(spec), seed=5)
+            assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
+    initialise(whole, tensor_shapes(spec), seed=6)
+    again = {slot.piece.name: stored(slot) for slot in whole}
+    assert not torch.equal(full["model.embed_tokens.weight"], again["model.embed_tokens.weight"])
+
+
+def test_initial_weights_have_the_stated_deviations() -> None:
+    spec = tiny_spec("qwen2", head="scalar")
+    slots = _slots(spec, LAYOUTS[0], 0)
+    initialise(slots, tensor_shapes(spec), seed=1, std=0.1, head_std=3.0)
+    found = {slot.piece.name: stored(slot) for slot in slots}
+    prefix = "model.layers.2."
+    assert found[prefix + "input_layernorm.weight"].eq(1).all() and found["model.norm.weight"].eq(1).all()
+    assert found[prefix + "self_attn.k_proj.bias"].eq(0).all()
+    assert found["model.embed_tokens.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert found[prefix + "mlp.gate_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert found[prefix + "mlp.down_proj.weight"].std().item() == pytest.approx(0.1 / 8**0.5, rel=0.1)
+    assert found[prefix + "self_attn.o_proj.weight"].std().item() == pytest.approx(0.1 / 8**0.5, rel=0.1)
+    assert found["score.weight"].std().item() == pytest.approx(3.0, rel=0.4)
+    gates = [found[f"model.layers.{layer}.mlp.gate_proj.weight"] for layer in range(4)]
+    assert not torch.equal(gates[0], gates[1])
+    initialise([slot for slot in slots if slot.piece.name == "score.weight"], tensor_shapes(spec), 1, head_std=0.0)
+    assert stored(slots[-1]).eq(0).all() and slots[-1].piece.name == "score.weight"

@@ -1,0 +1,218 @@
+"""The native engine on one rank, against transformers and a slow loop."""
+
+import itertools
+
+import pytest
+import torch
+
+from mrlhf.errors import EngineError
+from mrlhf.inference.base import InferenceEngine, Sample, SamplingParams
+from mrlhf.inference.native.sampler import sample_keys, uniforms
+from tests.engine_models import MODELS, VOCABULARY, empty_engine, fill, hf_model, make_engine, make_prompts
+
+PROMPTS = make_prompts()
+UIDS = [100 + 3 * i for i in range(len(PROMPTS))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
+SAMPLED = SamplingParams(n=3, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20, 33, 64, 101))
+
+
+def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    """[response_len, vocab] as transformers computes them in one forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+
+
+def assert_same(samples: list[Sample], others: list[Sample], tolerance: float = 1e-5) -> None:
+    assert len(samples) == len(others)
+    for one, other in zip(samples, others, strict=True):
+        assert one.token_ids == other.token_ids and one.stopped == other.stopped
+        assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_equals_transformers_generate(name):
+    model = hf_model(name)
+    samples = make_engine(model).generate(PROMPTS, UIDS, GREEDY)
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        ids = torch.tensor([prompt])
+        wanted = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=14,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert sample.token_ids == wanted[0, len(prompt) :].tolist() and not sample.stopped
+        logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
+        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sampling_equals_a_slow_loop_over_transformers(name):
+    model = hf_model(name)
+    samples = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
+    order = [(i, j) for i in range(len(PROMPTS)) for j in range(3)]
+    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == order
+    keys = sample_keys(5, UIDS, 3, torch.device("cpu"))
+    for sample, key in zip(samples, keys, strict=True):
+        length = len(sample.token_ids)
+        logprobs = hf_logprobs(model, PROMPTS[sample.prompt_index], sample.token_ids, 0.8)
+        below = logprobs.double().exp().cumsum(-1)
+        for position, (token, u) in enumerate(
+            zip(sample.token_ids, uniforms(key.expand(length), torch.arange(length)).tolist(), strict=True)
+        ):
+            assert token == int((below[position] <= u).sum())
+        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert sample.stopped == (sample.token_ids[-1] in SAMPLED.stop_token_ids)
+        assert not set(sample.token_ids[:-1]) & set(SAMPLED.stop_token_ids)
+        assert sample.stopped or length == 14
+    assert len({tuple(sample.token_ids) for sample in samples}) > 20
+    assert {sample.stopped for sample in samples} == {True, False}
+
+
+def test_samples_depend_neither_on_batch_order_nor_on_slots_nor_on_prefill_batches():
+    model = hf_model("llama")
+    whole = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
+    order = [4, 0, 8, 2, 7, 1, 3, 6, 5]
+    shuffled = make_engine(model).generate([PROMPTS[i] for i in order], [UIDS[i] for i in order], SAMPLED)
+    by_place = [whole[3 * i + j] for i in order for j in range(3)]
+    assert_same(shuffled, by_place)
+    for max_num_seqs, max_prefill_tokens in [(1, 512), (2, 1), (4, 30), (10, 24)]:
+        engine = make_engine(model, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens)
+        assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), whole)
+    alone = make_engine(model).generate([PROMPTS[5]], [UIDS[5]], SAMPLED)
+    assert_same(alone, whole[15:18])
+
+
+def test_seed_uid_and_sample_index_each_change_the_draw():
+    engine = make_engine(hf_model("llama"))
+    draw = SamplingParams(n=2, temperature=1.0, max_tokens=14, seed=0)
+    other_seed = SamplingParams(n=2, temperature=1.0, max_tokens=14, seed=1)
+    responses = [
+        sample.token_ids
+        for uid, sampling in itertools.product((1, 2), (draw, other_seed))
+        for sample in engine.generate([PROMPTS[1]], [uid], sampling)
+    ]
+    assert len({tuple(response) for response in responses}) == 8
+    assert engine.generate([PROMPTS[1]], [1], draw)[1].token_ids == responses[1]
+
+
+def test_greedy_stops_after_the_first_stop_token():
+    engine = make_engine(hf_model("qwen2-tied"))
+    free = engine.generate(PROMPTS, UIDS, GREEDY)
+    stop = (free[0].token_ids[0], free[1].token_ids[5], free[2].token_ids[13])
+    stopped = engine.generate(
+        PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop_token_ids=stop)
+    )
+    for before, after in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(before.token_ids) if token in stop]
+        assert after.token_ids == before.token_ids[: ends[0] + 1 if ends else 14] and after.stopped == bool(ends)
+        assert after.logprobs == pytest.approx(before.logprobs[: len(after.token_ids)], abs=1e-5)
+    assert len(stopped[0].token_ids) == 1
+
+
+def test_responses_longer_than_the_first_cache_equal_transformers():
+    model = hf_model("llama")
+    engine = make_engine(model, max_length=256)
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, seed=0)
+    for prompt, sample in zip(PROMPTS[:2], engine.generate(PROMPTS[:2], UIDS[:2], sampling), strict=True):
+        logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
+        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert len(sample.token_ids) == 200 and sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert float((logprobs.amax(dim=-1) - wanted).max()) < 1e-4
+
+
+def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
+    model = hf_model("qwen3", torch.bfloat16)
+    engine = make_engine(model, dtype=torch.bfloat16)
+    exact = hf_model("qwen3", torch.bfloat16).float()
+    errors, reference = [], []
+    for sample in engine.generate(PROMPTS, UIDS, SAMPLED):
+        index, prompt = torch.tensor(sample.token_ids)[:, None], PROMPTS[sample.prompt_index]
+        wanted, theirs = (hf_logprobs(m, prompt, sample.token_ids, 0.8).gather(-1, index)[:, 0] for m in (exact, model))
+        errors.append((torch.tensor(sample.logprobs) - wanted).abs())
+        reference.append((theirs - wanted).abs())
+    assert torch.cat(errors).mean() < 1.2 * torch.cat(reference).mean()
+    assert torch.cat(errors).max() < 2 * torch.cat(reference).max()
+
+
+def test_commit_serves_the_new_weights():
+    first, second = hf_model("llama", seed=0), hf_model("llama", seed=1)
+    engine = make_engine(first)
+    old = engine.generate(PROMPTS, UIDS, GREEDY)
+    fill(engine.weight_slots(), second)
+    engine.commit(2)
+    new = engine.generate(PROMPTS, UIDS, GREEDY)
+    assert engine.version == 2
+    assert_same(new, make_engine(second).generate(PROMPTS, UIDS, GREEDY), tolerance=0)
+    assert [sample.token_ids for sample in new] != [sample.token_ids for sample in old]
+
+
+def test_bound_parameters_are_the_training_parameters_themselves():
+    model = hf_model("qwen3")
+    source = make_engine(model)
+    training = {slot.piece.parameter: torch.nn.Parameter(slot.parameter) for slot in source.weight_slots()}
+    engine = empty_engine(model)
+    assert set(engine.parameter_pieces()) == set(training)
+    for name, parameter in training.items():
+        if name != "decoder.layers.1.mlp.linear_fc2.weight":
+            engine.bind(name, parameter)
+    with pytest.raises(EngineError, match=r"1 parameters, decoder.layers.1.mlp.linear_fc2.weight first"):
+        engine.commit(1)
+    stored = {slot.piece.parameter: slot.parameter for slot in engine.weight_slots()}
+    stored["decoder.layers.1.mlp.linear_fc2.weight"].copy_(training["decoder.layers.1.mlp.linear_fc2.weight"].detach())
+    shared = [name for name in training if stored[name].data_ptr() == training[name].data_ptr()]
+    assert len(shared) == len(training) - 1
+    engine.commit(1)
+    assert_same(engine.generate(PROMPTS, UIDS, GREEDY), source.generate(PROMPTS, UIDS, GREEDY), tolerance=0)
+    before = engine.generate(PROMPTS, UIDS, GREEDY)
+    with torch.no_grad():
+        training["output_layer.weight"].mul_(2.0)
+    engine.commit(2)
+    after = engine.generate(PROMPTS, UIDS, GREEDY)
+    assert after[0].logprobs[0] != before[0].logprobs[0]
+    training["output_layer.weight"].sum().backward()
+    assert training["output_layer.weight"].grad is not None
+    with pytest.raises(EngineError, match="cannot be bound"):
+        engine.bind("output_layer.weight", torch.zeros(2, 2))
+    with pytest.raises(EngineError, match="no parameter 'lm_head'"):
+        engine.bind("lm_head", torch.zeros(2, 2))
+
+
+def test_sleep_frees_the_cache_and_wake_changes_nothing():
+    engine: InferenceEngine = make_engine(hf_model("llama"))
+    before = engine.generate(PROMPTS, UIDS, SAMPLED)
+    assert engine.cache_bytes > 0
+    engine.sleep()
+    assert engine.cache_bytes == 0
+    with pytest.raises(EngineError, match="wake"):
+        engine.generate(PROMPTS, UIDS, SAMPLED)
+    engine.wake()
+    assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before, tolerance=0)
+
+
+def test_bad_requests_are_refused_in_one_line():
+    engine = make_engine(hf_model("llama"))
+    with pytest.raises(EngineError, match=r"prompt 1: 51 tokens \+ max_tokens 14 exceed.*64.*data.max_prompt_length"):
+        engine.generate([[1], [1] * 51], [0, 1], GREEDY)
+    assert len(engine.generate([[1] * 50], [0], GREEDY)[0].token_ids) == 14
+    with pytest.raises(EngineError, match="prompt 0 is empty"):
+        engine.generate([[]], [0], GREEDY)
+    with pytest.raises(EngineError, match=f"vocabulary is {VOCABULARY}"):
+        engine.generate([[VOCABULARY]], [0], GREEDY)
+    with pytest.raises(EngineError, match="no weights yet"):
+        empty_engine(hf_model("llama")).generate([[1]], [0], GREEDY)
+    assert engine.generate([], [], GREEDY) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named(temperature):
+    engine = make_engine(hf_model("llama"))
+    engine.weight_slots()[0].parameter.fill_(float("nan"))
+    engine.commit(2)
+    with pytest.raises(EngineError, match="NaN or inf"):
+        engine.generate(PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))

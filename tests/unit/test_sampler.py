@@ -1,0 +1,175 @@
+"""The sampler against published numbers, a slow loop, transformers' warpers and statistics."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
+
+from mrlhf.errors import ConfigError
+from mrlhf.inference.base import SamplingParams
+from mrlhf.inference.native.sampler import invert, sample, sample_keys, splitmix64, truncate, uniforms
+
+CPU = torch.device("cpu")
+MASK = 2**64 - 1
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def mix(state: int) -> int:
+    """SplitMix64 in Python's unbounded integers."""
+    z = (state + GAMMA) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 4, "seed": 0, **changes})
+
+
+def test_splitmix64_gives_the_published_sequence_of_seed_0():
+    states = torch.tensor([signed(i * GAMMA & MASK) for i in range(5)])
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
+    assert [value & MASK for value in splitmix64(states).tolist()] == published
+
+
+def test_uniforms_equal_a_loop_in_python_integers():
+    seed, uids, n, position = 2**62 + 7, [0, 3, 10**12, 2**63 - 1], 3, 17
+    keys = sample_keys(seed, uids, n, CPU)
+    ours = uniforms(keys, torch.full((len(uids) * n,), position)).tolist()
+    chain = (mix(mix(mix(mix(seed) ^ uid) ^ i) ^ position) for uid, i in itertools.product(uids, range(n)))
+    assert ours == [(bits >> 11) / 2**53 for bits in chain]
+
+
+def test_uniforms_do_not_depend_on_who_else_is_in_the_batch():
+    keys, positions = sample_keys(1, range(40), 2, CPU), torch.arange(80)
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(uniforms(keys[order], positions[order]), uniforms(keys, positions)[order])
+    assert torch.equal(sample_keys(1, [7], 2, CPU), keys[14:16])
+
+
+def test_uniforms_are_uniform_and_independent_along_every_axis():
+    uids, n, length = 64, 8, 128
+    keys = sample_keys(5, range(uids), n, CPU)
+    u = torch.stack([uniforms(keys, torch.full_like(keys, t)) for t in range(length)]).view(length, uids, n)
+    assert 0 <= u.min() and u.max() < 1
+    total = u.numel()
+    counts = torch.histc(u, bins=64, min=0, max=1)
+    chi2 = float(((counts - total / 64) ** 2 / (total / 64)).sum())
+    assert 63 - 5 * math.sqrt(126) < chi2 < 63 + 5 * math.sqrt(126)
+    assert abs(float(u.mean()) - 0.5) < 5 / math.sqrt(12 * total)
+    centred = (u - 0.5) * math.sqrt(12)
+    for axis, lag in itertools.product(range(3), (1, 2, 5)):
+        size = u.shape[axis]
+        pairs = centred.narrow(axis, 0, size - lag) * centred.narrow(axis, lag, size - lag)
+        assert abs(float(pairs.mean())) < 5 / math.sqrt(pairs.numel()), (axis, lag)
+    other_seed = torch.stack(
+        [uniforms(sample_keys(6, range(uids), n, CPU), torch.full_like(keys, t)) for t in range(length)]
+    )
+    correlation = (centred * (other_seed.view_as(u) - 0.5) * math.sqrt(12)).mean()
+    assert abs(float(correlation)) < 5 / math.sqrt(total)
+    assert len(u.unique()) == total
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 256, 257, 1000])
+def test_invert_equals_a_loop_over_token_ids(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    weights = torch.rand(64, vocab, generator=generator) ** 4
+    weights[torch.rand(64, vocab, generator=generator) < 0.3] = 0
+    weights[:, 0] += 1e-3
+    uniform = torch.rand(64, generator=generator, dtype=torch.float64)
+    expected = []
+    for row, u in zip(weights.double().tolist(), uniform.tolist(), strict=True):
+        below, target = 0.0, u * math.fsum(row)
+        for token, weight in enumerate(row):  # noqa: B007
+            below += weight
+            if below > target:
+                break
+        expected.append(token)
+    assert invert(weights, uniform).tolist() == expected
+
+
+def test_invert_never_takes_a_token_of_weight_zero():
+    weights = torch.zeros(2, 600)
+    weights[:, [3, 300]] = torch.tensor([0.1, 0.7])
+    extremes = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    assert invert(weights, extremes).tolist() == [3, 300]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_frequencies_fit_the_softmax(temperature):
+    vocab, draws = 300, 60_000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
+    keys = sample_keys(11, range(draws), 1, CPU)
+    tokens, _ = sample(
+        logits.expand(draws, vocab), uniforms(keys, torch.zeros_like(keys)), params(temperature=temperature)
+    )
+    expected = torch.softmax(logits.double() / temperature, dim=-1) * draws
+    counts = torch.bincount(tokens, minlength=vocab).double()
+    common = expected >= 10
+    observed, wanted = counts[common], expected[common]
+    observed, wanted = (
+        torch.cat([observed, counts[~common].sum()[None]]),
+        torch.cat([wanted, expected[~common].sum()[None]]),
+    )
+    freedom = len(wanted) - 1
+    chi2 = float(((observed - wanted) ** 2 / wanted).sum())
+    assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom), (chi2, freedom)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (20, 0.5), (1, 1.0), (-1, 0.01), (900, 1.0)])
+def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
+    logits = torch.randn(32, 400, generator=torch.Generator().manual_seed(1)) * 2
+    warped = logits
+    if top_k > 0:
+        warped = TopKLogitsWarper(top_k)(None, warped)
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(None, warped)
+    kept = truncate((logits - logits.amax(dim=-1, keepdim=True)).exp(), top_k, top_p) > 0
+    assert torch.equal(kept, warped > -torch.inf)
+
+
+def test_ties_are_kept_by_top_k_and_broken_by_token_id_in_top_p():
+    weights = torch.tensor([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0]])
+    assert (truncate(weights, 3, 1.0)[0] > 0).tolist() == [False, True, True, True, True, True]
+    # 3, 3, 2 reach 8/13 < 0.7, the second 2 in order of id takes it to 10/13.
+    assert (truncate(weights, -1, 0.7)[0] > 0).tolist() == [False, True, True, True, True, False]
+
+
+def test_logprobs_are_of_the_whole_distribution_at_the_temperature():
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    uniform = torch.tensor([0.5], dtype=torch.float64)
+    token, logprob = sample(logits, uniform, params(temperature=2.0, top_k=1))
+    # log softmax([0.5, 1, 2])[2] = 2 - log(e^0.5 + e^1 + e^2)
+    assert token.item() == 2 and logprob.item() == pytest.approx(-0.46436, abs=1e-5)
+    token, logprob = sample(logits, uniform, params(temperature=0.0))
+    assert token.item() == 2 and logprob.item() == pytest.approx(-0.16985, abs=1e-5)
+
+
+def test_sample_leaves_the_logits_alone():
+    logits = torch.randn(4, 50)
+    before = logits.clone()
+    sample(logits, torch.rand(4, dtype=torch.float64), params(temperature=0.7, top_k=5, top_p=0.5))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"n": 0}, "n 0"),
+        ({"max_tokens": 0}, "max_tokens 0"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"top_k": 0}, "top_k 0"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"seed": -1}, "seed -1"),
+    ],
+)
+def test_impossible_sampling_is_refused(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        params(**changes)

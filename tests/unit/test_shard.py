@@ -1,0 +1,119 @@
+"""Pieces and slots against parameters that are put together by hand, as megatron-core lays them out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrlhf.errors import WeightError
+from mrlhf.models.families import rule_of, tensor_shapes
+from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
+from tests.shards import MODELS, full_tensors, tiny_config, tiny_spec
+
+
+def _read(parameter: torch.Tensor, piece: Piece, start: int, stop: int) -> torch.Tensor:
+    return Slot(piece, parameter).view(start, stop).reshape(piece.shape(start, stop))
+
+
+def _megatron_qkv(tensors: dict, prefix: str, kind: str, groups: int, tp_rank: int, tp: int) -> torch.Tensor:
+    """Rows of one rank: for each KV group its query heads, its key head, its value head."""
+    rows = []
+    for group in range(groups // tp * tp_rank, groups // tp * (tp_rank + 1)):
+        for name in "qkv":
+            full = tensors[f"{prefix}.{name}_proj.{kind}"]
+            size = full.shape[0] // groups
+            rows.append(full[group * size : (group + 1) * size])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_qkv_is_interleaved_by_group(tp: int, kind: str) -> None:
+    spec = tiny_spec("qwen2")
+    tensors, prefix, name = full_tensors(spec), "model.layers.3.self_attn", f"self_attention.linear_qkv.{kind}"
+    rule = rule_of(spec, f"decoder.layers.1.{name}", layer_offset=2)
+    for tp_rank in range(tp):
+        parameter = _megatron_qkv(tensors, prefix, kind, spec.num_kv_heads, tp_rank, tp)
+        pieces = pieces_of(name, rule, tensor_shapes(spec), tp_rank, tp)
+        assert [piece.name for piece in pieces] == [f"{prefix}.{letter}_proj.{kind}" for letter in "qkv"]
+        for piece in pieces:
+            assert torch.equal(
+                _read(parameter, piece, piece.start, piece.stop), tensors[piece.name][piece.start : piece.stop]
+            )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gate_and_up_follow_each_other_on_every_rank(tp: int) -> None:
+    spec = tiny_spec("llama")
+    tensors = full_tensors(spec)
+    gate, up = (tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+    rule = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+    for tp_rank in range(tp):
+        parameter = torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]])
+        for piece in pieces_of("fc1", rule, tensor_shapes(spec), tp_rank, tp):
+            for start, stop in [(piece.start, piece.stop), (piece.start + 1, piece.start + 3)]:
+                assert torch.equal(_read(parameter, piece, start, stop), tensors[piece.name][start:stop])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_vocabulary_padding_belongs_to_no_piece(tp: int) -> None:
+    spec = tiny_spec("llama")
+    full = full_tensors(spec)["model.embed_tokens.weight"]
+    rule = rule_of(spec, "embedding.word_embeddings.weight", 0)
+    rows = spec.padded_vocab(tp) // tp
+    padded = torch.cat([full, torch.full((rows * tp - spec.vocab_size, spec.hidden_size), float("nan"))])
+    seen = []
+    for tp_rank in range(tp):
+        (piece,) = pieces_of("embedding", rule, tensor_shapes(spec), tp_rank, tp)
+        seen.append(_read(padded.chunk(tp)[tp_rank], piece, piece.start, piece.stop))
+    assert torch.equal(torch.cat(seen), full)
+
+
+def test_a_rank_of_padding_alone_holds_nothing() -> None:
+    rule, shapes = Rule(("e",), dim=0), {"e": (5, 2)}
+    held = [pieces_of("e", rule, shapes, tp_rank, 4) for tp_rank in range(4)]
+    assert [[(piece.start, piece.stop) for piece in pieces] for pieces in held] == [[(0, 2)], [(2, 4)], [(4, 5)], []]
+
+
+def test_columns_and_replicated_tensors() -> None:
+    spec = tiny_spec("llama")
+    tensors = full_tensors(spec)
+    column = rule_of(spec, "decoder.layers.0.mlp.linear_fc2.weight", 0)
+    full = tensors["model.layers.0.mlp.down_proj.weight"]
+    (piece,) = pieces_of("fc2", column, tensor_shapes(spec), 1, 2)
+    assert torch.equal(_read(full.chunk(2, dim=1)[1].contiguous(), piece, 12, 24), full[:, 12:24])
+    norm = rule_of(spec, "decoder.layers.0.input_layernorm.weight", 0)
+    (piece,) = pieces_of("norm", norm, tensor_shapes(spec), 1, 2)
+    assert (piece.start, piece.stop) == (0, 32)
+
+
+def test_views_write_through() -> None:
+    spec = tiny_spec("qwen2")
+    rule = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.bias", 0)
+    pieces = pieces_of("bias", rule, tensor_shapes(spec), 1, 2)
+    parameter = torch.zeros(32, requires_grad=True)
+    k = pieces[1]
+    Slot(k, parameter).view(k.start, k.stop).fill_(1.0)
+    # Two groups of 8 query rows, 4 key rows, 4 value rows.
+    assert parameter.tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4 + [0.0] * 8 + [1.0] * 4 + [0.0] * 4
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    spec = tiny_spec("llama")
+    qkv = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight", 0)
+    with pytest.raises(WeightError, match="4 periods do not divide over tensor-parallel size 8"):
+        pieces_of("qkv", qkv, tensor_shapes(spec), 0, 8)
+    fc1 = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+    with pytest.raises(WeightError, match="tensor-parallel size 16"):
+        pieces_of("fc1", fc1, tensor_shapes(spec), 0, 16)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shapes_are_those_of_transformers(model: str) -> None:
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(tiny_config(model)).state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    if tiny_spec(model).tied_embeddings:
+        expected.pop("lm_head.weight")
+    assert tensor_shapes(tiny_spec(model)) == expected
