@@ -87,7 +87,8 @@ def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
         if name not in sections and config.samples_per_step < dp:
             yield (
                 f"data.train_batch_size {prompts} x rollout.n {n} = {prompts * n} samples are fewer than the "
-                f"data-parallel size {dp} of {name}; set data.train_batch_size to at least {-(-dp // n)} or raise {name}.tp"
+                f"data-parallel size {dp} of {name}; set data.train_batch_size to at least {-(-dp // n)} "
+                f"or raise {name}.tp"
             )
 
 

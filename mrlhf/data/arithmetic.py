@@ -48,7 +48,7 @@ def sample_problems(
     total = len(operations) * base * base
     if count + len(exclude) > total:
         raise DataError(
-            f"{count} prompts beside {len(exclude)} others are more than the {total} problems of up to {digits} digits; "
+            f"{count} prompts beside {len(exclude)} others exceed the {total} problems of up to {digits} digits; "
             "ask for fewer prompts or more digits"
         )
     problems: list[Problem] = []

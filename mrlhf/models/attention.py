@@ -55,14 +55,22 @@ class CoreAttention(torch.nn.Module):
         return self._packed(query, key, value, packed_seq_params).flatten(1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """One call a sequence: the sum of squared lengths is what attention costs, not the square of the sum."""
+        """One call for all sequences of similar length, padded to the longest of them.
+
+        What stands in the padding does not matter: under a causal mask only later padding sees it.
+        """
         padded = packed.cu_seqlens_q_padded
         bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
-        mixed = []
-        for start, stop in pairwise(bounds):
-            sequence = (tensor[start:stop].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-            mixed.append(self._attend(*sequence).squeeze(0).transpose(0, 1))
-        return torch.cat(mixed)
+        mixed, order = [], []
+        for starts, lengths in _similar(bounds):
+            offsets = torch.arange(max(lengths))
+            places = torch.tensor(starts)[:, None] + offsets
+            valid = offsets < torch.tensor(lengths)[:, None]
+            index = places.clamp(max=bounds[-1] - 1).to(query.device)
+            batch = (tensor[index].transpose(1, 2) for tensor in (query, key, value))
+            mixed.append(self._attend(*batch).transpose(1, 2)[valid.to(query.device)])
+            order.append(places[valid])
+        return torch.cat(mixed)[torch.cat(order).argsort().to(query.device)]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[micro_batch, heads, seq_len, head_dim] each."""
@@ -81,3 +89,13 @@ class CoreAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _similar(bounds: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Starts and lengths of the sequences between `bounds`, those whose lengths have the same power of two above."""
+    groups: dict[int, tuple[list[int], list[int]]] = {}
+    for start, stop in pairwise(bounds):
+        starts, lengths = groups.setdefault((stop - start - 1).bit_length(), ([], []))
+        starts.append(start)
+        lengths.append(stop - start)
+    return list(groups.values())

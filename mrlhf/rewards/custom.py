@@ -46,7 +46,7 @@ class CustomReward:
     """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
     It returns a number, or a dict with "score" and further numbers. What it prints goes to the log. The process starts
-    with the object, ends with `close`, with the object or with the trainer, and is started anew after it had to be killed.
+    with the object and ends with `close`, with the object or with the trainer; killed, it is started anew when needed.
 
     Attributes:
         name: the function's name.

@@ -1,6 +1,6 @@
 """What a reward is given and what it gives back, the same for built-in rules and for users' functions.
 
-Does not know any rule, nor processes. Light to import: a user's reward file may import rules without loading torch.
+Does not know any rule, nor processes, nor torch.
 """
 
 from __future__ import annotations

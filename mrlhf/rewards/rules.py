@@ -1,6 +1,6 @@
 """Built-in reward rules: pure functions of a response and its reference answer.
 
-Does not know tokens, models or how terms are weighed. Light to import, so that a user's reward file may build on it.
+A user's reward file may import and build on them. Does not know tokens, models or how terms are weighed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process that runs a user's reward function, so that a hang or a crash there cannot take the trainer with it.
 
 Started by path, not imported, with the standard library alone: `worker.py FD FILE NAME TIMEOUT`. Talks over the socket
-FD: first receives the import path and answers `("ready", None)`; then receives lists of argument tuples and answers each
-tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest. Does not know mrlhf.
+FD: first receives the import path and answers `("ready", None)`; then receives lists of argument tuples and answers
+each tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest. Does not know mrlhf.
 """
 
 from __future__ import annotations

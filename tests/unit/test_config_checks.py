@@ -114,8 +114,8 @@ def test_configurations_that_fit_pass():
                 "actor__use_kl_loss": True,
                 "reference": {"tp": 1, "pp": 1},
             },
-            "data.train_batch_size 2 x rollout.n 2 = 4 samples are fewer than the data-parallel size 8 of reference; set "
-            "data.train_batch_size to at least 4 or raise reference.tp",
+            "data.train_batch_size 2 x rollout.n 2 = 4 samples are fewer than the data-parallel size 8 of reference; "
+            "set data.train_batch_size to at least 4 or raise reference.tp",
         ),
         (
             {"rollout__tp": 8},

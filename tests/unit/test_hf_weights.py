@@ -130,7 +130,7 @@ def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
         read_weights(tmp_path, [], {})
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightError, match="names model-00001-of-00002.safetensors, which is not there"):
+    with pytest.raises(WeightError, match=r"names model-00001-of-00002\.safetensors, which is not there"):
         read_weights(tmp_path, [], {})
 
 

@@ -57,7 +57,7 @@ def test_uniforms_are_uniform_and_independent_along_every_axis():
     uids, n, length = 64, 8, 128
     keys = sample_keys(5, range(uids), n, CPU)
     u = torch.stack([uniforms(keys, torch.full_like(keys, t)) for t in range(length)]).view(length, uids, n)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     total = u.numel()
     counts = torch.histc(u, bins=64, min=0, max=1)
     chi2 = float(((counts - total / 64) ** 2 / (total / 64)).sum())

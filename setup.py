@@ -1,0 +1,38 @@
+"""Packaging of mrlhf: ranges that it works with; `constraints-cpu.txt` pins what was tested on machines without a GPU."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="mrlhf",
+    version="0.1.0",
+    description="Reinforcement learning from human feedback on Megatron-style model parallelism, started by plain torchrun",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["mrlhf", "mrlhf.*"]),
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16,<0.17",
+        "transformers>=5.17,<5.20",
+        "tokenizers",
+        "safetensors",
+        "sentencepiece",
+        "protobuf",
+        "pydantic>=2.7,<3",
+        "pyyaml",
+        "datasets",
+        "numpy",
+        "jinja2",
+        "rich",
+        "tensorboard",
+        "matplotlib",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]"],
+        "vllm": ["vllm==0.32.*"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "types-PyYAML", "pre-commit"],
+    },
+)

@@ -1,0 +1,95 @@
+"""Weighted terms: their mix, what is kept of each, and what is refused."""
+
+import math
+
+import pytest
+
+from mrlhf.errors import ConfigError, RewardError
+from mrlhf.rewards.combine import RewardFunction, mix
+from mrlhf.rewards.interface import RewardInput
+
+
+def inputs(*solutions):
+    return [RewardInput("openai/gsm8k", "q", solution, "18", {}, 4) for solution in solutions]
+
+
+def test_mix():
+    assert mix({"a": [1.0, 2.0], "b": [10.0, 0.5]}, {"b": 0.1, "a": -1.0}) == pytest.approx([0.0, -1.95])
+    assert mix({"a": []}, {"a": 1.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("terms", "weights", "told"),
+    [
+        ({"a": [1.0]}, {"b": 1.0}, "give both for each term"),
+        ({"a": [1.0], "b": []}, {"a": 1.0, "b": 1.0}, "different numbers of scores"),
+        ({"a": [0.0, math.nan]}, {"a": 0.0}, "term a has a score of nan for response 1"),
+    ],
+)
+def test_mix_refuses(terms, weights, told):
+    with pytest.raises(RewardError, match=told):
+        mix(terms, weights)
+
+
+def test_weighs_rules_and_keeps_each_score():
+    reward = RewardFunction([("gsm8k", 1.0), ("format", 0.25)])
+    result = reward.score(inputs("Work.\n#### 18", "Work.\n#### 17", "#### 18 or so"))
+    assert result.scores == [1.25, 0.25, 1.0]
+    assert result.metrics == {"gsm8k": [1.0, 0.0, 1.0], "format": [1.0, 1.0, 0.0]}
+
+
+def test_format_pattern():
+    reward = RewardFunction([("format", 1.0)], format_pattern=r"\AA: \d+\Z")
+    assert reward.score(inputs("A: 18", "#### 18")).scores == [1.0, 0.0]
+
+
+def test_external_scores():
+    reward = RewardFunction([("reward_model", 0.5), ("gsm8k", 2.0)])
+    assert reward.external == ["reward_model"]
+    result = reward.score(inputs("#### 18", "#### 1"), {"reward_model": [3.0, -1.0]})
+    assert result.scores == [3.5, -0.5]
+    assert result.metrics["reward_model"] == [3.0, -1.0]
+    with pytest.raises(RewardError, match="give both for each term"):
+        reward.score(inputs("#### 18"))
+    with pytest.raises(RewardError, match="different numbers"):
+        reward.score(inputs("#### 18"), {"reward_model": [1.0, 2.0]})
+    with pytest.raises(RewardError, match="brought 1 scores for 2 responses"):
+        RewardFunction([("reward_model", 1.0)]).score(inputs("a", "b"), {"reward_model": [1.0]})
+
+
+def test_user_functions_and_their_metrics(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def bonus(data_source, solution_str, ground_truth, extra_info):\n"
+        "    rest = {'long': 1} if len(solution_str) > 2 else {}\n"
+        "    return {'score': len(solution_str), **rest}\n"
+    )
+    with RewardFunction([("exact_match", 1.0), (f"{file}:bonus", 0.1)]) as reward:
+        assert reward.weights == {"exact_match": 1.0, "bonus": 0.1}
+        result = reward.score(inputs("18", "180"))
+    assert result.scores == pytest.approx([1.2, 0.3])
+    assert result.metrics["bonus"] == [2.0, 3.0]
+    assert math.isnan(result.metrics["bonus/long"][0]) and result.metrics["bonus/long"][1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("terms", "told"),
+    [
+        ([], "give at least one term"),
+        ([("exactmatch", 1.0)], "did you mean exact_match"),
+        ([("zzz", 1.0)], "use one of exact_match, "),
+        ([("gsm8k", 1.0), ("gsm8k", 2.0)], "names one term twice"),
+        ([("gsm8k", 1.0), ("f.py:gsm8k", 2.0)], "names one term twice"),
+        ([("gsm8k", math.inf)], "weights must be finite"),
+    ],
+)
+def test_refuses_terms(terms, told):
+    with pytest.raises(ConfigError, match=told):
+        RewardFunction(terms)
+
+
+def test_refuses_pattern_and_missing_file():
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        RewardFunction([("format", 1.0)], format_pattern="(")
+    with pytest.raises(RewardError, match="there is no file"):
+        RewardFunction([("nowhere.py:f", 1.0)])

@@ -1,0 +1,314 @@
+"""Users' reward functions: that they work, and that whatever goes wrong in them is told and stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mrlhf.errors import RewardError
+from mrlhf.rewards.custom import CustomReward, WorkerTraceback, load_custom
+from mrlhf.rewards.interface import RewardInput
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FUNCTIONS = """
+import os, re, sys, time
+from fractions import Fraction
+print("imported")
+torch_loaded = "torch" in sys.modules
+
+def good(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+def detailed(solution_str, **rest):
+    return {"score": Fraction(1, 2), "length": len(solution_str), "note": "text", "exact": True,
+            "tokens": rest["extra_info"].get("response_tokens"), "keys": len(rest["extra_info"])}
+
+def process(data_source, solution_str, ground_truth, extra_info):
+    print("scoring", solution_str)
+    return {"score": 0, "pid": os.getpid(), "torch": torch_loaded}
+
+def fails_on_7(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "7":
+        print("about to fail")
+        return {}["missing"]
+    return 1
+
+def loops(data_source, solution_str, ground_truth, extra_info):
+    while solution_str == "7":
+        pass
+    return 1
+
+def sleeps(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(1000)
+
+def hangs_in_c(data_source, solution_str, ground_truth, extra_info):
+    return re.match("(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock throughout
+
+def ignores_signals(data_source, solution_str, ground_truth, extra_info):
+    import signal
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        pass
+
+def starts_a_child(data_source, solution_str, ground_truth, extra_info):
+    import subprocess
+    child = subprocess.Popen(["sleep", "1000"])
+    print("child", child.pid, flush=True)
+    child.wait()
+
+def crashes(data_source, solution_str, ground_truth, extra_info):
+    os.abort()
+
+def leaves(data_source, solution_str, ground_truth, extra_info):
+    os._exit(3)
+
+def returns_extra(data_source, solution_str, ground_truth, extra_info):
+    return extra_info["value"]
+
+def returns_complex(data_source, solution_str, ground_truth, extra_info):
+    return 1j
+
+def takes_two(solution_str, ground_truth):
+    return 1
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("user") / "scorer.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.fixture
+def load(file):
+    opened = []
+
+    def start(name, timeout_s=20.0):
+        opened.append(load_custom(f"{file}:{name}", timeout_s=timeout_s))
+        return opened[-1]
+
+    yield start
+    for reward in opened:
+        reward.close()
+
+
+def inputs(*solutions, **extra):
+    return [RewardInput("sums", "3+4=", solution, "7", extra, len(solution)) for solution in solutions]
+
+
+def alive(pid):
+    """Whether `pid` runs; a zombie that its own parent has yet to collect does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pid, seconds=10.0):
+    limit = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+
+
+def test_scores_batches(load):
+    reward = load("good")
+    assert reward.score(inputs("7", "8", "7")) == [(1.0, {}), (0.0, {}), (1.0, {})]
+    assert reward.score([]) == []
+    assert reward("sums", "7", "7", {}) == 1.0
+
+
+def test_dicts_give_metrics_and_extra_info_tells_the_length(load):
+    score, further = load("detailed").score(inputs("abc", level=3))[0]
+    assert score == 0.5
+    assert further == {"length": 3.0, "exact": 1.0, "tokens": 3.0, "keys": 3.0}
+    assert load("detailed")("sums", "abc", "7", {})["score"] == 0.5
+
+
+def test_one_process_serves_all_calls_and_is_not_this_one(load, caplog):
+    import torch  # noqa: F401  (loaded here, it must not be there)
+
+    reward = load("process")
+    with caplog.at_level("INFO"):
+        facts = [further for _ in range(2) for _, further in reward.score(inputs("1", "2"))]
+    assert len({fact["pid"] for fact in facts}) == 1
+    assert facts[0]["pid"] != os.getpid()
+    assert facts[0]["torch"] == 0.0
+    assert "printed: imported | scoring 1 | scoring 2" in caplog.text
+
+
+def test_an_exception_names_function_file_row_and_cause(load, file):
+    reward = load("fails_on_7")
+    with pytest.raises(RewardError) as raised:
+        reward.score(inputs("1", "7", "2"))
+    message = str(raised.value)
+    line = next(i for i, text in enumerate(FUNCTIONS.split("\n"), start=1) if '{}["missing"]' in text)
+    for part in (
+        "fails_on_7",
+        str(file),
+        f"KeyError: 'missing' (line {line})",
+        "'sums'",
+        "solution '7'",
+        "about to fail",
+    ):
+        assert part in message
+    assert "\n" not in message
+    assert isinstance(raised.value.__cause__, WorkerTraceback)
+    assert 'return {}["missing"]' in str(raised.value.__cause__)
+    assert "worker.py" not in str(raised.value.__cause__)
+    # The rows after the failed one were not scored, and the process serves on.
+    assert reward.score(inputs("3", "4", "5")) == [(1.0, {})] * 3
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["loops", "sleeps", "hangs_in_c", "ignores_signals"])
+def test_a_hang_is_stopped_in_time(load, name):
+    reward = load(name, timeout_s=0.5)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=rf"{name} of .*scorer.py took more than 0.5 s .* solution '7'"):
+        reward.score(inputs("7"))
+    assert 0.5 <= time.monotonic() - started < 5.0
+
+
+@pytest.mark.timeout(60)
+def test_serves_again_after_a_hang_and_names_the_row_that_hung(load):
+    reward = load("loops", timeout_s=0.5)
+    with pytest.raises(RewardError, match="solution '7'"):
+        reward.score(inputs("1", "2", "7", "3"))
+    assert reward.score(inputs("1", "2")) == [(1.0, {})] * 2
+
+
+@needs_proc
+@pytest.mark.timeout(60)
+def test_a_stopped_function_takes_its_children_with_it(load):
+    reward = load("starts_a_child", timeout_s=1.0)
+    with pytest.raises(RewardError, match=r"it printed: imported \| child \d+") as raised:
+        reward.score(inputs("7"))
+    assert wait_for_end(int(str(raised.value).split()[-1]))
+
+
+@pytest.mark.parametrize(("name", "fate"), [("crashes", "signal SIGABRT"), ("leaves", "exit code 3")])
+def test_a_dying_process_is_told(load, name, fate):
+    reward = load(name)
+    with pytest.raises(RewardError, match=rf"ended its process \({fate}\) on data_source 'sums', solution '7'"):
+        reward.score(inputs("7"))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (float("nan"), "returned nan"),
+        (float("inf"), "returned inf"),
+        ("1.0", "is no number"),
+        (None, "is no number"),
+        ([1, 2], "is no number"),
+        ({"points": 1}, 'without "score"'),
+        ({"score": None}, "is no number"),
+        ({"score": float("-inf")}, "returned -inf"),
+    ],
+)
+def test_what_is_no_finite_number_is_refused(load, value, told):
+    reward = load("returns_extra")
+    with pytest.raises(RewardError, match=told) as raised:
+        reward.score(inputs("7", value=value))
+    assert "returns_extra" in str(raised.value) and "solution '7'" in str(raised.value)
+    assert reward.score(inputs("7", value=2)) == [(2.0, {})]
+
+
+def test_complex_is_refused(load):
+    with pytest.raises(RewardError, match="'1j', which is no number"):
+        load("returns_complex").score(inputs("7"))
+
+
+def test_missing_names_and_files_name_their_neighbours(file, tmp_path):
+    for reference, told in [
+        (f"{file}:god", r"no function 'god'; did you mean \['good'\]"),
+        (f"{file}:zzzzzz", "it has .*'good'"),
+        (f"{file}:not_a_function", "no function 'not_a_function'"),
+        (f"{file}:takes_two", "must accept data_source, solution_str, ground_truth, extra_info"),
+        (f"{file.with_name('scorers.py')}:good", r"no file .*did you mean \['.*scorer.py'\]"),
+        (f"{tmp_path}/nothing.py:good", "relative to the working directory"),
+        ("good", "write it as path/to/file.py:function"),
+    ]:
+        with pytest.raises(RewardError, match=told):
+            load_custom(reference)
+
+
+def test_a_file_that_fails_to_import(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\nimport no_such_module\n")
+    with pytest.raises(
+        RewardError, match=r"cannot be imported: ModuleNotFoundError: .*no_such_module.* \(line 2\)"
+    ) as raised:
+        load_custom(f"{path}:f")
+    assert "import no_such_module" in str(raised.value.__cause__)
+    path.write_text("def f(:\n")
+    with pytest.raises(RewardError, match="SyntaxError"):
+        load_custom(f"{path}:f")
+    path.write_text("while True: pass\n")
+    with pytest.raises(RewardError, match=r"took more than 0\.5 s and was stopped while its file was imported"):
+        CustomReward(path, "f", load_timeout_s=0.5)
+
+
+def test_user_files_import_their_neighbours_and_our_rules(tmp_path):
+    (tmp_path / "neighbour.py").write_text("BONUS = 0.25\n")
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from neighbour import BONUS\nfrom mrlhf.rewards.rules import gsm8k\n"
+        "def f(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return gsm8k(data_source, solution_str, ground_truth, extra_info) + BONUS\n"
+    )
+    reward = load_custom(f"{path}:f")
+    assert reward.score(inputs("#### 7", "#### 8")) == [(1.25, {}), (0.25, {})]
+    reward.close()
+
+
+TRAINER = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from mrlhf.rewards.custom import load_custom
+from mrlhf.rewards.interface import RewardInput
+reward = load_custom({reference!r}, timeout_s=0.7)
+{before}
+print(reward._process._popen.pid, flush=True)
+{then}
+"""
+
+
+@needs_proc
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ["returns", "raises", "killed idle", "killed in a call"])
+def test_no_process_outlives_the_trainer(file, end, tmp_path):
+    """A trainer script without `if __name__`, which ends in every way there is."""
+    before = "reward._process.send([('d', '7', '7', {})])" if end == "killed in a call" else ""
+    then = {"returns": "", "raises": "raise SystemExit(1)"}.get(end, "time.sleep(1000)")
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER.format(root=str(ROOT), reference=f"{file}:loops", before=before, then=then))
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as trainer:
+        pid = int(trainer.stdout.readline())
+        if end.startswith("killed"):
+            assert alive(pid)
+            trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        assert wait_for_end(pid)
+
+
+@needs_proc
+def test_close_collects_the_process(load):
+    reward = load("process")
+    pid = int(reward.score(inputs("1"))[0][1]["pid"])
+    reward.close()
+    assert not Path(f"/proc/{pid}").exists()
+    reward.close()

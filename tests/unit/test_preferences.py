@@ -1,0 +1,111 @@
+"""Preference rows as token pairs, and their split by prompt."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mrlhf.data.preferences import encode_preferences, split_by_prompt
+from mrlhf.data.rows import Row
+from mrlhf.data.subword import train_sentencepiece
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tok")
+    directory = train_sentencepiece([*"0123456789+=abcdefgh"], folder / "tok", vocab_size=300)
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    return load_tokenizer(directory, chat_template=folder / "chat.jinja")
+
+
+def rows(*fields):
+    return [Row(field, Path("p.jsonl"), i) for i, field in enumerate(fields, start=1)]
+
+
+def test_strings(tokenizer):
+    pairs = encode_preferences(rows({"prompt": "1+1=", "chosen": "2", "rejected": "11"}), tokenizer, max_length=7)
+    prompt = tokenizer.encode("1+1=")
+    assert pairs.chosen_ids == [[*prompt, *tokenizer.encode("2"), 2]]
+    assert pairs.rejected_ids == [[*prompt, *tokenizer.encode("11"), 2]]
+    assert len(pairs) == 1
+
+
+USER = {"role": "user", "content": "1+1="}
+GOOD = {"role": "assistant", "content": "2"}
+BAD = {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "1+1=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": "2", "rejected": "3"},
+    ],
+)
+def test_chat_forms_agree(tokenizer, row):
+    pairs = encode_preferences(rows(row), tokenizer, max_length=20)
+    assert tokenizer.decode(pairs.chosen_ids[0], skip_special_tokens=False) == "1+1=;2</s>"
+    assert tokenizer.decode(pairs.rejected_ids[0], skip_special_tokens=False) == "1+1=;3</s>"
+
+
+def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
+    data = rows(
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "33"},
+    )
+    with caplog.at_level(logging.WARNING):
+        pairs = encode_preferences(data, tokenizer, max_length=6)
+    assert (len(pairs), pairs.dropped) == (1, 1)
+    assert "dropped 1 of 2 pairs" in caplog.text
+    with pytest.raises(DataError, match=r"p\.jsonl:2: the pair has 7 tokens, more than max_length 6"):
+        encode_preferences(data, tokenizer, max_length=6, overlong="error")
+    with pytest.raises(DataError, match="none of 2"):
+        encode_preferences(data, tokenizer, max_length=5)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1", "chosen": "2"}, "no value for 'rejected'"),
+        ({"prompt": "1", "chosen": "2", "rejected": [BAD]}, "'chosen' must be a string, or messages"),
+        ({"prompt": "1", "chosen": [USER], "rejected": [BAD]}, "'chosen' must be a string, or messages"),
+        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]}, "differ in the last message only"),
+        ({"prompt": [BAD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "are not those of"),
+    ],
+)
+def test_malformed_rows(tokenizer, row, message):
+    with pytest.raises(DataError, match=message):
+        encode_preferences(rows(row), tokenizer, max_length=20)
+
+
+def repeated():
+    return rows(*({"prompt": f"p{i % 20}", "chosen": str(i), "rejected": "no"} for i in range(50)))
+
+
+def test_split_keeps_a_prompt_on_one_side():
+    data = repeated()
+    train, held_out = split_by_prompt(data, 0.25, seed=1)
+    train_prompts, held_prompts = ({row.fields["prompt"] for row in side} for side in (train, held_out))
+    assert len(held_prompts) == 5 and len(train_prompts) == 15
+    assert not train_prompts & held_prompts
+    assert sorted(row.number for row in train + held_out) == list(range(1, 51))
+
+
+def test_split_depends_on_the_seed_and_not_on_the_order():
+    data = repeated()
+    held_out = {row.number for row in split_by_prompt(data, 0.25, seed=1)[1]}
+    assert {row.number for row in split_by_prompt(data[::-1], 0.25, seed=1)[1]} == held_out
+    assert {row.number for row in split_by_prompt(data, 0.25, seed=2)[1]} != held_out
+
+
+def test_split_of_nothing_and_of_everything():
+    data = repeated()
+    assert split_by_prompt(data, 0.0, seed=1) == (data, [])
+    with pytest.raises(DataError, match=r"not in \[0, 1\)"):
+        split_by_prompt(data, 1.0, seed=1)
+    with pytest.raises(DataError, match="leaves none to train on"):
+        split_by_prompt(data, 0.99, seed=1)

@@ -1,0 +1,175 @@
+"""The data files of the shipped examples, written through the tool's own entry point."""
+
+import importlib.util
+import json
+import random
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mrlhf.data.arithmetic import sample_problems, wrong_answer
+from mrlhf.data.preferences import encode_preferences
+from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.rows import read_rows
+from mrlhf.data.sft import encode_sft
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def main():
+    file = Path(__file__).resolve().parents[2] / "tools" / "prepare_data.py"
+    spec = importlib.util.spec_from_file_location("prepare_data", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def evaluate(prompt):
+    left, sign, right = re.fullmatch(r"(\d+)([+*-])(\d+)=", prompt).groups()
+    return {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
+
+
+def arithmetic(main, out, *more):
+    sizes = ["--sft", "400", "--train", "300", "--held-out", "100"]
+    assert main(["arithmetic", "--out", str(out), *sizes, *more]) == 0
+    return {name: read(out / f"{name}.jsonl") for name in ("sft", "train", "held_out")}
+
+
+@pytest.mark.parametrize("kind", ["uniform", "near"])
+def test_arithmetic(main, tmp_path, kind):
+    options = ("--operations", "+-", "--wrong-fraction", "0.4", "--wrong-kind", kind)
+    data = arithmetic(main, tmp_path / "a", *options)
+    assert {name: len(rows) for name, rows in data.items()} == {"sft": 400, "train": 300, "held_out": 100}
+    prompts = {name: {row["prompt"] for row in rows} for name, rows in data.items()}
+    assert [len(prompts[name]) for name in ("sft", "train", "held_out")] == [400, 300, 100]
+    assert not prompts["held_out"] & (prompts["sft"] | prompts["train"])
+    assert all(row["answer"] == str(evaluate(row["prompt"])) for name in ("train", "held_out") for row in data[name])
+    right = [row["response"] == str(evaluate(row["prompt"])) for row in data["sft"]]
+    assert right.count(False) == 160
+    assert {re.search("[+-]", prompt)[0] for prompt in prompts["sft"]} == {"+", "-"}
+    assert arithmetic(main, tmp_path / "b", *options) == data
+    assert arithmetic(main, tmp_path / "c", *options, "--seed", "1") != data
+
+
+def test_arithmetic_trains(main, tmp_path):
+    arithmetic(main, tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert tokenizer.vocab_size == 4 + 1 + 13  # special, newline, ten digits and "+", "-", "="
+    prompts = PromptDataset([tmp_path / "held_out.jsonl"], tokenizer, max_prompt_length=6)
+    first = prompts[0]
+    assert tokenizer.decode(first.token_ids[0]) == first.text[0]
+    assert len(first.token_ids[0]) == len(first.text[0])
+    assert first.data_source == ["arithmetic"]
+    assert len(encode_sft(read_rows([tmp_path / "sft.jsonl"]), tokenizer, max_length=10)) == 400
+
+
+@pytest.mark.parametrize("kind", ["uniform", "near"])
+@pytest.mark.parametrize(
+    ("answer", "possible", "near"),
+    [
+        (5, {0, 1, 2, 3, 4, 6, 7, 8, 9}, None),
+        (-5, {-1, -2, -3, -4, -6, -7, -8, -9}, None),
+        (10, set(range(11, 100)), {*range(11, 20), *range(20, 100, 10)}),
+        (-99, set(range(-98, -9)), {*range(-98, -89), *range(-89, -18, 10)}),
+    ],
+)
+def test_wrong_answers(kind, answer, possible, near):
+    rng = random.Random(0)
+    drawn = {wrong_answer(answer, kind, rng) for _ in range(3000)}
+    assert drawn == (near if kind == "near" and near else possible)
+
+
+def test_all_problems_can_be_asked_for_and_not_one_more():
+    everything = sample_problems(200, digits=1, operations="+*", rng=random.Random(0))
+    assert len({problem.prompt for problem in everything}) == 200
+    assert all(problem.answer == evaluate(problem.prompt) for problem in everything)
+    with pytest.raises(DataError, match="exceed the 100 problems of up to 1 digits"):
+        sample_problems(61, digits=1, operations="+", rng=random.Random(0), exclude=frozenset(map(str, range(40))))
+    with pytest.raises(DataError, match="use one or several of"):
+        sample_problems(1, digits=1, operations="/", rng=random.Random(0))
+
+
+PROBLEMS = [
+    {
+        "question": f"Ann has {n} apples and  buys {n}.\nHow many?",
+        "answer": f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n:,}",
+    }
+    for n in range(600, 640)
+]
+PAIR = {
+    "prompt": PROBLEMS[31]["question"],
+    "chosen": "A: I add.\n631+631=1262\nA: 1,262",
+    "rejected": "A: 3 wrong lines\nend\n",
+}
+
+
+def gsm8k_source(folder, form):
+    folder.mkdir()
+    splits = {"train": PROBLEMS[:30], "test": PROBLEMS[30:]}
+    for name, rows in splits.items():
+        if form == "jsonl":
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            (folder / "main").mkdir(exist_ok=True)
+            table = pyarrow.Table.from_pylist(rows)
+            pyarrow.parquet.write_table(table, folder / "main" / f"{name}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_gsm8k(main, tmp_path, form):
+    source, out = gsm8k_source(tmp_path / "in", form), tmp_path / "out"
+    assert main(["gsm8k", "--source", str(source), "--out", str(out), "--vocab-size", "320"]) == 0
+    assert not (out / "preferences.jsonl").exists()
+    sft, train, test = (read(out / f"{name}.jsonl") for name in ("sft", "rl_train", "rl_test"))
+    assert (len(sft), len(train), len(test)) == (30, 30, 10)
+    prompt = "Question: Ann has 600 apples and  buys 600.\nHow many?\nAnswer:\n"
+    assert sft[0] == {"prompt": prompt, "response": "600+600=<<600+600=1200>>1200\n#### 1,200"}
+    assert train[0] == {
+        "prompt": prompt,
+        "answer": "1200",
+        "data_source": "openai/gsm8k",
+        "extra_info": {"split": "train", "index": 0},
+    }
+    assert test[0]["answer"] == "1260"
+    tokenizer = load_tokenizer(out / "tokenizer")
+    example = encode_sft(read_rows([out / "sft.jsonl"]), tokenizer, max_length=500)[0]
+    assert tokenizer.decode(example.token_ids) == prompt + sft[0]["response"]
+
+
+def test_gsm8k_preferences(main, tmp_path):
+    source, out = gsm8k_source(tmp_path / "in", "jsonl"), tmp_path / "out"
+    (source / "preferences.jsonl").write_text(json.dumps(PAIR) + "\n")
+    assert main(["gsm8k", "--source", str(source), "--out", str(out), "--vocab-size", "320"]) == 0
+    (pair,) = read(out / "preferences.jsonl")
+    assert pair["chosen"] == "A: I add.\n631+631=1262\n#### 1,262"
+    assert pair["rejected"] == "A: 3 wrong lines\nend"
+    unseen = [row["prompt"] for row in read(out / "rl_test_unseen.jsonl")]
+    everything = [row["prompt"] for row in read(out / "rl_test.jsonl")]
+    assert pair["prompt"] in everything
+    assert unseen == [prompt for prompt in everything if prompt != pair["prompt"]]
+    pairs = encode_preferences(
+        read_rows([out / "preferences.jsonl"]), load_tokenizer(out / "tokenizer"), max_length=500
+    )
+    assert len(pairs) == 1
+
+
+def test_errors_are_one_line(main, tmp_path, capsys):
+    assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert "openai/gsm8k" in message and "train.jsonl" in message
+    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "no mark"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
+    assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert "train.jsonl:1: the answer does not end with" in capsys.readouterr().err
+    assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 1
+    assert "exceed the 100 problems" in capsys.readouterr().err

@@ -1,0 +1,203 @@
+"""The invariants of reshard plans, on plans carried out over tensors of row numbers in one process."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mrlhf.errors import WeightError
+from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.reshard.plan import Move, ReshardPlan, plan, split
+from mrlhf.weights.shard import Piece, Rule, pieces_of
+from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
+
+Pieces = Mapping[int, Sequence[Piece]]
+SMALL = [ParallelLayout.for_world("actor", 4, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))]
+
+
+def _wide(model: str) -> ModelSpec:
+    """Enough heads, rows and layers for tensor-parallel size 16 and four stages."""
+    return replace(tiny_spec(model), num_heads=32, num_kv_heads=16, head_dim=2, ffn_size=32, num_layers=4)
+
+
+def _sides(spec: ModelSpec, actor: ParallelLayout, engine: EngineLayout) -> tuple[Pieces, Pieces]:
+    world = range(actor.world_size)
+    return {r: role_pieces(spec, actor, r) for r in world}, {r: engine_pieces(spec, engine, r) for r in world}
+
+
+def _numbered(pieces: Pieces) -> dict[str, torch.Tensor]:
+    """Full tensors in which every number is another."""
+    shapes = {piece.name: piece.full_shape for held in pieces.values() for piece in held}
+    tensors, first = {}, 0
+    for name, shape in sorted(shapes.items()):
+        size = torch.Size(shape).numel()
+        tensors[name] = torch.arange(first, first + size, dtype=torch.float64).view(shape)
+        first += size
+    return tensors
+
+
+def _check_carried_out(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
+    """Carry the plan out: each number of the target is written once, or aliased, and is the right one."""
+    full = _numbered(source)
+    have = {rank: make_slots(pieces, torch.float64) for rank, pieces in source.items()}
+    want = {rank: make_slots(pieces, torch.float64) for rank, pieces in target.items()}
+    for slots in have.values():
+        fill(slots, full)
+    by_key = [{(rank, s.piece.key): s for rank, slots in side.items() for s in slots} for side in (have, want)]
+    for alias in found.aliases:
+        for piece in alias.pieces:
+            assert piece.parameter == alias.parameter
+            (other,) = [slot for slot in have[alias.rank] if slot.piece.key == piece.key]
+            by_key[1][alias.rank, piece.key].parameter.copy_(other.parameter)
+    for move in (*found.copies, *found.moves):
+        view = by_key[1][move.target_rank, move.target.key].view(move.start, move.stop)
+        assert view.isnan().all(), f"{move} arrives twice"
+        sent = by_key[0][move.source_rank, move.source.key].view(move.start, move.stop)
+        view.copy_(sent.reshape(view.shape))
+    for rank, slots in want.items():
+        for slot in slots:
+            piece = slot.piece
+            expected = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+            assert torch.equal(stored(slot), expected), (rank, piece)
+
+
+def _numbers(pieces: Sequence[Piece], full: Mapping[str, torch.Tensor]) -> set[float]:
+    return {
+        number for p in pieces for number in full[p.name].narrow(p.dim, p.start, p.stop - p.start).flatten().tolist()
+    }
+
+
+def _check_bytes(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
+    """Bytes by rank, against sets of numbers."""
+    full = _numbered(source)
+    for rank, pieces in target.items():
+        needed, held = _numbers(pieces, full), _numbers(source.get(rank, ()), full)
+        assert found.minimum[rank] == found.itemsize * len(needed - held)
+    assert found.bytes_moved == found.bytes_minimum
+    total = sum(len(_numbers(pieces, full)) for pieces in target.values())
+    assert found.bytes_moved + found.bytes_local + found.bytes_aliased == found.itemsize * total
+    assert all(move.source_rank != move.target_rank for move in found.moves)
+    assert all(copy.source_rank == copy.target_rank for copy in found.copies)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("actor", SMALL, ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_number_arrives_once_and_none_needlessly(model: str, actor: ParallelLayout, tp: int) -> None:
+    if (actor.tp * actor.pp) % tp:
+        pytest.skip("no such engine inside the actor")
+    spec, engine = tiny_spec(model), EngineLayout.inside(actor, tp)
+    source, target = _sides(spec, actor, engine)
+    found = plan(source, target, 4, actor.groups("tp", "pp"))
+    _check_carried_out(found, source, target)
+    _check_bytes(found, source, target)
+    assert found == plan(source, target, 4, actor.groups("tp", "pp"))
+
+
+@pytest.mark.parametrize("model", ["qwen2_tied", "llama"])
+@pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(4, 4, 16), (4, 4, 8), (4, 4, 2), (8, 2, 4), (2, 4, 8), (1, 4, 1)])
+def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
+    spec, actor = _wide(model), ParallelLayout.for_world("actor", 64, tp, pp)
+    groups = actor.groups("tp", "pp")
+    source, target = _sides(spec, actor, EngineLayout.inside(actor, engine_tp))
+    found = plan(source, target, 2, groups)
+    _check_bytes(found, source, target)
+    _check_carried_out(found, source, target)
+    group_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
+    assert all(group_of[move.source_rank] == group_of[move.target_rank] for move in found.moves)
+    # One group alone gives that group's part of the plan.
+    ranks = groups[1]
+    part = plan({r: source[r] for r in ranks}, {r: target[r] for r in ranks}, 2)
+    assert part.moves == tuple(move for move in found.moves if group_of[move.target_rank] == 1)
+
+
+def test_coinciding_layouts_share_everything() -> None:
+    for model in MODELS:
+        actor = ParallelLayout.for_world("actor", 4, 2, 1)
+        source, target = _sides(tiny_spec(model), actor, EngineLayout.inside(actor, 2))
+        found = plan(source, target, 4)
+        assert not found.moves and not found.copies and found.bytes_minimum == 0
+        names = parameter_names(tiny_spec(model), actor, 0)
+        assert [alias.parameter for alias in found.aliases if alias.rank == 3] == names
+
+
+def test_a_fused_norm_is_shared_under_its_other_name() -> None:
+    actor = ParallelLayout(2, 1, 1)
+    source, target = _sides(tiny_spec("llama"), actor, EngineLayout.inside(actor, 2))
+    fused = [replace(p, parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_")) for p in source[0]]
+    assert fused != source[0]
+    found = plan({0: fused, 1: source[1]}, target, 4)
+    assert found.bytes_moved == found.bytes_local == 0
+
+
+def test_stage_layers_are_shared_where_only_stages_differ() -> None:
+    actor = ParallelLayout(2, 2, 1)
+    engine = EngineLayout.inside(actor, 2)
+    source, target = _sides(tiny_spec("qwen2_tied"), actor, engine)
+    found = plan(source, target, 4, actor.groups("tp", "pp"))
+    shared = {alias.parameter for alias in found.aliases if alias.rank == 2}
+    assert "decoder.layers.2.mlp.linear_fc1.weight" in shared
+    # The last stage's copy of the tied embedding serves as the engine's embedding.
+    assert "embedding.word_embeddings.weight" in shared
+    assert found.bytes_local == 0
+
+
+@pytest.mark.parametrize("periods", [(6, 4), (12, None), (None, 6), (4, 12), (2, 4)])
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (1, 2), (2, 1), (4, 4)])
+def test_blocks_of_any_size_are_cut_where_both_sides_can_view_them(
+    periods: tuple[int | None, int | None], sizes: tuple[int, int]
+) -> None:
+    if any(count is not None and count % tp for count, tp in zip(periods, sizes, strict=True)):
+        pytest.skip("periods do not divide over the ranks")
+    shapes = {"a": (24, 2), "b": (48, 2)}
+    sides = []
+    for count, tp in zip(periods, sizes, strict=True):
+        rule = Rule(("a", "b"), 0, count)
+        sides.append({rank: pieces_of("fused", rule, shapes, rank, tp) for rank in range(tp)})
+    found = plan(*sides, itemsize=4)
+    _check_carried_out(found, *sides)
+    _check_bytes(found, *sides)
+    for move in (*found.moves, *found.copies):
+        for elements in (1, 2, 7, 10**6):
+            parts = split(move, elements)
+            assert [part.start for part in parts] == [move.start, *(part.stop for part in parts[:-1])]
+            assert parts[-1].stop == move.stop
+            assert all(part.elements <= max(2, elements) for part in parts)
+            for part in parts:
+                for piece in (part.source, part.target):
+                    make_slots([piece])[0].view(part.start, part.stop)
+
+
+def _sent(moves: Sequence[Move]) -> Counter[int]:
+    sent: Counter[int] = Counter()
+    for move in moves:
+        sent[move.source_rank] += move.elements
+    return sent
+
+
+def test_replicas_share_the_work_and_near_ones_go_first() -> None:
+    spec = tiny_spec("llama")
+    full = role_pieces(spec, ParallelLayout(1, 1, 1), 0)
+    largest = max(torch.Size(piece.full_shape).numel() for piece in full)
+    source, target = dict.fromkeys(range(4), full), dict.fromkeys(range(4, 8), full)
+    sent = _sent(plan(source, target, 4).moves)
+    assert set(sent) == {0, 1, 2, 3} and max(sent.values()) - min(sent.values()) <= largest
+    near = plan(source, target, 4, [[0, 1, 4, 5], [2, 3, 6], [7]])
+    pairs = {(move.source_rank, move.target_rank) for move in near.moves}
+    assert {pair for pair in pairs if pair[1] != 7} == {(a, b) for a in (0, 1) for b in (4, 5)} | {(2, 6), (3, 6)}
+    assert any(target_rank == 7 for _, target_rank in pairs)
+
+
+def test_what_nobody_holds_is_refused() -> None:
+    actor = ParallelLayout(2, 2, 1)
+    source, target = _sides(tiny_spec("llama"), actor, EngineLayout.inside(actor, 1))
+    cut = {rank: pieces for rank, pieces in source.items() if rank != 3}
+    with pytest.raises(WeightError, match=re.escape("no rank holds model.layers.2.self_attn.o_proj.weight[16:32]")):
+        plan(cut, target, 4)

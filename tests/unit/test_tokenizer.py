@@ -1,0 +1,173 @@
+"""The fast tokenizer, which runs, against the sentencepiece model that it was made from."""
+
+import json
+import random
+
+import pytest
+import sentencepiece
+import transformers
+
+from mrlhf.data.subword import MODEL_FILE, train_sentencepiece
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.errors import DataError
+
+CORPUS = [
+    "Question: Natalia sold clips to 48 of her friends in April, and then she sold half as many in May.\nAnswer:\n"
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72",
+    "Question: Weng earns $12.50 an hour for babysitting — a “small” sum.  How much did she earn?\nAnswer:\n"
+    "Weng earns 12/60 = $<<12/60=0.2>>0.2 a minute.\n\nWorking 50 minutes, she earned 0.2 x 50 = $10.\n#### 10",
+    "aaaa bbbb abab abababab ssss lloo ooo a aa aaa aba ababa baab sessess",
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return train_sentencepiece(CORPUS * 4, tmp_path_factory.mktemp("subword"), vocab_size=500)
+
+
+@pytest.fixture(scope="module")
+def reference(directory):
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.Load(str(directory / MODEL_FILE))
+    return processor
+
+
+def strings():
+    rng = random.Random(0)
+    alphabet = "abelostN $#<>=.,0123456789\n\t\r—é½日😀"
+    mixed = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(1500)]
+    # Few letters, repeated: many ways to join the same pieces.
+    repeats = ["".join(rng.choices(["a", "b", "o", "s", "ab", "ss", "e"], k=rng.randrange(1, 25))) for _ in range(1500)]
+    return [*CORPUS, "", " ", "  \n ", "<0x41>", "▁", *mixed, *repeats]
+
+
+def assert_same(tokenizer, reference):
+    for text in strings():
+        if any(name in text for name in ("<pad>", "<s>", "</s>", "<unk>")):
+            continue
+        ids = reference.Encode(text)
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == reference.Decode(ids), text
+        if "▁" not in text:
+            assert tokenizer.decode(ids) == text
+
+
+def test_equals_sentencepiece(directory, reference):
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.vocab_size == reference.GetPieceSize() == 500
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
+    assert_same(tokenizer, reference)
+
+
+@pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
+def test_equals_sentencepiece_beside_a_model(config, directory, reference, tmp_path):
+    """transformers chooses tokenizer classes by the model's config.json; the vocabulary must survive that."""
+    load_tokenizer(directory).save_pretrained(tmp_path)
+    getattr(transformers, config)(vocab_size=500).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    for text in [*CORPUS, "é 日 😀\n"]:
+        assert tokenizer.encode(text) == reference.Encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_auto_tokenizer_loads_the_same(directory, reference):
+    auto = transformers.AutoTokenizer.from_pretrained(directory)
+    for text in CORPUS:
+        assert auto.encode(text, add_special_tokens=False) == reference.Encode(text)
+
+
+def test_bare_model_file(directory, reference, tmp_path):
+    (tmp_path / MODEL_FILE).write_bytes((directory / MODEL_FILE).read_bytes())
+    for path in (tmp_path, tmp_path / MODEL_FILE):
+        assert load_tokenizer(path).encode(CORPUS[0]) == reference.Encode(CORPUS[0])
+
+
+def train_plain(path, **options):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 4), model_prefix=str(path / "tokenizer"), minloglevel=2, **options
+    )
+    return path / MODEL_FILE
+
+
+def test_bare_model_with_a_prepended_space(tmp_path):
+    """Llama 2's kind of model."""
+    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+    file = train_plain(tmp_path, model_type="bpe", vocab_size=400, **options)
+    reference = sentencepiece.SentencePieceProcessor()
+    reference.Load(str(file))
+    tokenizer = load_tokenizer(file)
+    assert reference.Encode("She sold", out_type=str)[0].startswith("▁")
+    for text in CORPUS:
+        ids = reference.Encode(text)
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == text
+
+
+def test_refuses_what_it_cannot_restate(tmp_path):
+    file = train_plain(tmp_path, model_type="unigram", vocab_size=150, hard_vocab_limit=False)
+    with pytest.raises(DataError, match="not BPE, or it normalises text"):
+        load_tokenizer(file)
+
+
+def test_digits_stand_alone_and_parts_join(directory):
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.encode("37+48=") + tokenizer.encode("85") == tokenizer.encode("37+48=85")
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("1024")] == ["1", "0", "2", "4"]
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("\n\n")] == ["\n", "\n"]
+    assert tokenizer.encode_response("85") == [*tokenizer.encode("85"), tokenizer.eos_id]
+
+
+def test_small_vocabulary_without_bytes(tmp_path):
+    texts = [*"0123456789+=", *(f"{a}+{a}={2 * a}" for a in range(50))]
+    tokenizer = load_tokenizer(train_sentencepiece(texts, tmp_path, vocab_size=32, byte_fallback=False))
+    assert tokenizer.vocab_size == 4 + 1 + 12  # special, newline, symbols
+    assert tokenizer.decode(tokenizer.encode("37+48=")) == "37+48="
+    assert tokenizer.encode("xyz") == [3]
+
+
+def chat_directory(directory, tmp_path, template):
+    load_tokenizer(directory).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    return tmp_path
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_chat_template(directory, tmp_path):
+    tokenizer = load_tokenizer(chat_directory(directory, tmp_path, TEMPLATE))
+    text, ids = tokenizer.encode_prompt([{"role": "user", "content": "2+2?"}])
+    assert text == "<s>[user]2+2?\n[assistant]"
+    assert ids == [1, *tokenizer.encode("[user]2+2?\n[assistant]")]
+    assert tokenizer.encode_prompt("2+2?", chat=True) == (text, ids)
+    assert tokenizer.encode_prompt("2+2?") == ("2+2?", tokenizer.encode("2+2?"))
+
+
+def test_chat_template_from_a_file(directory, tmp_path):
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
+    tokenizer = load_tokenizer(directory, chat_template=tmp_path / "chat.jinja")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_no_chat_template_says_what_to_set(directory):
+    tokenizer = load_tokenizer(directory)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(DataError, match=r"set data\.chat_template to a jinja file"):
+        tokenizer.encode_prompt([{"role": "user", "content": "hi"}])
+
+
+def test_template_that_refuses(directory, tmp_path):
+    tokenizer = load_tokenizer(chat_directory(directory, tmp_path, "{{ raise_exception('no system role') }}"))
+    with pytest.raises(DataError, match="no system role"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "hi"}])
+
+
+def test_missing_tokenizer(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="cannot load a tokenizer"):
+        load_tokenizer(tmp_path)
