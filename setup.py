@@ -23,7 +23,7 @@ setup(
         "protobuf",
         "pydantic>=2.7,<3",
         "pyyaml",
-        "datasets",
+        "pyarrow",
         "numpy",
         "jinja2",
         "rich",

@@ -66,20 +66,17 @@ def make_slots(pieces: Iterable[Piece], dtype: torch.dtype = torch.float32) -> l
 
 
 def fill(slots: Iterable[Slot], tensors: dict[str, Tensor]) -> None:
-    """Store the slices of the full tensors, block by block, in the plainest way."""
+    """Store the slices of the full tensors, block by block."""
     for slot in slots:
         piece = slot.piece
-        for row in range(piece.start, piece.stop):
-            block, within = divmod(row - piece.start, piece.block)
-            at = block * piece.period + piece.offset + within
-            slot.parameter.select(piece.dim, at).copy_(tensors[piece.name].select(piece.dim, row))
+        for number, start in enumerate(range(piece.start, piece.stop, piece.block)):
+            block = tensors[piece.name].narrow(piece.dim, start, piece.block)
+            slot.parameter.narrow(piece.dim, number * piece.period + piece.offset, piece.block).copy_(block)
 
 
 def stored(slot: Slot) -> Tensor:
-    """The named slice that a slot holds, read row by row."""
+    """The named slice that a slot holds, read block by block."""
     piece = slot.piece
-    rows = []
-    for row in range(piece.stop - piece.start):
-        block, within = divmod(row, piece.block)
-        rows.append(slot.parameter.select(piece.dim, block * piece.period + piece.offset + within))
-    return torch.stack(rows, dim=piece.dim)
+    starts = range(piece.offset, slot.parameter.shape[piece.dim], piece.period)
+    blocks = [slot.parameter.narrow(piece.dim, start, piece.block) for start in starts]
+    return torch.cat(blocks, dim=piece.dim)

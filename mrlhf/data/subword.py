@@ -132,14 +132,12 @@ def _merges(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) 
     """Each way to join two pieces into a third, the better-scored third first, as sentencepiece joins them."""
     special = (processor.IsByte, processor.IsControl, processor.IsUnknown, processor.IsUnused)
     plain = {piece: i for i, piece in enumerate(pieces) if not any(test(i) for test in special)}
-    ranked: list[tuple[float, int, bool, int]] = []
+    ranked: list[tuple[float, int, int]] = []
     for piece, i in plain.items():
         for cut in range(1, len(piece)):
             if piece[:cut] in plain and piece[cut:] in plain:
-                # Of two overlapping joins into the same piece (x|y|z with xy = yz) sentencepiece takes the left one,
-                # which cuts at a period of the piece; the fast tokenizer takes the one that is ranked first.
-                ranked.append((-processor.GetScore(i), i, piece[cut:] != piece[:-cut], cut))
-    return [(pieces[i][:cut], pieces[i][cut:]) for _, i, _, cut in sorted(ranked)]
+                ranked.append((-processor.GetScore(i), i, cut))
+    return [(pieces[i][:cut], pieces[i][cut:]) for _, i, cut in sorted(ranked)]
 
 
 def _special_tokens(processor: sentencepiece.SentencePieceProcessor) -> dict[str, str]:

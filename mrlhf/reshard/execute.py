@@ -81,7 +81,7 @@ class Resharder:
             rank: global rank of this process.
             bucket_bytes: bound on all buckets that this rank sends from, and again on those that it receives into,
                 unless one row of a tensor is larger.
-            verify: compare checksums of every slice on both its sides.
+            verify: after each run, compare checksums of every slice as it is stored on both sides.
             group: a group with all ranks of the plan; all ranks where None.
             transport: what carries the buckets.
         """
@@ -117,11 +117,11 @@ class Resharder:
         for copy in self._copies:
             view = _target_view(target, copy)
             view.copy_(_source_view(self._source, copy).reshape(view.shape))
-            if self._verify:
-                _compare(copy, _checksum(_source_view(self._source, copy)), _checksum(view))
         sending, receiving = self._allocate(self._outgoing), self._allocate(self._incoming)
         rounds = max(map(len, [*self._outgoing.values(), *self._incoming.values()]), default=0)
         moved = sum(self._round(target, sending, receiving, number) for number in range(rounds))
+        if self._verify:
+            self._compare(target, rounds)
         peak = sum(buffer.nbytes for buffers in (sending, receiving) for buffer in buffers.values())
         return ReshardStats(moved, self._minimum, peak, self._now() - began)
 
@@ -142,24 +142,28 @@ class Resharder:
             for move, flat in _parts(filled[peer], bucket):
                 view = _target_view(target, move)
                 view.copy_(flat.view(view.shape))
-        if self._verify:
-            self._compare_round(target, sends, receives)
         return sum(buffer.nbytes for buffer in filled.values())
 
-    def _compare_round(self, target: Slots, sends: dict[int, Bucket], receives: dict[int, Bucket]) -> None:
+    def _compare(self, target: Slots, rounds: int) -> None:
         """Compare each slice as its source stores it with the same slice as the engine stores it."""
-        told = [
-            (peer, torch.stack([_checksum(_source_view(self._source, move)) for move in bucket]).to(self._device))
-            for peer, bucket in sends.items()
-        ]
-        heard = {
-            peer: torch.empty((len(bucket), 2), dtype=torch.int64, device=self._device)
-            for peer, bucket in receives.items()
-        }
-        exchange(told, list(heard.items()), self._group)
-        for peer, bucket in receives.items():
-            for move, expected in zip(bucket, heard[peer].cpu(), strict=True):
-                _compare(move, expected, _checksum(_target_view(target, move)))
+        pairs = [(copy, _checksums([_source_view(self._source, copy)])[0]) for copy in self._copies]
+        for number in range(rounds):
+            sends, receives = _of_round(self._outgoing, number), _of_round(self._incoming, number)
+            told = [
+                (peer, _checksums([_source_view(self._source, move) for move in bucket]).to(self._device))
+                for peer, bucket in sends.items()
+            ]
+            heard = [
+                (peer, torch.empty((len(bucket), 2), dtype=torch.int64, device=self._device))
+                for peer, bucket in receives.items()
+            ]
+            exchange(told, heard, self._group)
+            for (_, checksums), bucket in zip(heard, receives.values(), strict=True):
+                pairs += zip(bucket, checksums.cpu(), strict=True)
+        wrong = [move for move, sent in pairs if not torch.equal(sent, _checksums([_target_view(target, move)])[0])]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise WeightError(f"reshard changed bytes of {wrong[0]}{more}; check the link and the memory of both ranks")
 
     def _allocate(self, by_peer: dict[int, list[Bucket]]) -> dict[int, Tensor]:
         return {
@@ -224,12 +228,10 @@ def _target_view(target: Slots, move: Move) -> Tensor:
     return target[move.target.key].view(move.start, move.stop)
 
 
-def _checksum(view: Tensor) -> Tensor:
-    """Sum and CRC-32 of the bytes of a slice, [2], on the host."""
-    stored = view.contiguous().view(-1).view(torch.uint8).cpu()
-    return torch.tensor([int(stored.sum(dtype=torch.int64)), zlib.crc32(stored.numpy().tobytes())], dtype=torch.int64)
-
-
-def _compare(move: Move, sent: Tensor, stored: Tensor) -> None:
-    if not torch.equal(sent, stored):
-        raise WeightError(f"{move}: bytes changed on the way ({sent.tolist()} became {stored.tolist()}); check the link")
+def _checksums(views: Sequence[Tensor]) -> Tensor:
+    """Sum and CRC-32 of the bytes of each slice, [slices, 2], on the host."""
+    found = []
+    for view in views:
+        stored = view.contiguous().view(-1).view(torch.uint8).cpu()
+        found.append([int(stored.sum(dtype=torch.int64)), zlib.crc32(stored.numpy().tobytes())])
+    return torch.tensor(found, dtype=torch.int64)

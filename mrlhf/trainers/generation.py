@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from mrlhf.batch import Prompts, Rollout, pad_responses
 from mrlhf.inference.base import InferenceEngine, Sample, SamplingParams
@@ -31,11 +32,19 @@ class Generator:
     seed: int
 
     def take_weights(self, version: int) -> ReshardStats:
-        """Bring the policy's weights into the engine as `version`, and wake it."""
+        """Bring the policy's weights into the engine as `version`, and wake it.
+
+        Returns:
+            Bytes summed over all ranks; memory and seconds of the rank that has most of them.
+        """
         self.engine.wake()
         stats = self.resharder.run()
         self.engine.commit(version)
-        return stats
+        sums = torch.tensor([stats.bytes_moved, stats.bytes_had_to_move], dtype=torch.float64)
+        peaks = torch.tensor([stats.peak_extra_bytes, stats.seconds], dtype=torch.float64)
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        return ReshardStats(int(sums[0]), int(sums[1]), int(peaks[0]), float(peaks[1]))
 
     def generate(self, prompts: Prompts, sampling: SamplingParams, stream: str) -> Rollout:
         """Sample responses to `prompts`, the same on every rank.

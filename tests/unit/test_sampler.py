@@ -76,7 +76,7 @@ def test_uniforms_are_uniform_and_independent_along_every_axis():
     assert len(u.unique()) == total
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 256, 257, 1000])
+@pytest.mark.parametrize("vocab", [1, 5, 128, 129, 1000])
 def test_invert_equals_a_loop_over_token_ids(vocab):
     generator = torch.Generator().manual_seed(vocab)
     weights = torch.rand(64, vocab, generator=generator) ** 4

@@ -6,9 +6,10 @@ import random
 import pytest
 import sentencepiece
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from mrlhf.data.subword import MODEL_FILE, train_sentencepiece
-from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import DataError
 
 CORPUS = [
@@ -136,6 +137,16 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+
+def test_prompts_begin_as_the_family_has_it_and_do_not_end(directory):
+    """A tokenizer that wraps each text in bos and eos: the prompt keeps bos alone, the response gets eos alone."""
+    wrapping = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    wrapping.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", None, [("<s>", 1), ("</s>", 2)])
+    tokenizer = Tokenizer(wrapping)
+    assert wrapping.encode("2+2=")[-1] == 2
+    assert tokenizer.encode_prompt("2+2=") == ("2+2=", [1, *tokenizer.encode("2+2=")])
+    assert tokenizer.encode_response("4") == [*tokenizer.encode("4"), 2]
 
 
 def test_chat_template(directory, tmp_path):

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from mrlhf.inference.base import SamplingParams
 
-_VOCAB_BLOCK = 256
+_VOCAB_BLOCK = 128
+# Rows are worked on together as long as the logits fit in a core's cache, or leave a device some memory.
+_HOST_ELEMENTS = 2**19
+_DEVICE_ELEMENTS = 2**27
 
 
 def _signed(constant: int) -> int:
@@ -64,6 +67,13 @@ def sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[T
     Returns:
         int64 [batch] tokens, and float32 [batch] log-probabilities over the whole vocabulary at the temperature.
     """
+    elements = _HOST_ELEMENTS if logits.device.type == "cpu" else _DEVICE_ELEMENTS
+    rows = max(1, elements // logits.shape[-1])
+    parts = [_sample_rows(*part, sampling) for part in zip(logits.split(rows), uniform.split(rows), strict=True)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _sample_rows(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     greedy = sampling.temperature == 0
     scaled = logits.float() if greedy or sampling.temperature == 1 else logits.float() / sampling.temperature
     highest, likeliest = scaled.max(dim=-1, keepdim=True)

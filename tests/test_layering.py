@@ -1,0 +1,83 @@
+"""Imports point down the layers, and each third party has its doors; read from the source, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = [
+    {"errors", "batch", "rl"},
+    {"config", "device", "log", "metrics"},
+    {"parallel", "data", "rewards"},
+    {"weights"},
+    {"models"},
+    {"reshard", "inference"},
+    {"roles"},
+    {"trainers"},
+]
+LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+DOORS = {
+    "megatron": {"device", "parallel", "models", "roles"},
+    "pydantic": {"config"},
+    "yaml": {"config"},
+    "sentencepiece": {"data"},
+    "pyarrow": {"data"},
+    "rich": {"log"},
+    "matplotlib": {"log"},
+    "safetensors": {"weights"},
+    "transformers": {"data", "models"},
+    "wandb": {"log"},
+    "vllm": set(),
+}
+MODULES = sorted((ROOT / "mrlhf").rglob("*.py"))
+
+
+def _package(path: Path) -> str:
+    return path.relative_to(ROOT / "mrlhf").parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> list[str]:
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "mrlhf" else [str(node.module)]
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    own = _package(path)
+    if own == "__init__":
+        return
+    for name in _imports(path):
+        if name.startswith("mrlhf."):
+            other = name.split(".")[1]
+            # errors are below everything, though batch and rl stand on their line
+            assert other == own or LEVEL[other] < LEVEL[own] or other == "errors", f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_third_parties_have_doors(path: Path) -> None:
+    for name in _imports(path):
+        allowed = DOORS.get(name.split(".")[0])
+        assert allowed is None or _package(path) in allowed, f"{path} imports {name}"
+
+
+def test_every_package_has_a_layer() -> None:
+    assert {_package(path) for path in MODULES} - {"__init__"} == set(LEVEL)
+
+
+def test_rl_is_pure() -> None:
+    for path in (ROOT / "mrlhf" / "rl").glob("*.py"):
+        assert not {name for name in _imports(path) if name.startswith(("torch.distributed", "megatron"))}, path
+
+
+def test_one_file_creates_process_groups() -> None:
+    creators = {path.name for path in MODULES if "new_group(" in path.read_text(encoding="utf-8")}
+    assert creators == {"groups.py"}
