@@ -49,7 +49,7 @@ class ReshardStats:
         bytes_moved: bytes received from other ranks.
         bytes_had_to_move: bytes that this rank needed and did not hold.
         peak_extra_bytes: bytes of the buckets.
-        seconds: from the first slice to the last.
+        seconds: from the first slice to the last, verification excepted.
     """
 
     bytes_moved: int
@@ -82,7 +82,7 @@ class Resharder:
             bucket_bytes: bound on all buckets that this rank sends from, and again on those that it receives into,
                 unless one row of a tensor is larger.
             verify: after each run, compare checksums of every slice as it is stored on both sides.
-            group: a group with all ranks of the plan; all ranks where None.
+            group: the ranks of the plan, and maybe more; all ranks of the job where None.
             transport: what carries the buckets.
         """
         pieces = engine.parameter_pieces()
@@ -95,6 +95,7 @@ class Resharder:
         self._verify, self._group, self._transport = verify, group, transport
         self._dtype, self._device = source_slots[0].parameter.dtype, source_slots[0].parameter.device
         assert self._dtype.itemsize == plan.itemsize, "the plan is of another dtype"
+        assert all(slot.parameter.dtype == self._dtype for slot in source_slots), "the parameters have several dtypes"
         links = _links(plan.moves)
         capacity = bucket_bytes // plan.itemsize // _most_peers(links)
         self._outgoing = {to: _buckets(moves, capacity) for (by, to), moves in links.items() if by == rank}
@@ -120,10 +121,11 @@ class Resharder:
         sending, receiving = self._allocate(self._outgoing), self._allocate(self._incoming)
         rounds = max(map(len, [*self._outgoing.values(), *self._incoming.values()]), default=0)
         moved = sum(self._round(target, sending, receiving, number) for number in range(rounds))
+        seconds = self._now() - began
         if self._verify:
             self._compare(target, rounds)
         peak = sum(buffer.nbytes for buffers in (sending, receiving) for buffer in buffers.values())
-        return ReshardStats(moved, self._minimum, peak, self._now() - began)
+        return ReshardStats(moved, self._minimum, peak, seconds)
 
     def _round(self, target: Slots, sending: dict[int, Tensor], receiving: dict[int, Tensor], number: int) -> int:
         """Exchange bucket `number` with each peer that has one, and return the bytes received."""

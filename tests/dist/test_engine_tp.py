@@ -1,0 +1,46 @@
+"""The native engine on two tensor-parallel ranks, against one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrlhf.inference.base import SamplingParams
+from tests.engine_models import MODELS, hf_model, make_engine, make_prompts
+from tests.ranks import run_ranks
+
+PROMPTS = make_prompts()
+UIDS = list(range(len(PROMPTS)))
+DRAWS = (
+    SamplingParams(temperature=0.0, max_tokens=10, seed=0),
+    SamplingParams(n=3, temperature=0.9, top_k=40, top_p=0.95, max_tokens=10, seed=1, stop_token_ids=(3, 50, 90)),
+)
+Results = dict[tuple[str, int], list[dict]]
+
+
+def _generate(group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32) -> Results:
+    results = {}
+    for name in MODELS:
+        engine = make_engine(hf_model(name, dtype), group, max_num_seqs=10, dtype=dtype)
+        for number, sampling in enumerate(DRAWS):
+            samples = engine.generate(PROMPTS, UIDS, sampling)
+            results[name, number] = [dataclasses.asdict(sample) for sample in samples]
+    return results
+
+
+def _body(rank: int, world_size: int) -> tuple[Results, Results]:
+    return _generate(dist.group.WORLD), _generate(dist.group.WORLD, torch.bfloat16)
+
+
+def test_two_ranks_give_the_tokens_and_logprobs_of_one():
+    (first, first_bf16), (second, second_bf16) = run_ranks(2, _body)
+    assert first == second and first_bf16 == second_bf16
+    alone = _generate(None)
+    for case, samples in alone.items():
+        for one, two in zip(samples, first[case], strict=True):
+            assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5), case
+            assert {key: two[key] for key in one} == one, case
+    assert len(first_bf16) == len(first) and all(len(s["token_ids"]) >= 1 for s in first_bf16["llama", 1])

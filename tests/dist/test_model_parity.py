@@ -1,0 +1,298 @@
+"""Built models against transformers: the same logits and gradients in every layout, for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from mrlhf.device import Device
+from mrlhf.errors import ConfigError
+from mrlhf.models.build import BuiltModel, Recompute, build_model, check_divisible, slots_of
+from mrlhf.models.families import load_spec
+from mrlhf.models.parameters import parameter_names, role_pieces
+from mrlhf.models.rope import inverse_frequencies
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.weights.shard import Slot
+from tests.ranks import run_ranks
+
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+LENGTHS = (5, 19, 12, 24)
+VOCABULARY = 131  # odd: with tensor parallelism the last rank's shard is padded
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+# Models whose gradients are compared too, and what is recomputed in them.
+GRADIENTS: dict[str, Recompute] = {
+    "mistral-window": "mlp",
+    "qwen2-tied": "full",
+    "qwen3-tied": "core_attn",
+    "scalar": "none",
+}
+
+
+def _configs() -> dict[str, transformers.PretrainedConfig]:
+    llama, mistral = transformers.LlamaConfig, transformers.MistralConfig
+    qwen2, qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+    return {
+        "llama": llama(**SIZES, tie_word_embeddings=False),
+        "llama-llama3-rope-tied": llama(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
+        "llama-linear-rope": llama(**SIZES, rope_parameters=LINEAR, tie_word_embeddings=False),
+        "mistral-window": mistral(**SIZES, sliding_window=8, head_dim=32, tie_word_embeddings=False),
+        "qwen2": qwen2(**SIZES, tie_word_embeddings=False),
+        "qwen2-tied": qwen2(**SIZES, tie_word_embeddings=True),
+        "qwen3-tied": qwen3(**SIZES, head_dim=32, tie_word_embeddings=True),
+        "scalar": qwen2(**SIZES, tie_word_embeddings=True, num_labels=1),
+    }
+
+
+def _sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def _weights(columns: int) -> Tensor:
+    """What each output is multiplied with in the loss, [tokens, columns]."""
+    return torch.randn(sum(LENGTHS), columns, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For each model its config.json, weights, and what transformers computes on each sequence alone."""
+    root = tmp_path_factory.mktemp("references")
+    for name, config in _configs().items():
+        scalar = name == "scalar"
+        auto = transformers.AutoModelForTokenClassification if scalar else transformers.AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation="eager").eval()
+        torch.manual_seed(0)
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.data = 1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise
+        if scalar:
+            model.score.bias.data.zero_()
+        outputs = [model(sequence[None]).logits[0] for sequence in _sequences()]
+        (torch.cat(outputs) * _weights(outputs[0].shape[1])).sum().backward()
+        config.save_pretrained(root / name)
+        reference = {
+            "weights": model.state_dict(),
+            "outputs": [output.detach() for output in outputs],
+            "gradients": {n: parameter.grad for n, parameter in model.named_parameters()},
+        }
+        torch.save(reference, root / name / "reference.pt")
+    return root
+
+
+def _named_slice(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
+    piece = slot.piece
+    return tensors[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+
+
+def _fill(slots: list[Slot], tensors: dict[str, Tensor]) -> None:
+    for slot in slots:
+        view = slot.view(slot.piece.start, slot.piece.stop)
+        view.copy_(_named_slice(tensors, slot).reshape(view.shape))
+
+
+def _run(model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+    """All sequences in one pack through megatron-core's own schedule; what `finish` returned, on the last stage."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
+    tokens = torch.cat(_sequences())[None]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+    def step(_: Any, module: torch.nn.Module) -> Any:
+        return module(tokens, positions, None, packed_seq_params=packed), finish
+
+    communication = {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if groups.layout.pp > 1 else {}
+    return get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)(
+        forward_step_func=step,
+        data_iterator=iter([]),
+        model=model.module,
+        num_microbatches=1,
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+        pg_collection=groups.collection,
+        **communication,
+    )
+
+
+def _worst_output(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: list[Tensor]) -> float:
+    """Largest deviation of an output; 0 before the last stage."""
+    with torch.no_grad():
+        results = _run(model, groups, lambda output, non_loss_data: output[0].float(), forward_only=True)
+    if not groups.is_last_stage:
+        return 0.0
+    whole = results[0].contiguous()
+    if spec.head == "lm":
+        shards = [torch.empty_like(whole) for _ in range(groups.layout.tp)]
+        dist.all_gather(shards, whole, group=groups.tp)
+        whole = torch.cat(shards, dim=-1)[:, :VOCABULARY]
+    return (whole - torch.cat(expected)).abs().max().item()
+
+
+def _worst_gradient(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: dict[str, Tensor]) -> float:
+    """Largest deviation of a gradient from transformers', relative to the largest entry of its tensor."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    layout, at = groups.layout, groups.coordinates
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    module = DistributedDataParallel(model.config, settings, model.module, pg_collection=groups.collection)
+    module.zero_grad_buffer()
+    weights = _weights(1)
+    if spec.head == "lm":
+        padded = torch.nn.functional.pad(_weights(VOCABULARY), (0, spec.padded_vocab(layout.tp) - VOCABULARY))
+        weights = padded.chunk(layout.tp, dim=1)[at.tp]
+    _run(model._replace(module=module), groups, lambda output: ((output[0] * weights).sum(), {}), forward_only=False)
+    worst = 0.0
+    for slot in slots_of(module, spec, layout, at):
+        wanted = _named_slice(expected, slot)
+        found = replace(slot, parameter=slot.parameter.main_grad).view(slot.piece.start, slot.piece.stop)
+        scale = expected[slot.piece.name].abs().max()
+        worst = max(worst, ((found.reshape(wanted.shape) - wanted).abs().max() / scale).item())
+    return worst
+
+
+def _sequence_parallel(tp: int, pp: int) -> tuple[bool, ...]:
+    """What each layout is built with: both where it is quick, and nothing that has no effect."""
+    return (False,) if tp == 1 else (False, True) if pp == 1 else (True,)
+
+
+def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str, float]:
+    layout = ParallelLayout.for_world("actor", world_size, tp=tp, pp=pp)
+    groups = GroupFactory(timeout_s=120.0).role_groups(layout)
+    worst = {}
+    for name in _configs():
+        spec = load_spec(Path(root) / name, head="scalar" if name == "scalar" else "lm")
+        reference = torch.load(Path(root) / name / "reference.pt")
+        for sequence_parallel in _sequence_parallel(tp, pp):
+            model = build_model(
+                spec,
+                groups,
+                dtype=torch.float32,
+                device=CPU,
+                sequence_parallel=sequence_parallel,
+                recompute=GRADIENTS.get(name, "none"),
+            )
+            slots = slots_of(model.module, spec, layout, groups.coordinates)
+            names = [parameter for parameter, _ in model.module.named_parameters()]
+            assert names == parameter_names(spec, layout, groups.coordinates.pp)
+            assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
+            _fill(slots, reference["weights"])
+            label = name + (" sp" if sequence_parallel else "")
+            worst[label] = _worst_output(model, spec, groups, reference["outputs"])
+            if name in GRADIENTS:
+                worst[label + " gradient"] = _worst_gradient(model, spec, groups, reference["gradients"])
+    return worst
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_packed_outputs_and_gradients_equal_transformers(references: Path, tp: int, pp: int) -> None:
+    for worst in run_ranks(tp * pp, _parity, tp, pp, str(references)):
+        assert len(worst) == (len(_configs()) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
+        assert max(worst.values()) < 1e-4, worst
+
+
+def _other_forms(rank: int, world_size: int, root: str) -> dict[str, float]:
+    """Deviations of a plain batch on one stage, and of bfloat16 on two."""
+    factory, path, worst = GroupFactory(timeout_s=120.0), Path(root) / "qwen3-tied", {}
+    spec, reference = load_spec(path, head="lm"), torch.load(path / "reference.pt")
+    options: dict[str, Any] = {"device": CPU, "sequence_parallel": True, "recompute": "none"}
+
+    groups = factory.role_groups(ParallelLayout(tp=1, pp=1, dp=world_size))
+    model = build_model(spec, groups, dtype=torch.float32, **options)
+    _fill(slots_of(model.module, spec, groups.layout, groups.coordinates), reference["weights"])
+    rows = [1, 3]
+    batch = torch.stack([_sequences()[row][:19] for row in rows])
+    with torch.no_grad():
+        output = model.module(batch, torch.arange(19).expand(2, -1), None)
+    worst["plain batch"] = (output - torch.stack([reference["outputs"][row][:19] for row in rows])).abs().max().item()
+
+    groups = factory.role_groups(ParallelLayout(tp=1, pp=world_size, dp=1))
+    model = build_model(spec, groups, dtype=torch.bfloat16, **options)
+    _fill(slots_of(model.module, spec, groups.layout, groups.coordinates), reference["weights"])
+    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    worst["bfloat16"] = _worst_output(model, spec, groups, reference["outputs"])
+    return worst
+
+
+def test_plain_batch_and_bfloat16(references: Path) -> None:
+    results = run_ranks(2, _other_forms, str(references))
+    assert all(worst["plain batch"] < 1e-4 for worst in results)
+    assert 1e-4 < results[-1]["bfloat16"] < 0.1, results  # outputs reach 3; bfloat16 has 8 bits
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    _configs()["llama"].save_pretrained(tmp_path)
+    return load_spec(tmp_path, head="lm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "pp", "message"),
+    [
+        ({"num_heads": 6}, 4, 1, "actor: 6 attention heads are not divisible by actor.tp 4; use 1 or 2"),
+        ({"num_kv_heads": 1}, 2, 1, "actor: 1 key and value heads are not divisible by actor.tp 2; use 1"),
+        ({"ffn_size": 97}, 2, 1, "actor: 97 MLP rows are not divisible by actor.tp 2; use 1"),
+        ({"num_layers": 6}, 1, 4, "actor: 6 layers are not divisible by actor.pp 4; use 1, 2, 3 or 6"),
+    ],
+)
+def test_a_model_that_does_not_divide(spec: ModelSpec, changes: dict[str, int], tp: int, pp: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_divisible(replace(spec, **changes), ParallelLayout(tp=tp, pp=pp, dp=1), "actor")
+    assert str(error.value) == message
+
+
+def test_a_model_that_divides(spec: ModelSpec) -> None:
+    check_divisible(spec, ParallelLayout(tp=2, pp=4, dp=3), "actor")
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3, LINEAR])
+def test_rotary_frequencies_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+    assert torch.equal(inverse_frequencies(load_spec(tmp_path, head="lm")), expected)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "rope type 'dynamic' is not supported"),
+        ({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}, "rope type 'yarn' scales attention by 1.13"),
+    ],
+)
+def test_rotary_types_that_one_table_cannot_give(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
+    transformers.LlamaConfig(**SIZES, rope_parameters=rope).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        inverse_frequencies(load_spec(tmp_path, head="lm"))
