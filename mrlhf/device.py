@@ -162,7 +162,9 @@ class _Nothing:
 class _CudaOnCpu:
     """What rewritten megatron-core sees as `torch.cuda`; names not listed come from the real one."""
 
-    Stream = Event = _Nothing
+    Stream = Event = current_stream = default_stream = _Nothing
+    stream = contextlib.nullcontext
+    manual_seed = staticmethod(torch.manual_seed)
 
     def __init__(self) -> None:
         self.random = SimpleNamespace(get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state)
@@ -183,24 +185,10 @@ class _CudaOnCpu:
         torch.set_rng_state(new_state)
 
     @staticmethod
-    def manual_seed(seed: int) -> None:
-        torch.manual_seed(seed)
-
-    @staticmethod
     def synchronize(*args: Any, **kwargs: Any) -> None:
         pass
 
     set_device = empty_cache = synchronize
-
-    @staticmethod
-    def current_stream(*args: Any, **kwargs: Any) -> _Nothing:
-        return _Nothing()
-
-    default_stream = current_stream
-
-    @staticmethod
-    def stream(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 CUDA_ON_CPU = _CudaOnCpu()
@@ -211,18 +199,16 @@ def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T],
     return (lambda decorated: decorated) if function is None else function
 
 
-_REPLACED = {"cuda": "CUDA_ON_CPU", "compile": "not_compiled"}
-
-
 class _Rewrite(ast.NodeTransformer):
     """Takes CUDA out of a module's syntax tree."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """`torch.cuda` and `torch.compile` become the stand-ins above."""
         self.generic_visit(node)
-        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in _REPLACED:
+        stand_ins = {"cuda": "CUDA_ON_CPU", "compile": "not_compiled"}
+        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in stand_ins:
             here = ast.Name("_mrlhf_device", ast.Load())
-            return ast.copy_location(ast.Attribute(here, _REPLACED[node.attr], node.ctx), node)
+            return ast.copy_location(ast.Attribute(here, stand_ins[node.attr], node.ctx), node)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
@@ -248,23 +234,23 @@ class _Rewrite(ast.NodeTransformer):
         return node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" else node
 
 
-def _mend_random(module: ModuleType) -> None:
+def _mend_random(module: Any) -> None:
     """The stock functions reach for a CUDA generator directly."""
-    module._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
-    module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)  # type: ignore[attr-defined]
+    module._get_cuda_rng_state = CUDA_ON_CPU.get_rng_state
+    module._set_cuda_rng_state = CUDA_ON_CPU.set_rng_state
 
 
-def _mend_moe(module: ModuleType) -> None:
+def _mend_moe(module: Any) -> None:
     """The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes as numbers."""
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
     module.__dict__.setdefault("te_general_gemm", None)
-    module.maybe_move_tensor_to_cpu = to_host  # type: ignore[attr-defined]
+    module.maybe_move_tensor_to_cpu = to_host
 
 
-_MENDED: dict[str, Callable[[ModuleType], None]] = {
+_MENDED: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.random": _mend_random,
     "megatron.core.transformer.moe.moe_utils": _mend_moe,
 }
@@ -274,14 +260,11 @@ class _Loader(importlib.machinery.SourceFileLoader):
     """Loads one rewritten module, never through the bytecode cache."""
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        tree = _Rewrite().visit(ast.parse(data, path))
-        first = 0
-        while first < len(tree.body) and _must_lead(tree.body[first]):
-            first += 1
-        tree.body[first:first] = ast.parse("import mrlhf.device as _mrlhf_device").body
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True, optimize=_optimize)
+        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["_mrlhf_device"] = sys.modules[__name__]
         with warnings.catch_warnings():  # on a CPU nobody misses Apex and TransformerEngine
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
             super().exec_module(module)
@@ -293,13 +276,6 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def set_data(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-
-def _must_lead(statement: ast.stmt) -> bool:
-    """Whether nothing may be put before the statement: a docstring or an import from __future__."""
-    if isinstance(statement, ast.ImportFrom):
-        return statement.module == "__future__"
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

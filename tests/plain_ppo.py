@@ -58,21 +58,25 @@ class Outcome:
 
 
 def save_models(root: Path) -> None:
-    """Checkpoints with random weights: `<model>` to train, `<model>-ref` to measure from, `<model>-critic`."""
+    """Checkpoints with random weights: `<model>` to train, `<model>-ref` not far from it, `<model>-critic`."""
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
         "qwen2-tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     }
     language, scalar = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
-    for seed, (name, config) in enumerate(kinds.items()):
-        for shift, (suffix, auto) in enumerate((("", language), ("-ref", language), ("-critic", scalar))):
-            config.num_labels, config.pad_token_id = 1, 0
+    generator = torch.Generator().manual_seed(4)
+    for name, config in kinds.items():
+        for suffix, auto in (("", language), ("-critic", scalar)):
+            config.num_labels = 1
             model = auto.from_config(config)
-            generator = torch.Generator().manual_seed(10 * seed + shift)
             for key, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.data = 1 + 0.1 * noise if "norm" in key else 0.15 * noise
             model.save_pretrained(root / (name + suffix))
+            if auto is language:
+                for parameter in model.parameters():
+                    parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+                model.save_pretrained(root / f"{name}-ref")
 
 
 def load(path: Path) -> Any:

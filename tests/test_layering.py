@@ -46,7 +46,11 @@ def _imports(path: Path) -> list[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "mrlhf" else [str(node.module)]
+            names += (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "mrlhf"
+                else [str(node.module)]
+            )
     return names
 
 

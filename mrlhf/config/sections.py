@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-# The names of algorithms repeat those of mrlhf.rl, which would bring torch into every --help; a test compares them.
+# Names of algorithms repeat those of mrlhf.rl and mrlhf.rewards, whose import would bring torch; a test compares them.
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
@@ -23,7 +23,7 @@ KlPlacement = Literal["token", "terminal"]
 KlControl = Literal["fixed", "adaptive"]
 AdvEstimator = Literal["gae"]
 Overlong = Literal["error", "drop"]
-RewardName = Literal["exact_match", "gsm8k", "format", "reward_model"]
+RewardName = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format", "reward_model"]
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -162,7 +162,9 @@ class RewardModelSection(RoleSection):
 class RewardTermSection(Section):
     """One part of the reward."""
 
-    name: str = Field(description="exact_match, gsm8k, format, reward_model, or path/to/file.py:function")
+    name: str = Field(
+        description="exact_match, gsm8k, gsm8k_flexible, format, reward_model, or path/to/file.py:function"
+    )
     weight: float = Field(1.0, description="factor of this term in the sum")
 
     @field_validator("name")

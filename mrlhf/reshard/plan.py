@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from mrlhf.errors import WeightError
-from mrlhf.weights.shard import Piece
+from mrlhf.weights.shard import Key, Piece
 
-Key = tuple[str, int, int, int]
 Cost = tuple[bool, bool, int, int]
 
 

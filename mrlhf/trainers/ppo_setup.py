@@ -153,5 +153,13 @@ def _generator(config: PPOConfig, run: Run, actor: Actor) -> Generator:
     target = {rank: engine_pieces(actor.spec, engines, rank) for rank in ranks}
     way = plan(source, target, actor.dtype.itemsize)
     rollout = config.rollout
-    resharder = Resharder(way, actor.slots, engine, run.rank, rollout.reshard_bucket_mb << 20, rollout.verify_reshard)
+    resharder = Resharder(
+        way,
+        actor.slots,
+        engine,
+        run.rank,
+        rollout.reshard_bucket_mb << 20,
+        verify=rollout.verify_reshard,
+        group=actor.groups.mp,
+    )
     return Generator(engine, groups, resharder, config.seed)

@@ -25,9 +25,7 @@ from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
-from mrlhf.weights.shard import Shape, Slot
-
-Key = tuple[str, int, int, int]
+from mrlhf.weights.shard import Key, Shape, Slot
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -58,9 +56,7 @@ def read_weights(
     """
     files = _files_of(Path(path))
     with ExitStack() as stack:
-        handles = {
-            file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in set(files.values())
-        }
+        handles = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
         tensors = {name: handles[file] for name, file in files.items()}
         _check(path, tensors, shapes, allow_missing, ignore)
         for slot in slots:
@@ -106,7 +102,7 @@ def write_weights(
     titles = _titles(len(files))
     connect(group, slots[0].parameter.device)
     for first in range(0, len(files), len(ranks)):
-        writers = dict(zip(ranks, files[first : first + len(ranks)], strict=False))
+        writers = dict(zip(ranks, files[first : first + len(ranks)], strict=False))  # the last turn may be short
         tensors = _collect(writers, model, slots, group)
         if rank in writers:
             title = titles[first + ranks.index(rank)]
@@ -141,7 +137,7 @@ def _files_of(directory: Path) -> dict[str, Path]:
             raise WeightError(f"{directory}: {_INDEX} names {absent[0]}, which is not there; copy the whole checkpoint")
         return files
     if single.is_file():
-        with safe_open(single, framework="pt", device="cpu") as handle:
+        with safe_open(single, framework="pt") as handle:
             return dict.fromkeys(handle.keys(), single)
     raise WeightError(
         f"{directory}: neither {_SINGLE} nor {_INDEX} there; give the directory of a Hugging Face model, and save an "
@@ -256,8 +252,8 @@ def _collect(
                 if writer != rank:
                     sends.append((writer, packed))
             elif writer == rank:
-                shape, dtype = model[key[0]].slice_shape(key), model[key[0]].dtype
-                packed = torch.empty(shape, dtype=dtype, device=slots[0].parameter.device)
+                tensor = model[key[0]]
+                packed = torch.empty(tensor.slice_shape(key), dtype=tensor.dtype, device=slots[0].parameter.device)
                 receives.append((source, packed))
             if writer == rank:
                 arrivals.append((key, packed))
@@ -278,9 +274,8 @@ def _routes(
 
 
 def _titles(count: int) -> list[str]:
-    if count == 1:
-        return [_SINGLE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    return several if count > 1 else [_SINGLE]
 
 
 def _aside(file: Path) -> Path:
@@ -299,5 +294,5 @@ def _publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) 
     if len(files) > 1:
         weight_map = {name: title for title, names in files.items() for name in names}
         text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
-        _aside(index).write_text(text + "\n")
+        _aside(index).write_text(text)
         _aside(index).replace(index)

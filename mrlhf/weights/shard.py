@@ -1,4 +1,4 @@
-"""Which slice of which named tensor a local parameter holds: the one description behind reading, writing and resharding.
+"""Which slice of which named tensor a local parameter holds: the one map behind reading, writing and resharding.
 
 The lingua franca is the Hugging Face name and full shape of each tensor. Along one dimension a parameter is a train of
 periods; each period holds one block of every named tensor it fuses. Three examples, tensor-parallel size t:
@@ -21,6 +21,7 @@ from torch import Tensor
 from mrlhf.errors import WeightError
 
 Shape = tuple[int, ...]
+Key = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Piece:
     period: int
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
-        """Identity of the named slice, whatever parameter holds it."""
+    def key(self) -> Key:
+        """Identity of the named slice, whatever parameter holds it: name, dim, start, stop."""
         return (self.name, self.dim, self.start, self.stop)
 
     def shape(self, start: int, stop: int) -> Shape:

@@ -20,6 +20,8 @@ from mrlhf.config import (
 )
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
+from mrlhf.rewards.combine import EXTERNAL_TERMS
+from mrlhf.rewards.rules import RULES
 from mrlhf.rl import advantages, kl, losses, shaping
 
 FACTS = {
@@ -336,10 +338,11 @@ def test_help_shows_defaults_and_where_they_come_from(capsys):
     assert "  trainer.total_steps = null  (int | null)" in said
 
 
-def test_names_of_algorithms_are_those_of_rl():
+def test_names_of_algorithms_are_those_of_the_code():
     assert get_args(sections.KlLoss) == get_args(kl.KlKind)
     assert set(get_args(sections.KlPenalty)) == {kind for kind in get_args(kl.KlKind) if not kind.endswith("+")}
     assert get_args(sections.KlControl) == get_args(kl.KlControllerKind)
     assert get_args(sections.LossAggMode) == get_args(losses.LossAggMode)
     assert get_args(sections.KlPlacement) == get_args(shaping.KlPlacement)
     assert get_args(sections.AdvEstimator) == get_args(advantages.AdvantageEstimator)
+    assert set(get_args(sections.RewardName)) == {*RULES, *EXTERNAL_TERMS}

@@ -37,7 +37,7 @@ def test_two_tokens_by_hand() -> None:
 @pytest.mark.parametrize("padded", [VOCABULARY, 40])
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
 def test_equals_float64(monkeypatch: pytest.MonkeyPatch, temperature: float, padded: int, chunk_elements: int) -> None:
-    monkeypatch.setattr(vocab, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", chunk_elements)
     logits, untouched = random_logits(padded), random_logits(padded).detach()
     targets = torch.arange(11) * 3
     weight, entropy_weight = torch.randn(11), torch.randn(11)

@@ -189,7 +189,7 @@ class NativeEngine:
 
     def _check(self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams) -> None:
         assert len(prompts) == len(uids), f"{len(prompts)} prompts, {len(uids)} uids"
-        _ = self.version
+        _ = self.version  # raises where there are no weights
         if not self._awake:
             raise EngineError("the engine sleeps: call wake() before generate()")
         for number, prompt in enumerate(prompts):

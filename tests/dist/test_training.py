@@ -1,0 +1,303 @@
+"""The contract of training: on every layout, packing and optimizer the updates are those of the plain loop.
+
+Metrics, gradient norms and updated weights of actor and critic are compared with `tests.plain_ppo`; all that needs the
+same number of ranks shares one spawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mrlhf.batch import Experience
+from mrlhf.config.sections import ActorOptimSection, ActorSection, CriticSection, OptimSection, ReferenceSection
+from mrlhf.device import Device
+from mrlhf.models.families import load_spec
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.base import Role
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.frozen import Reference
+from tests import plain_ppo
+from tests.plain_ppo import Case, Outcome
+from tests.ranks import run_ranks
+
+R = TypeVar("R", bound=Role)
+
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2)]}  # world size -> (tp, pp)
+MODELS = ("llama", "qwen2-tied")
+NEAR = {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.3, "entropy_coeff": 0.05}
+FULL = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.3}
+CASES = {
+    "plain": Case("llama", "token-mean"),
+    "clipped gradient": Case("qwen2-tied", "token-sum", clip_grad=1.0),
+    "sampled KL and entropy": Case("qwen2-tied", "seq-mean-token-mean", NEAR),
+    "full KL": Case("llama", "seq-mean-token-sum-norm", FULL),
+    "entropy": Case("llama", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a role is run, which must not matter."""
+
+    micro_batch_tokens: int
+    distributed_optimizer: bool
+    sequence_parallel: bool = False
+    recompute: str = "none"
+
+    def settings(self, groups: RoleGroups) -> dict[str, Any]:
+        """The role section's keys."""
+        return {
+            "tp": groups.layout.tp,
+            "pp": groups.layout.pp,
+            "sequence_parallel": self.sequence_parallel,
+            "recompute": self.recompute,
+            "micro_batch_tokens": self.micro_batch_tokens,
+        }
+
+
+# 18 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
+FORMS = {
+    "many packs": Form(18, distributed_optimizer=True),
+    "one pack": Form(1000, distributed_optimizer=False),
+    "sequence-parallel": Form(31, distributed_optimizer=True, sequence_parallel=True, recompute="full"),
+}
+
+
+def _forms(tp: int) -> Iterator[tuple[str, Form]]:
+    return ((name, form) for name, form in FORMS.items() if tp > 1 or not form.sequence_parallel)
+
+
+def _build(make: Callable[..., R], section: Any, groups: RoleGroups, head: Any, *rest: Any) -> R:
+    role = make(section, load_spec(section.path, head), groups, CPU, *rest)
+    role.load(section.path, seed=0)
+    return role
+
+
+def _actor(root: Path, case: Case, form: Form, groups: RoleGroups, **changes: Any) -> Actor:
+    settings: dict[str, Any] = {
+        "path": str(root / case.model),
+        "ppo_epochs": plain_ppo.EPOCHS,
+        "clip_ratio_low": plain_ppo.CLIP_LOW,
+        "clip_ratio_high": plain_ppo.CLIP_HIGH,
+        "clip_ratio_c": plain_ppo.CLIP_C,
+        "loss_agg_mode": case.agg,
+        "loss_scale_factor": plain_ppo.SCALE,
+    }
+    settings |= form.settings(groups) | case.settings | {"optim": _optim(ActorOptimSection, case, form)} | changes
+    actor = _build(Actor, ActorSection(**settings), groups, "lm", plain_ppo.TEMPERATURE)
+    actor.prepare(actor.section.optim, total_updates=1)
+    return actor
+
+
+def _critic(root: Path, case: Case, form: Form, groups: RoleGroups) -> Critic:
+    section = CriticSection(
+        path=str(root / f"{case.model}-critic"),
+        ppo_epochs=plain_ppo.EPOCHS,
+        cliprange_value=plain_ppo.CLIP_VALUE,
+        loss_agg_mode=case.agg,
+        loss_scale_factor=plain_ppo.SCALE,
+        optim=_optim(OptimSection, case, form),
+        **form.settings(groups),
+    )
+    critic = _build(Critic, section, groups, "scalar")
+    critic.prepare(section.optim, total_updates=1)
+    return critic
+
+
+def _reference(root: Path, case: Case, form: Form, groups: RoleGroups) -> Reference:
+    section = ReferenceSection(path=str(root / f"{case.model}-ref"), **form.settings(groups))
+    return _build(Reference, section, groups, "lm", plain_ppo.TEMPERATURE)
+
+
+def _optim(make: type[OptimSection], case: Case, form: Form) -> OptimSection:
+    beta1, beta2 = plain_ppo.BETAS
+    return make(
+        lr=plain_ppo.LR,
+        weight_decay=plain_ppo.WEIGHT_DECAY,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=plain_ppo.EPS,
+        clip_grad=case.clip_grad,
+        use_distributed_optimizer=form.distributed_optimizer,
+    )
+
+
+def _experience(root: Path, model: str) -> Experience:
+    experience: Experience = torch.load(root / f"{model}.experience", weights_only=False)
+    return experience
+
+
+def _train(root: Path, name: str, form: Form, groups: RoleGroups, out: Path) -> dict[str, float]:
+    """Update actor and critic from the same experience; their weights go to `out`, their metrics are returned."""
+    case = CASES[name]
+    experience = _experience(root, case.model)
+    rollout = experience.rollout
+    lengths = [len(tokens) for tokens in rollout.sequences()]
+    actor, critic = _actor(root, case, form, groups), _critic(root, case, form, groups)
+    plan = actor.plan(lengths, plain_ppo.MINI_BATCH)
+    ref_logits = None
+    if case.settings.get("kl_loss_type") == "full":
+        ref_logits = _reference(root, case, form, groups).logits(rollout, plan)
+    metrics = actor.update(experience, plan, ref_logits)
+    metrics |= critic.update(experience, critic.plan(lengths, plain_ppo.MINI_BATCH))
+    actor.export(out / "actor", 10**9)
+    critic.export(out / "critic", 10**9)
+    return metrics
+
+
+def _look(root: Path, model: str, form: Form, groups: RoleGroups) -> dict[str, Tensor]:
+    """All that is evaluated and not trained."""
+    rollout, case = _experience(root, model).rollout, Case(model, "token-mean")
+    actor, critic = _actor(root, case, form, groups), _critic(root, case, form, groups)
+    reference = _reference(root, case, form, groups)
+    lengths = [len(tokens) for tokens in rollout.sequences()]
+    plan = actor.plan(lengths, plain_ppo.MINI_BATCH)
+    evaluation = actor.evaluate(rollout, plan, reference.logits(rollout, plan))
+    assert evaluation.full_kl is not None
+    return {
+        "logprobs": evaluation.logprobs,
+        "entropy": evaluation.entropy,
+        "full_kl": evaluation.full_kl,
+        "ref_logprobs": reference.logprobs(rollout),
+        "values": critic.values(rollout, critic.plan(lengths, plain_ppo.MINI_BATCH)),
+    }
+
+
+def _first_update(root: Path, model: str, form: Form, groups: RoleGroups, dtype: str = "float32") -> dict[str, Any]:
+    """Metrics of one mini-batch whose old log-probs the same actor has just evaluated, and those log-probs.
+
+    The `abs` KL to them is a sum of sizes, so it is 0 only where every token's log-prob is the same.
+    """
+    settings = {"use_kl_loss": True, "kl_loss_type": "abs", "entropy_coeff": 0.1}
+    actor = _actor(root, Case(model, "token-mean", settings), form, groups, ppo_epochs=1, dtype=dtype)
+    experience = _experience(root, model)
+    plan = actor.plan([len(tokens) for tokens in experience.rollout.sequences()], len(experience.rollout))
+    logprobs = actor.evaluate(experience.rollout, plan).logprobs
+    fresh = replace(experience, old_logprobs=logprobs, ref_logprobs=logprobs)
+    return {**actor.update(fresh, plan), "logprobs": logprobs.tolist()}
+
+
+def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    factory, where = GroupFactory(timeout_s=120.0), Path(root)
+    found: dict[str, dict[str, Any]] = {"trained": {}, "evaluated": {}, "first": {}, "bfloat16": {}}
+    for tp, pp in LAYOUTS[world_size]:
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
+        for form_name, form in _forms(tp):
+            layout = f"tp{tp} pp{pp} dp{groups.layout.dp} {form_name}"
+            for case in CASES:
+                label = f"{layout}, {case}"
+                found["trained"][label] = _train(where, case, form, groups, where / str(world_size) / label)
+            for model in MODELS:
+                label = f"{layout}, {model}"
+                looks = _look(where, model, form, groups)
+                found["evaluated"][label] = {name: table.tolist() for name, table in looks.items()}
+                found["first"][label] = _first_update(where, model, form, groups)
+            if (tp, pp) == (2, 2) and form.sequence_parallel:
+                found["bfloat16"] = _first_update(where, "llama", form, groups, dtype="bfloat16")
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and, for each, an experience."""
+    directory = tmp_path_factory.mktemp("training")
+    plain_ppo.save_models(directory)
+    for model in MODELS:
+        torch.save(plain_ppo.make_experience(directory / model), directory / f"{model}.experience")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(root: Path) -> dict[str, tuple[Outcome, Outcome]]:
+    """Actor and critic of each case, as the plain loop trains them."""
+    outcomes = {}
+    for name, case in CASES.items():
+        experience, model = _experience(root, case.model), root / case.model
+        actor = plain_ppo.train_actor(case, model, experience)
+        outcomes[name] = actor, plain_ppo.train_critic(case, model, experience)
+    return outcomes
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def world(request: pytest.FixtureRequest, root: Path) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
+    """Where the weights went, and what each rank found."""
+    return root / str(request.param), run_ranks(request.param, _in_ranks, str(root))
+
+
+def test_the_plain_loop_meets_every_branch(expected: dict[str, tuple[Outcome, Outcome]]) -> None:
+    for name, outcomes in expected.items():
+        for metric, value in (outcomes[0].metrics | outcomes[1].metrics).items():
+            assert math.isfinite(value) and value != 0, (name, metric, value)
+        for role, outcome in zip(("actor", "critic"), outcomes, strict=True):
+            assert outcome.metrics[f"{role}/grad_norm"] > CASES[name].clip_grad
+
+
+def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, tuple[Outcome, Outcome]]) -> None:
+    directory, ranks = world
+    labels = ranks[0]["trained"]
+    assert len(labels) >= 2 * len(CASES)
+    for label, metrics in labels.items():
+        assert all(rank["trained"][label] == metrics for rank in ranks), f"{label}: ranks tell different metrics"
+        for role, outcome in zip(("actor", "critic"), expected[label.split(", ")[1]], strict=True):
+            for name, value in outcome.metrics.items():
+                assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{label}: {name}"
+            weights = load_file(directory / label / role / "model.safetensors")
+            assert weights.keys() == outcome.weights.keys()
+            for name, tensor in weights.items():
+                # 4 steps of up to 1e-2 each; rounding of the gradient, 1e-6 of a norm of up to 90, over EPS.
+                torch.testing.assert_close(tensor, outcome.weights[name], rtol=0, atol=2e-5, msg=f"{label}: {name}")
+
+
+def test_evaluations_equal_transformers(world: Any, root: Path) -> None:
+    for model in MODELS:
+        experience, path = _experience(root, model), root / model
+        rollout = experience.rollout
+        policy, reference = plain_ppo.load(path), plain_ppo.load(root / f"{model}-ref")
+        logprobs, entropy = plain_ppo.evaluate(policy, rollout)
+        wanted = {
+            "logprobs": logprobs,
+            "entropy": entropy,
+            "full_kl": plain_ppo.full_kl(policy, reference, rollout),
+            "ref_logprobs": experience.ref_logprobs,
+            "values": plain_ppo.token_values(plain_ppo.load(root / f"{model}-critic"), rollout),
+        }
+        for rank in world[1]:
+            found = {label: looks for label, looks in rank["evaluated"].items() if label.endswith(model)}
+            assert len(found) == len(rank["evaluated"]) / len(MODELS)
+            for label, looks in found.items():
+                for name, table in wanted.items():
+                    torch.testing.assert_close(
+                        torch.tensor(looks[name]), table, rtol=0, atol=2e-5, msg=f"{label}: {name}"
+                    )
+
+
+def test_in_the_first_mini_batch_every_ratio_is_one(world: Any) -> None:
+    for label, metrics in world[1][0]["first"].items():
+        assert metrics["actor/kl_loss"] == 0.0, label
+        assert metrics["actor/ppo_kl"] == 0.0, label
+        assert metrics["actor/pg_clipfrac"] == 0.0, label
+        assert metrics["actor/grad_norm"] > 0.1, label
+
+
+def test_bfloat16_stays_near(world: Any, root: Path) -> None:
+    metrics = world[1][-1]["bfloat16"]
+    if not metrics:
+        pytest.skip("run with 4 ranks only")
+    experience = _experience(root, "llama")
+    wanted = plain_ppo.evaluate(plain_ppo.load(root / "llama"), experience.rollout)[0]
+    gap = (torch.tensor(metrics["logprobs"]) - wanted).abs()
+    assert 1e-4 < gap.max() < 0.1 and gap[experience.rollout.response_mask].mean() < 0.02
+    assert metrics["actor/kl_loss"] == 0.0 and math.isfinite(metrics["actor/grad_norm"])

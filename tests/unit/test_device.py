@@ -1,0 +1,167 @@
+"""Device choice, the launcher's environment, and the CPU stand-ins: torch stays as it was, and nothing loads early."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrlhf.device import Device, _Rewrite, pick_device, read_launch, resolve_dtype, seed_everything
+from mrlhf.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+GPU = Device("cuda", torch.device("cuda", 0), "nccl")
+
+LAZY = """
+import sys
+import mrlhf
+assert not [name for name in sys.modules if name.startswith("megatron")], "megatron was imported"
+assert "torch._dynamo" not in sys.modules, "a compiler was imported"
+"""
+
+UNTOUCHED = """
+import torch
+import torch.cuda, torch.distributed, torch.nn.functional, torch.utils.checkpoint
+watched = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed, torch.nn.functional, torch.random]
+before = [{name: id(value) for name, value in vars(module).items()} for module in watched]
+import mrlhf
+from megatron.core.models.gpt import GPTModel
+import megatron.core.tensor_parallel.random, megatron.core.pipeline_parallel.schedules, megatron.core.optimizer
+for module, names in zip(watched, before, strict=True):
+    changed = [name for name in names if id(vars(module).get(name)) != names[name]]
+    assert not changed, (module, changed)
+assert not torch.cuda.is_available()
+import megatron.core.jit
+def function(): pass
+assert megatron.core.jit.jit_fuser(function) is function
+from megatron.core.transformer.moe import moe_utils
+assert moe_utils.te_general_gemm is None
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+model_parallel_cuda_manual_seed(5, tp_rank=1, ep_rank=0, etp_rank=0)
+outside = torch.get_rng_state()
+with get_cuda_rng_tracker().fork():
+    inside = torch.rand(3)
+assert torch.equal(torch.get_rng_state(), outside)
+torch.manual_seed(5 + 2718 + 1)  # megatron-core's seed of tensor-parallel rank 1
+assert torch.equal(inside, torch.rand(3))
+"""
+
+ROTARY = """
+import sys
+import mrlhf
+from megatron.core.models.gpt import GPTModel
+import torch, transformers
+config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                                  num_key_value_heads=2, vocab_size=16, rope_theta=10000.0)
+transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])
+expected = 10000.0 ** (-torch.arange(0, 16, 2).double() / 16)
+torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), expected, atol=1e-7, rtol=1e-6)
+"""
+
+
+def run_python(program: str, *arguments: str) -> None:
+    """Run `program` in an interpreter that has imported nothing; no GPU is visible."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error::UserWarning:megatron", "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_mrlhf_imports_no_megatron() -> None:
+    run_python(LAZY)
+
+
+def test_torch_is_unchanged_by_importing_megatron_and_its_random_states_work() -> None:
+    run_python(UNTOUCHED)
+
+
+def test_transformers_loads_right_rotary_frequencies_in_the_same_process(tmp_path: Path) -> None:
+    run_python(ROTARY, str(tmp_path))
+
+
+def test_megatron_imported_too_early_is_found_out() -> None:
+    with pytest.raises(AssertionError, match="import mrlhf first"):
+        run_python("import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import mrlhf")
+
+
+@pytest.mark.parametrize(
+    ("source", "rewritten"),
+    [
+        ("torch.cuda.current_device()", "_mrlhf_device.CUDA_ON_CPU.current_device()"),
+        ("fuse = torch.compile", "fuse = _mrlhf_device.not_compiled"),
+        ("torch.zeros(1, device='cuda')", "torch.zeros(1, device='cpu')"),
+        ("torch.tensor(x, pin_memory=True)", "torch.tensor(x, pin_memory=False)"),
+        ("kind == 'torch.cuda.FloatTensor'", "kind == 'torch.FloatTensor'"),
+        ("weight.data.cuda(non_blocking=True)", "weight.data"),
+        ("torch.nn.Module()", "torch.nn.Module()"),
+        ("other.cuda.stream", "other.cuda.stream"),
+    ],
+)
+def test_rewriting(source: str, rewritten: str) -> None:
+    assert ast.unparse(_Rewrite().visit(ast.parse(source))) == rewritten
+
+
+def test_pick_device_on_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto", local_rank=3) == pick_device("cpu", local_rank=0) == CPU
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        pick_device("cuda", local_rank=0)
+
+
+def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert pick_device("auto", local_rank=1) == Device("cuda", torch.device("cuda", 1), "nccl")
+    assert current == [1]
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU of its own: torch sees 2"):
+        pick_device("cuda", local_rank=2)
+    with pytest.raises(ConfigError, match="hide it with CUDA_VISIBLE_DEVICES=''"):
+        pick_device("cpu", local_rank=0)
+
+
+def test_dtype() -> None:
+    assert resolve_dtype("auto", CPU) is torch.float32
+    assert resolve_dtype("auto", GPU) is torch.bfloat16
+    assert resolve_dtype("bfloat16", CPU) is torch.bfloat16
+    assert resolve_dtype("float32", GPU) is torch.float32
+
+
+def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    launch = read_launch()
+    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(ConfigError, match="RANK, MASTER_PORT are not set; start with torchrun --nproc-per-node"):
+        read_launch()
+
+
+def test_peak_memory_on_the_cpu_counts_what_was_touched() -> None:
+    before = CPU.max_memory_allocated()
+    block = torch.ones(before // 4 + 2**24)  # four bytes an element: more than the process ever held
+    CPU.synchronize()
+    assert CPU.max_memory_allocated() >= before + 2**24
+    del block
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    seed_everything(7)
+    first = torch.rand(4)
+    seed_everything(7)
+    assert torch.equal(first, torch.rand(4))

@@ -1,0 +1,123 @@
+"""Balance, packing and the cut of a batch: the stated invariants on random lengths, and literal packs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from mrlhf.parallel.microbatch import make_pack, pack_rows, plan_mini_batches, split_balanced
+
+
+def _batches() -> list[list[int]]:
+    """Sequence lengths of several batches, some with few long sequences, one with equal ones, one of a single row."""
+    rng = random.Random(1)
+    ragged = [[rng.randint(1, rng.choice((3, 40, 300))) for _ in range(rng.randint(9, 40))] for _ in range(30)]
+    return [[7] * 12, [5], *ragged]
+
+
+BATCHES = _batches()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_balanced_parts_cover_once_and_differ_by_at_most_one_sequence(parts: int) -> None:
+    for lengths in (batch for batch in BATCHES if len(batch) >= parts):
+        shares = split_balanced(lengths, parts)
+        assert sorted(itertools.chain(*shares)) == list(range(len(lengths)))
+        assert len(shares) == parts and all(share and share == sorted(share) for share in shares)
+        loads = [sum(lengths[i] for i in share) for share in shares]
+        assert max(loads) - min(loads) <= max(lengths)
+
+
+def test_no_part_is_empty_beside_a_very_long_sequence_or_empty_ones() -> None:
+    assert split_balanced([1000, 1, 1], 3) == [[0], [1], [2]]
+    assert all(split_balanced([0, 0, 0, 0], 4))
+
+
+def test_balance_of_a_small_batch() -> None:
+    assert split_balanced([3, 9, 4, 5, 1], 2) == [[1, 4], [0, 2, 3]] or split_balanced([3, 9, 4, 5, 1], 2) == [
+        [0, 1],
+        [2, 3, 4],
+    ]
+
+
+def test_more_parts_than_sequences_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="2 sequences cannot fill 3 parts"):
+        split_balanced([4, 4], 3)
+
+
+@pytest.mark.parametrize("budget", [1, 40, 300, 10**6])
+def test_packs_cover_once_within_the_budget(budget: int) -> None:
+    for lengths in BATCHES:
+        packs = pack_rows(lengths, budget)
+        assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
+        loads = [sum(lengths[i] for i in pack) for pack in packs]
+        for pack, load in zip(packs, loads, strict=True):
+            assert load <= budget or len(pack) == 1
+        # First fit leaves no two packs that would go into one.
+        assert all(a + b > budget for a, b in itertools.combinations(loads, 2))
+
+
+def test_packs_of_a_small_batch() -> None:
+    assert pack_rows([3, 9, 4, 5, 1], 10) == [[0, 4], [1], [2, 3]] or pack_rows([3, 9, 4, 5, 1], 10) == [
+        [0],
+        [1, 4],
+        [2, 3],
+    ]
+    assert pack_rows([3, 30, 4], 10) == [[0, 2], [1]]
+
+
+def test_which_rows_share_an_optimizer_step_depends_on_the_batch_alone() -> None:
+    for lengths in BATCHES[2:]:
+        count = len(lengths)
+        wanted = [list(range(begin, min(begin + 8, count))) for begin in range(0, count - count % 8, 8)]
+        for dp, budget in itertools.product((1, 2, 4), (1, 50, 10**6)):
+            plan = plan_mini_batches(lengths[: count - count % 8], 8, dp, budget)
+            assert [mini_batch.rows for mini_batch in plan] == wanted
+            for mini_batch in plan:
+                shares = mini_batch.micro_batches
+                assert len(shares) == dp and all(shares)
+                assert sorted(row for share in shares for rows in share for row in rows) == mini_batch.rows
+
+
+def test_the_last_mini_batch_may_be_smaller() -> None:
+    plan = plan_mini_batches([4, 6, 5, 3, 2], mini_batch_rows=3, dp=1, budget=10)
+    assert [mini_batch.rows for mini_batch in plan] == [[0, 1, 2], [3, 4]]
+    assert plan[0].micro_batches == [[[0, 1], [2]]]
+    assert plan[1].micro_batches == [[[3, 4]]]
+
+
+SEQUENCES = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]
+
+
+def test_a_pack_that_selects_responses() -> None:
+    pack = make_pack(SEQUENCES, [2, 1, 1], rows=[0, 2], select="response", multiple=4)
+    assert pack.rows == [0, 2]
+    assert pack.token_ids.tolist() == [11, 12, 13, 14, 31, 32, 33, 0]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert pack.boundaries.tolist() == [0, 4, 7, 8] and pack.boundaries.dtype == torch.int32
+    assert pack.longest == 4
+    # The prompt of row 0 ends at position 1, that of row 2 at position 4; what follows each position is its target.
+    assert pack.select.tolist() == [1, 2, 4, 5]
+    assert pack.targets.tolist() == [13, 14, 32, 33]
+
+
+def test_a_pack_that_selects_last_tokens() -> None:
+    pack = make_pack(SEQUENCES, [1, 1, 1], rows=[1, 2, 0], select="last", multiple=1)
+    assert pack.token_ids.tolist() == [21, 22, 31, 32, 33, 11, 12, 13, 14]
+    assert pack.boundaries.tolist() == [0, 2, 5, 9]
+    assert pack.select.tolist() == [1, 4, 8]
+    assert pack.targets.tolist() == [0, 0, 0]
+
+
+def test_padding_longer_than_every_sequence_is_the_longest() -> None:
+    pack = make_pack([[5], [6]], [1, 1], rows=[0], select="last", multiple=8)
+    assert pack.token_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.boundaries.tolist() == [0, 1, 8] and pack.longest == 7
+
+
+def test_a_response_of_one_token_after_a_prompt_of_one() -> None:
+    pack = make_pack([[8, 9]], [1], rows=[0], select="response", multiple=1)
+    assert pack.select.tolist() == [0] and pack.targets.tolist() == [9]
