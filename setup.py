@@ -1,4 +1,4 @@
-"""Packaging of mrlhf: ranges that it works with; `constraints-cpu.txt` pins what was tested on machines without a GPU."""
+"""Packaging of mrlhf: the ranges it works with; `constraints-cpu.txt` pins what was tested without a GPU."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 setup(
     name="mrlhf",
     version="0.1.0",
-    description="Reinforcement learning from human feedback on Megatron-style model parallelism, started by plain torchrun",
+    description="Reinforcement learning from human feedback on Megatron-style model parallelism, by plain torchrun",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

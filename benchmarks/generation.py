@@ -1,7 +1,7 @@
-"""Tokens per second of the native engine against transformers' generate: same weights, prompts and lengths, one process.
+"""Tokens per second of the native engine against transformers' generate: same weights, prompts and lengths.
 
-Usage: benchmarks/generation.py [--hidden 512] [--prompts 32] [--new-tokens 64] [--repeats 5]. The two alternate in one run; the table
-gives medians and their ratio. Greedy, no stop token, so both produce the same number of tokens; the tokens are compared.
+One process; the two alternate in one run, and the table gives medians and their ratio. Greedy and without a stop token,
+so that both produce the same number of tokens; the tokens are compared.
 """
 
 from __future__ import annotations

@@ -94,6 +94,11 @@ def read_launch() -> Launch:
     return Launch(rank, world_size, local_rank)
 
 
+def is_first_process() -> bool:
+    """Whether this process is the one to tell what every process sees, such as a mistake on the command line."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
     """The device of the process with number `local_rank` on its machine; "auto" takes a GPU where there is one.
 

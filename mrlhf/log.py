@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +62,8 @@ def configure_logging(rank: int) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
+    for third_party in (r"torch\.distributed", r"megatron\.core"):  # deprecations that are not our user's to mend
+        warnings.filterwarnings("ignore", module=third_party)
     logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 

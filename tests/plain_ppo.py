@@ -172,7 +172,7 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
             else:
                 assert experience.ref_logprobs is not None and settings["kl_loss_type"] == "low_var_kl"
                 log_ratio = experience.ref_logprobs[row, :length] - logprobs
-                kl = log_ratio.exp() - log_ratio - 1
+                kl = (log_ratio.exp() - log_ratio - 1).clamp(max=10)
             terms["actor/kl_loss"] = kl
             total = total + settings["kl_loss_coef"] * kl
         told = {

@@ -72,8 +72,8 @@ class Role:
             initialise(heads, tensor_shapes(self.spec), seed, head_std=0.0)
 
     def initialise(self, seed: int) -> None:
-        """Draw random weights that depend on `seed` and not on the layout."""
-        initialise(self.slots, tensor_shapes(self.spec), seed)
+        """Draw random weights that depend on `seed` and the model's `initializer_range`, and not on the layout."""
+        initialise(self.slots, tensor_shapes(self.spec), seed, std=self.spec.hf_config["initializer_range"])
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write the weights as a Hugging Face checkpoint, its `config.json` excepted; every rank calls it."""

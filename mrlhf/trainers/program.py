@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, check, check_models, describe, dry_run, parse_args
-from mrlhf.device import read_launch
+from mrlhf.device import is_first_process, read_launch
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.log import configure_logging
 
@@ -41,7 +41,7 @@ def main(root_class: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequ
         check_models(config)
     except ConfigError as error:
         # Every rank sees the same arguments; one of them says what is wrong with them.
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
     logger.info("%s", describe(config, launch.world_size))

@@ -7,7 +7,6 @@ sees the same numbers. One full tensor at a time is in memory. It does not know 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,29 +14,24 @@ from torch import Tensor
 
 from mrlhf.weights.shard import Shape, Slot
 
-_INTO_RESIDUAL = ("o_proj.weight", "down_proj.weight")
-
 
 def initialise(
     slots: Sequence[Slot], shapes: Mapping[str, Shape], seed: int, std: float = 0.02, head_std: float = 0.02
 ) -> None:
-    """Fill `slots`: norms 1, biases 0, matrices N(0, std), as GPT-2 does.
-
-    The matrices that write into the residual stream (o_proj, down_proj) are N(0, std / sqrt(2 x layers)).
+    """Fill `slots`: norms 1, biases 0, matrices N(0, std), as transformers initialises these families.
 
     Args:
         slots: what to fill; may be a part of the model.
         shapes: name and full shape of every tensor of the whole model.
         seed: of the run.
-        std: standard deviation of the matrices.
+        std: standard deviation of the matrices; `initializer_range` of a `config.json`.
         head_std: standard deviation of a scalar head, `score.weight`; at 0 it predicts 0 everywhere.
     """
-    num_layers = sum(name.endswith(_INTO_RESIDUAL[0]) for name in shapes)
     by_name: dict[str, list[Slot]] = {}
     for slot in slots:
         by_name.setdefault(slot.piece.name, []).append(slot)
     for name, holders in by_name.items():
-        whole = _draw(name, shapes[name], seed, _std_of(name, std, head_std, num_layers))
+        whole = _draw(name, shapes[name], seed, head_std if name == "score.weight" else std)
         for slot in holders:
             piece = slot.piece
             view = slot.view(piece.start, piece.stop)
@@ -52,9 +46,3 @@ def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * std
-
-
-def _std_of(name: str, std: float, head_std: float, num_layers: int) -> float:
-    if name == "score.weight":
-        return head_std
-    return std / math.sqrt(2 * num_layers) if name.endswith(_INTO_RESIDUAL) else std

@@ -168,8 +168,8 @@ def test_initial_weights_have_the_stated_deviations() -> None:
     assert found[prefix + "self_attn.k_proj.bias"].eq(0).all()
     assert found["model.embed_tokens.weight"].std().item() == pytest.approx(0.1, rel=0.1)
     assert found[prefix + "mlp.gate_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
-    assert found[prefix + "mlp.down_proj.weight"].std().item() == pytest.approx(0.1 / 8**0.5, rel=0.1)
-    assert found[prefix + "self_attn.o_proj.weight"].std().item() == pytest.approx(0.1 / 8**0.5, rel=0.1)
+    assert found[prefix + "mlp.down_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert found[prefix + "self_attn.o_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
     assert found["score.weight"].std().item() == pytest.approx(3.0, rel=0.4)
     gates = [found[f"model.layers.{layer}.mlp.gate_proj.weight"] for layer in range(4)]
     assert not torch.equal(gates[0], gates[1])

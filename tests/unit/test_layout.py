@@ -10,9 +10,8 @@ from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
 
 LAYOUTS = [ParallelLayout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3))]
-AXES: list[tuple[Axis, ...]] = [
-    axes for count in range(4) for axes in itertools.combinations[Axis](("tp", "dp", "pp"), count)
-]
+NAMES: tuple[Axis, ...] = ("tp", "dp", "pp")
+AXES = [axes for count in range(4) for axes in itertools.combinations(NAMES, count)]
 
 
 def test_ranks_run_along_tensor_then_data_then_pipeline() -> None:
@@ -48,7 +47,7 @@ def test_groups_cover_the_world_once_and_differ_along_their_axes_only(layout: Pa
             size *= getattr(layout, axis)
         for group in groups:
             assert len(group) == size and group == sorted(group)
-            for fixed in {"tp", "dp", "pp"} - set(axes):
+            for fixed in set(NAMES) - set(axes):
                 assert len({getattr(layout.coordinates(rank), fixed) for rank in group}) == 1
 
 
