@@ -26,9 +26,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "attention_dropout": 0.0,
 }
-PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1, 7, 3, 5, 2)
-RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 8, 1, 6, 3, 10)
-MINI_BATCH = 6
+PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1)
+RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 10)
+MINI_BATCH = 4
 EPOCHS = 2
 TEMPERATURE = 0.7
 CLIP_LOW, CLIP_HIGH, CLIP_C, CLIP_VALUE = 0.2, 0.3, 3.0, 0.5
@@ -203,7 +203,11 @@ def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
 
 
 def _train(
-    role: str, model: Any, case: Case, sequence: Callable[[int], tuple[dict[str, Tensor], Tensor]], losses: tuple[str, ...]
+    role: str,
+    model: Any,
+    case: Case,
+    sequence: Callable[[int], tuple[dict[str, Tensor], Tensor]],
+    losses: tuple[str, ...],
 ) -> Outcome:
     """Mini-batches in order; losses are aggregated and averaged over mini-batches, the rest is averaged over tokens."""
     matrices = [p for p in model.parameters() if p.dim() > 1]

@@ -27,8 +27,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     arithmetic.add_argument("--out", type=Path, required=True)
     arithmetic.add_argument("--digits", type=int, default=2, help="most digits of an operand")
     arithmetic.add_argument("--operations", default="+", help=f"one or several of {''.join(OPERATIONS)}")
-    arithmetic.add_argument("--sft", type=int, default=4000, help="supervised examples")
-    arithmetic.add_argument("--train", type=int, default=4000, help="RL prompts")
+    arithmetic.add_argument("--sft", type=int, default=9000, help="supervised problems")
+    arithmetic.add_argument("--sft-copies", type=int, default=4, help="times each is answered, right or wrong anew")
+    arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
     arithmetic.add_argument("--held-out", type=int, default=500, help="prompts in neither of the two")
     arithmetic.add_argument(
         "--wrong-fraction", type=float, default=0.5, help="part of supervised answers that is wrong"

@@ -88,6 +88,7 @@ def write_arithmetic(
     digits: int,
     operations: str,
     sft: int,
+    sft_copies: int = 1,
     train: int,
     held_out: int,
     wrong_fraction: float,
@@ -98,7 +99,8 @@ def write_arithmetic(
     """Write sft.jsonl, train.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
 
     sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only sft.jsonl has wrong
-    answers.
+    answers. It has `sft` problems `sft_copies` times each, every time with an answer that is right or wrong by chance
+    of its own, so that what is learned is the chance and not the answer.
 
     Returns:
         Rows written, by file name.
@@ -108,9 +110,9 @@ def write_arithmetic(
     rng = random.Random(seed)
     held = sample_problems(held_out, digits=digits, operations=operations, rng=rng)
     hidden = frozenset(problem.prompt for problem in held)
-    shown = sample_problems(sft, digits=digits, operations=operations, rng=rng, exclude=hidden)
+    shown = sft_copies * sample_problems(sft, digits=digits, operations=operations, rng=rng, exclude=hidden)
     asked = sample_problems(train, digits=digits, operations=operations, rng=rng, exclude=hidden)
-    wrong = set(rng.sample(range(sft), round(wrong_fraction * sft)))
+    wrong = set(rng.sample(range(len(shown)), round(wrong_fraction * len(shown))))
     answers = [
         str(wrong_answer(problem.answer, wrong_kind, rng) if i in wrong else problem.answer)
         for i, problem in enumerate(shown)

@@ -130,6 +130,7 @@ class TrainedRole(Role):
             OptimizerConfig(
                 optimizer="adam",
                 lr=optim.lr,
+                min_lr=optim.lr * optim.min_lr_ratio,  # the scheduler reads it from the parameter groups
                 weight_decay=optim.weight_decay,
                 adam_beta1=optim.adam_beta1,
                 adam_beta2=optim.adam_beta2,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,14 +70,14 @@ class Form:
         }
 
 
-# 18 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
+# 12 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
 FORMS = {
-    "many packs": Form(tuple(CASES), MODELS, 18, distributed_optimizer=True),
+    "many packs": Form(tuple(CASES), MODELS, 12, distributed_optimizer=True),
     "one pack": Form(("sampled KL and entropy", "entropy"), ("llama",), 1000, distributed_optimizer=False),
     "sequence-parallel": Form(
         ("clipped gradient", "full KL"),
         ("qwen2-tied",),
-        31,
+        20,
         distributed_optimizer=True,
         sequence_parallel=True,
         recompute="full",
@@ -254,6 +255,10 @@ def test_the_plain_loop_meets_every_branch(expected: dict[str, tuple[Outcome, Ou
             assert outcome.metrics[f"{role}/grad_norm"] > CASES[name].clip_grad
 
 
+def _named(title: str, message: str) -> str:
+    return f"{title}: {message}"
+
+
 def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, tuple[Outcome, Outcome]]) -> None:
     directory, ranks = world
     labels = ranks[0]["trained"]
@@ -266,8 +271,10 @@ def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, tuple[Outc
             weights = load_file(directory / label / role / "model.safetensors")
             assert weights.keys() == outcome.weights.keys()
             for name, tensor in weights.items():
-                # 4 steps of up to 1e-2 each; rounding of the gradient, 1e-6 of a norm of up to 90, over EPS.
-                torch.testing.assert_close(tensor, outcome.weights[name], rtol=0, atol=2e-5, msg=f"{label}: {name}")
+                # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to 1e-2 * 1e-6 / EPS.
+                torch.testing.assert_close(
+                    tensor, outcome.weights[name], rtol=0, atol=1e-5, msg=partial(_named, f"{label}: {name}")
+                )
 
 
 def test_evaluations_equal_transformers(world: Any, root: Path) -> None:
@@ -289,7 +296,7 @@ def test_evaluations_equal_transformers(world: Any, root: Path) -> None:
             for label, looks in found.items():
                 for name, table in wanted.items():
                     torch.testing.assert_close(
-                        torch.tensor(looks[name]), table, rtol=0, atol=2e-5, msg=f"{label}: {name}"
+                        torch.tensor(looks[name]), table, rtol=0, atol=2e-5, msg=partial(_named, f"{label}: {name}")
                     )
 
 
@@ -301,10 +308,9 @@ def test_in_the_first_mini_batch_every_ratio_is_one(world: Any) -> None:
         assert metrics["actor/grad_norm"] > 0.1, label
 
 
+@pytest.mark.parametrize("world", [4], indirect=True)
 def test_bfloat16_stays_near(world: Any, root: Path) -> None:
     metrics = world[1][-1]["bfloat16"]
-    if not metrics:
-        pytest.skip("run with 4 ranks only")
     experience = _experience(root, "llama")
     wanted = plain_ppo.evaluate(plain_ppo.load(root / "llama"), experience.rollout)[0]
     gap = (torch.tensor(metrics["logprobs"]) - wanted).abs()

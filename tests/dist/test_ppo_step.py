@@ -1,0 +1,300 @@
+"""Whole PPO steps, from configuration to updated weights, in four ranks: the same on every layout, and as written down.
+
+What the models compute is compared with transformers, what is made of it with loops in this file. All runs share one
+spawn of ranks, since starting those is what costs time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.config import PPOConfig, check, check_models, load_config
+from mrlhf.data.arithmetic import write_arithmetic
+from mrlhf.device import Device
+from mrlhf.errors import RewardError
+from mrlhf.metrics import PhaseTimer
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.trainers.ppo import PPOTrainer
+from mrlhf.trainers.ppo_setup import assemble
+from mrlhf.trainers.scoring import Scores
+from mrlhf.trainers.startup import Run
+from tests import plain_ppo
+from tests.ranks import run_ranks
+
+WORLD_SIZE = 4
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+MODEL, REWARD_MODEL = "llama", "qwen2-tied-critic"
+KL_COEF, TARGET_KL, HORIZON = 0.2, 1e-4, 100
+# Overrides of the base configuration; those in LAYOUTS must not change a number.
+LAYOUTS: dict[str, list[str]] = {
+    "tp2 pp2": ["actor.tp=2", "actor.pp=2", "critic.tp=2", "rollout.tp=2", "rollout.verify_reshard=true"],
+    "dp4": ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=2"],
+    "tp2 dp2": ["actor.tp=2", "actor.sequence_parallel=true", "actor.micro_batch_tokens=16", "reward_model.pp=2"],
+}
+ONCE = ["actor.ppo_epochs=1", "actor.ppo_mini_batch_size=8", "actor.micro_batch_tokens=16"]
+FULL_KL = ["algorithm.kl_penalty=full", "actor.kl_loss_type=full"]
+OTHERS: dict[str, list[str]] = {
+    # One mini-batch, so that its only update must see the very log-probs of before.
+    "terminal": ["algorithm.kl_placement=terminal", *ONCE],
+    "warmup": ["actor.tp=2", "actor.pp=2", "trainer.critic_warmup=2"],
+    "custom": ["reward.terms=[{name: CUSTOM:letters, weight: 2.0}]", "reward_model=null"],
+    "raising": ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"],
+    "full KL, tp2 pp2": ["actor.tp=2", "actor.pp=2", *FULL_KL],
+    "full KL, dp4": FULL_KL,
+}
+CUSTOM = """
+def letters(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
+
+
+def breaks(data_source, solution_str, ground_truth, extra_info):
+    raise ZeroDivisionError("no such number")
+"""
+
+
+def _base(root: Path) -> dict[str, Any]:
+    # Why the eps is so large is said where it stands.
+    trained = {
+        "ppo_mini_batch_size": 4,
+        "ppo_epochs": 2,
+        "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS},
+    }
+    return {
+        "seed": 3,
+        "actor": {"path": str(root / MODEL), "use_kl_loss": True, "kl_loss_coef": 0.1, **trained},
+        "critic": {"path": str(root / f"{MODEL}-critic"), **trained},
+        "reference": {"path": str(root / f"{MODEL}-ref")},
+        "reward_model": {"path": str(root / REWARD_MODEL)},
+        "reward": {"terms": [{"name": "exact_match"}, {"name": "reward_model", "weight": 0.5}]},
+        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "dump_freq": 1},
+        "data": {
+            "train_files": str(root / "data" / "train.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "train_batch_size": 8,
+            "max_prompt_length": 6,
+            "max_response_length": 5,
+        },
+        "algorithm": {
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": KL_COEF, "target_kl": TARGET_KL, "horizon": HORIZON},
+        },
+        "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
+    }
+
+
+class Watched(PPOTrainer):
+    """Keeps the last step's experience."""
+
+    experience: Experience
+
+    def evaluate_rollout(
+        self, rollout: Rollout, scores: Scores, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> Experience:
+        self.experience = super().evaluate_rollout(rollout, scores, timer, metrics)
+        return self.experience
+
+
+def _fingerprint(role: Any) -> list[float]:
+    return [slot.parameter.double().sum().item() for slot in role.slots]
+
+
+def _steps(root: Path, name: str, overrides: list[str], rank: int, factory: GroupFactory) -> list[dict[str, Any]]:
+    """What came of each step: its metrics, its experience as lists, and the weights' sums before and after."""
+    placed = [override.replace("CUSTOM", str(root / "rewards.py")) for override in overrides]
+    config = load_config(PPOConfig, root / "base.yaml", placed)
+    check(config, WORLD_SIZE)
+    assert check_models(config) == []
+    directory = root / "runs" / name
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(CPU, rank, WORLD_SIZE, factory, directory)
+    trainer = Watched(config, run, assemble(config, run))
+    steps = []
+    try:
+        for number in (1, 2):
+            before = _fingerprint(trainer.parts.actor), _fingerprint(trainer.parts.critic)
+            metrics = trainer.step(number)
+            after = _fingerprint(trainer.parts.actor), _fingerprint(trainer.parts.critic)
+            moved = [old != new for old, new in zip(before, after, strict=True)]
+            steps.append({"metrics": metrics, "experience": trainer.experience, "moved": moved})
+    finally:
+        trainer.parts.scorer.close()
+    return steps
+
+
+def _in_ranks(rank: int, world_size: int, root: str) -> None:
+    torch.set_num_threads(1)
+    factory = GroupFactory(timeout_s=120.0)
+    found: dict[str, Any] = {}
+    for name, overrides in (LAYOUTS | OTHERS).items():
+        try:
+            found[name] = _steps(Path(root), name, overrides, rank, factory)
+        except RewardError as error:
+            found[name] = str(error)
+    torch.save(found, Path(root) / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, data, a user's reward functions, the configuration, and all runs."""
+    directory = tmp_path_factory.mktemp("ppo")
+    plain_ppo.save_models(directory)
+    write_arithmetic(
+        directory / "data", digits=2, operations="+", sft=40, train=20, held_out=4,
+        wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_ppo.SIZES["vocab_size"], seed=1,
+    )  # fmt: skip
+    (directory / "rewards.py").write_text(CUSTOM)
+    (directory / "base.yaml").write_text(yaml.safe_dump(_base(directory)))
+    run_ranks(WORLD_SIZE, _in_ranks, str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path) -> list[dict[str, Any]]:
+    """What each rank found in each run."""
+    return [torch.load(root / f"rank{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
+
+
+def _comparable(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what a layout may change."""
+    return {k: v for k, v in metrics.items() if not k.startswith(("timing", "perf/", "reshard/"))}
+
+
+def _responses(experience: Experience) -> list[list[int]]:
+    rollout = experience.rollout
+    return [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)]
+
+
+@pytest.mark.parametrize("family", [list(LAYOUTS), ["full KL, tp2 pp2", "full KL, dp4"]], ids=["layouts", "full KL"])
+def test_a_step_is_the_same_on_every_layout(ranks: list[dict[str, Any]], family: list[str]) -> None:
+    first = ranks[0][family[0]]
+    for name in family:
+        for number, step in enumerate(ranks[0][name]):
+            wanted, title = first[number], f"{name}, step {number + 1}"
+            assert _responses(step["experience"]) == _responses(wanted["experience"]), title
+            for field in ("scores", "old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
+                found, expected = (getattr(s["experience"], field) for s in (step, wanted))
+                assert torch.allclose(found, expected, rtol=0, atol=1e-4), f"{title}: {field}"
+            assert _comparable(step["metrics"]) == pytest.approx(_comparable(wanted["metrics"]), rel=1e-4, abs=2e-5), (
+                title
+            )
+
+
+def test_all_ranks_tell_the_same(ranks: list[dict[str, Any]]) -> None:
+    for name in LAYOUTS:
+        for rank in ranks[1:]:
+            for step, wanted in zip(rank[name], ranks[0][name], strict=True):
+                assert _comparable(step["metrics"]) == _comparable(wanted["metrics"])
+
+
+def test_training_learns_something_to_compare(ranks: list[dict[str, Any]]) -> None:
+    one, two = (step["metrics"] for step in ranks[0]["dp4"])
+    for name in ("actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "actor/grad_norm", "critic/vf_loss"):
+        assert abs(one[name]) > 1e-4 and abs(one[name] - two[name]) > 1e-4, name
+    assert len({tuple(response) for response in _responses(ranks[0]["dp4"][0]["experience"])}) > 8
+
+
+def test_the_engine_and_the_trainer_agree(ranks: list[dict[str, Any]]) -> None:
+    for name, steps in ranks[0].items():
+        for number, step in enumerate(steps if isinstance(steps, list) else []):
+            assert step["metrics"]["training/rollout_probs_diff_max"] < 1e-5, (name, number)
+            assert step["experience"].rollout.version == number
+
+
+def test_the_experience_is_what_the_models_say(ranks: list[dict[str, Any]], root: Path) -> None:
+    experience, metrics = (ranks[0]["tp2 pp2"][0][key] for key in ("experience", "metrics"))
+    rollout = experience.rollout
+    logprobs, entropy = plain_ppo.evaluate(plain_ppo.load(root / MODEL), rollout)
+    _close(experience.old_logprobs, logprobs)
+    _close(experience.ref_logprobs, plain_ppo.evaluate(plain_ppo.load(root / f"{MODEL}-ref"), rollout)[0])
+    _close(experience.values, plain_ppo.token_values(plain_ppo.load(root / f"{MODEL}-critic"), rollout))
+    judge, scores = plain_ppo.load(root / REWARD_MODEL), []
+    for sequence in rollout.sequences():
+        with torch.no_grad():
+            scores.append(judge.score(judge.model(torch.tensor([sequence]))[0])[0, -1].item() * 0.5)
+    # No answer of a random model is right.
+    assert metrics["reward/exact_match"] == 0.0
+    _close(experience.scores, torch.tensor(scores))
+    assert metrics["actor/entropy"] == pytest.approx(entropy[rollout.response_mask].mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dp4", "terminal"])
+def test_rewards_and_advantages_by_hand(ranks: list[dict[str, Any]], name: str) -> None:
+    experience = ranks[0][name][0]["experience"]
+    kl = (experience.old_logprobs - experience.ref_logprobs).double()
+    rewards, returns = torch.zeros_like(kl), torch.zeros_like(kl)
+    for row, length in enumerate(experience.rollout.response_lengths):
+        if name == "terminal":
+            rewards[row, length - 1] = -KL_COEF * kl[row, :length].sum()
+        else:
+            rewards[row, :length] = -KL_COEF * kl[row, :length]
+        rewards[row, length - 1] += experience.scores[row]
+        for t in range(length):  # gamma = lambda = 1: all the reward to come
+            returns[row, t] = rewards[row, t:length].sum()
+    mask = experience.rollout.response_mask
+    advantages = (returns - experience.values)[mask]
+    _close(experience.token_rewards, rewards)
+    _close(experience.returns, returns)
+    _close(experience.advantages[mask], (advantages - advantages.mean()) / advantages.std())
+    assert not experience.advantages[~mask].any()
+
+
+def test_the_adaptive_coefficient_moves_by_its_formula(ranks: list[dict[str, Any]]) -> None:
+    one, two = (step["metrics"] for step in ranks[0]["dp4"])
+    assert one["actor/reward_kl_penalty_coeff"] == KL_COEF
+    assert one["actor/reward_kl_penalty"] > 2 * TARGET_KL  # so the error is clipped to 0.2; a step has 16 samples
+    assert two["actor/reward_kl_penalty_coeff"] == pytest.approx(KL_COEF * (1 + 0.2 * 16 / HORIZON), rel=1e-12)
+
+
+def test_full_kl_is_that_of_the_distributions(ranks: list[dict[str, Any]], root: Path) -> None:
+    step = ranks[0]["full KL, tp2 pp2"][0]
+    rollout = step["experience"].rollout
+    kl = plain_ppo.full_kl(plain_ppo.load(root / MODEL), plain_ppo.load(root / f"{MODEL}-ref"), rollout)
+    mean = (kl.sum(dim=1) / rollout.response_mask.sum(dim=1)).mean().item()
+    assert step["metrics"]["actor/reward_kl_penalty"] == pytest.approx(mean, abs=1e-5)
+
+
+def test_the_first_update_sees_the_ratio_one(ranks: list[dict[str, Any]]) -> None:
+    for step in ranks[0]["terminal"]:
+        assert step["metrics"]["actor/ppo_kl"] == 0.0 and step["metrics"]["actor/pg_clipfrac"] == 0.0
+        assert step["moved"] == [True, True]
+
+
+def test_warm_up_leaves_the_actor_alone(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert [step["moved"] for step in rank["warmup"]] == [[False, True], [True, True]]
+        assert [step["moved"] for step in rank["dp4"]] == [[True, True], [True, True]]
+        one, two = (step["metrics"] for step in rank["warmup"])
+        assert "actor/pg_loss" not in one and "actor/pg_loss" in two
+        assert "critic/vf_loss" in one
+
+
+def test_a_users_function_scores(ranks: list[dict[str, Any]], root: Path) -> None:
+    for number, step in enumerate(ranks[0]["custom"], start=1):
+        rows = (root / "runs" / "custom" / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
+        dumped = [json.loads(row) for row in rows]
+        assert len(dumped) == 16
+        letters = [len(row["response"]) / 10 for row in dumped]
+        assert [row["score"] for row in dumped] == pytest.approx([2 * score for score in letters])
+        _close(step["experience"].scores, 2 * torch.tensor(letters))
+        assert step["metrics"]["reward/letters"] == pytest.approx(sum(letters) / 16)
+        digits = [sum(character.isdigit() for character in row["response"]) for row in dumped]
+        assert step["metrics"]["reward/letters/digits"] == pytest.approx(sum(digits) / 16)
+
+
+def test_a_users_function_that_raises_is_named(ranks: list[dict[str, Any]], root: Path) -> None:
+    for rank in ranks:
+        message = rank["raising"]
+        assert f"reward function breaks of {root / 'rewards.py'} raised ZeroDivisionError: no such number" in message
+        assert "\n" not in message
+
+
+def _close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=0, atol=2e-5)
