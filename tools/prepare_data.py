@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
     arithmetic.add_argument("--held-out", type=int, default=500, help="prompts in neither of the two")
     arithmetic.add_argument(
-        "--wrong-fraction", type=float, default=0.5, help="part of supervised answers that is wrong"
+        "--wrong-fraction", type=float, default=0.45, help="part of supervised answers that is wrong"
     )
     arithmetic.add_argument(
         "--wrong-kind", choices=("uniform", "near"), default="near", help="any number, or one digit altered"
