@@ -35,7 +35,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--wrong-fraction", type=float, default=0.45, help="part of supervised answers that is wrong"
     )
     arithmetic.add_argument(
-        "--wrong-kind", choices=("uniform", "near"), default="near", help="any number, or one digit altered"
+        "--wrong-kind",
+        choices=("uniform", "near", "carry"),
+        default="carry",
+        help="any number, one digit altered, 10 too many",
     )
     arithmetic.add_argument("--vocab-size", type=int, default=32, help="most tokens; fewer are made where fewer do")
     arithmetic.add_argument("--seed", type=int, default=0)

@@ -22,7 +22,7 @@ __all__ = ["OPERATIONS", "Problem", "WrongKind", "sample_problems", "write_arith
 DATA_SOURCE = "arithmetic"
 OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
-WrongKind = Literal["uniform", "near"]
+WrongKind = Literal["uniform", "near", "carry"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,16 @@ def sample_problems(
 
 
 def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
-    """A number other than `answer`, of the same sign and number of digits.
+    """A number other than `answer`: except for "carry", of the same sign and number of digits.
 
     Args:
         answer: the right one.
-        kind: "uniform" draws any such number, "near" alters one digit.
+        kind: "uniform" draws any such number, "near" alters one digit, "carry" adds 10, as one does who carries where
+            nothing is to be carried.
         rng: the source of chance.
     """
+    if kind == "carry":
+        return answer + 10
     sign, text = (-1 if answer < 0 else 1), str(abs(answer))
     if kind == "uniform":
         low = 10 ** (len(text) - 1) if len(text) > 1 else int(answer < 0)

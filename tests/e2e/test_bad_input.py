@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.data.subword import train_sentencepiece
+from mrlhf.trainers.program import main
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
 
 DEMO = "configs/demo_cpu.yaml"
+
+
+def _never(_: object) -> None:
+    raise AssertionError("bad input must not start a run")
 
 
 @pytest.mark.parametrize(
@@ -18,40 +25,47 @@ DEMO = "configs/demo_cpu.yaml"
         (["--config", DEMO, "actor.clip_rato=0.1"], "did you mean 'actor.clip_ratio'"),
         (["--config", DEMO, "actor.tp=three"], "actor.tp"),
         (["--config", "configs/none.yaml"], "configs/none.yaml"),
-        (["--config", DEMO, "--dry-run", "--world-size", "6"], "6"),
+        (["--config", DEMO, "--dry-run", "--world-size", "6"], "world size 6 is not divisible by tp 2 x pp 2 = 4"),
         (["--config", DEMO, "rollout.tp=3", "--dry-run"], "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2"),
         (["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=4", "--dry-run"], "heads"),
         (["--config", DEMO], "torchrun --nproc-per-node"),
     ],
 )
-def test_mistakes_on_the_command_line(arguments: list[str], expected: str) -> None:
-    done = run_program(["launch/train_ppo.py", *arguments])
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("error: ") == 1
+def test_mistakes_on_the_command_line(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(PPOConfig, _never, arguments) == 2
+    message = capsys.readouterr().err
+    assert expected in message
+    assert message.startswith("error: ")
 
 
 @pytest.mark.parametrize("config", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
-def test_shipped_configurations_pass_a_dry_run(config: str) -> None:
-    root = yaml.safe_load((ROOT / "configs" / config).read_text(encoding="utf-8"))
-    launcher = "ppo" if "actor" in root else "rm" if "preferences" in str(root["data"]["train_files"]) else "sft"
-    output = succeed(run_program([f"launch/train_{launcher}.py", "--config", f"configs/{config}", "--dry-run"]))
-    assert "ranks" in output or "rank" in output
-    assert "training steps" in output
+def test_shipped_configurations_pass_a_dry_run(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    keys = yaml.safe_load((ROOT / "configs" / config).read_text(encoding="utf-8"))
+    root = PPOConfig if "actor" in keys else RewardModelConfig if "_rm_" in config else SFTConfig
+    assert main(root, _never, ["--config", f"configs/{config}", "--dry-run"]) == 0
+    assert "training steps" in capsys.readouterr().out
 
 
-def test_help_names_every_key() -> None:
+def test_help_names_every_key_and_needs_no_torchrun() -> None:
     output = succeed(run_program(["launch/train_ppo.py", "--help"]))
     for key in ("actor.clip_ratio_high", "algorithm.kl_ctrl.target_kl", "rollout.max_num_seqs", "reward.timeout_s"):
         assert key in output
 
 
 def test_missing_data_ends_every_rank(tmp_path: Path) -> None:
-    arguments = ["--config", DEMO, "actor.path=configs/models/demo_llama", "data.train_files=nowhere.jsonl"]
-    done = torchrun(4, ["launch/train_ppo.py", *arguments, f"trainer.output_dir={tmp_path}"], timeout=120)
+    train_sentencepiece([*"0123456789=+"], tmp_path, vocab_size=32, byte_fallback=False)
+    arguments = [f"data.tokenizer={tmp_path}", "data.train_files=nowhere.jsonl", f"trainer.output_dir={tmp_path}/run"]
+    done = torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments], timeout=240)
     assert done.returncode != 0
-    assert "nowhere.jsonl" in done.stderr
+    assert "DataError: nowhere.jsonl" in done.stderr
 
 
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:

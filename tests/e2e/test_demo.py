@@ -1,0 +1,78 @@
+"""The demo as shipped: SFT and PPO on arithmetic at TP=2 x PP=2, what it reports, and the checkpoint it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.programs import run_program, succeed, torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run what `make demo` runs, in a directory of its own."""
+    root = tmp_path_factory.mktemp("demo")
+    data, model = root / "data", root / "sft" / "model"
+    succeed(run_program(["tools/prepare_data.py", "arithmetic", "--out", str(data)]))
+    sft = [f"data.train_files={data}/sft.jsonl", f"data.tokenizer={data}/tokenizer"]
+    sft += [f"trainer.output_dir={root}/sft"]
+    succeed(torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *sft], timeout=900))
+    ppo = [f"actor.path={model}", f"data.train_files={data}/train.jsonl", f"data.val_files={data}/held_out.jsonl"]
+    ppo += [f"trainer.output_dir={root}"]
+    log = succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *ppo], timeout=900))
+    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    return {"root": root, "log": log, "records": records, "summary": json.loads((root / "summary.json").read_text())}
+
+
+def test_it_learns(demo: dict[str, Any]) -> None:
+    summary = demo["summary"]
+    assert 0.4 <= summary["start_sampled_accuracy"] <= 0.65
+    assert summary["final_sampled_accuracy"] >= 0.95
+    assert summary["final_accuracy"] >= 0.95
+    assert summary["steps"] == 60
+    assert summary["seconds"] > 0
+
+
+def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
+    log, root = demo["log"], demo["root"]
+    for phrase in ("start_accuracy", "final_accuracy", "seconds by phase", "update_actor", str(root / "actor")):
+        assert phrase in log
+    assert (root / "curves.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (root / "rollouts" / "step_000020.jsonl").read_text().splitlines()]
+    assert len(rows) == 512
+    assert {row["score"] for row in rows} == {0.0, 1.0}
+    assert all((row["response"] == row["ground_truth"]) == (row["score"] == 1.0) for row in rows)
+
+
+def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
+    steps = [record for record in demo["records"] if record["step"] > 0]
+    assert [record["step"] for record in steps] == list(range(1, 61))
+    for record in steps:
+        assert record["training/rollout_probs_diff_max"] < 1e-5
+        assert record["reshard/bytes_moved"] == record["reshard/bytes_had_to_move"] > 0
+        assert record["critic/score/mean"] == record["reward/exact_match"]
+        for name in ("actor/pg_loss", "actor/entropy", "critic/vf_loss", "timing_s/step", "perf/throughput"):
+            assert isinstance(record[name], float), name
+
+
+def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
+    directory: Path = demo["root"] / "actor"
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    lines = (demo["root"] / "data" / "held_out.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5, do_sample=False
+        )
+    answers = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
+    assert right / len(rows) == demo["summary"]["final_accuracy"]
