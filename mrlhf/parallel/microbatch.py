@@ -92,11 +92,13 @@ def plan_mini_batches(lengths: Sequence[int], mini_batch_rows: int, dp: int, bud
     """Cut rows 0..len(lengths)-1, in order, into mini-batches of `mini_batch_rows` rows (the last may be smaller).
 
     Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget` (tokens of a micro-batch).
+    Where rows are fewer than `dp`, the last ranks have none; such a mini-batch can be evaluated and not trained on.
     """
     plan = []
     for begin in range(0, len(lengths), mini_batch_rows):
         rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
-        shares = split_balanced([lengths[row] for row in rows], dp)
+        parts = min(dp, len(rows))
+        shares = split_balanced([lengths[row] for row in rows], parts) + [[] for _ in range(dp - parts)]
         micro_batches = []
         for share in shares:
             packs = pack_rows([lengths[rows[i]] for i in share], budget)

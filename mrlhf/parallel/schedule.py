@@ -40,7 +40,7 @@ class Pipeline:
         """Run the packs forward only.
 
         Args:
-            packs: at least one micro-batch.
+            packs: micro-batches; none where this data-parallel rank has no rows.
             evaluate: given the output at a pack's selected positions, [selected, vocab_shard] or [selected, 1], and
                 the pack's number, returns what the caller wants of it.
 
@@ -52,7 +52,7 @@ class Pipeline:
             assert non_loss_data
             return evaluate(self._selected(output, pack), number)
 
-        return self._schedule(packs, finish, forward_only=True)
+        return self._schedule(packs, finish, forward_only=True) if packs else []
 
     def forward_backward(
         self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]

@@ -148,7 +148,7 @@ class TrainedRole(Role):
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.no_sync_func = self.model.no_sync
         self.pipeline = Pipeline(self.model, self.config, self.groups, self.device)
-        self.scheduler = _schedule(self.optimizer, optim, total_updates)
+        self.scheduler = learning_rate_schedule(self.optimizer, optim, total_updates)
 
     def train_mini_batch(
         self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Tally]], names: Sequence[str]
@@ -194,7 +194,13 @@ def spread(flat: Tensor, mask: Tensor) -> Tensor:
     return table
 
 
-def _schedule(optimizer: MegatronOptimizer, optim: OptimSection, total_updates: int) -> OptimizerParamScheduler:
+def learning_rate_schedule(
+    optimizer: MegatronOptimizer, optim: OptimSection, total_updates: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then `lr_decay_style`, a step an update.
+
+    The first update counts as number 1 and the decay ends one update after the last, so that neither has a rate of 0.
+    """
     decay_steps = max(optim.lr_decay_steps or total_updates, optim.lr_warmup_steps) + 1
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -209,5 +215,5 @@ def _schedule(optimizer: MegatronOptimizer, optim: OptimSection, total_updates: 
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
-    scheduler.step(1)  # the first update counts as update 1, so that neither it nor the last has a rate of 0
+    scheduler.step(1)
     return scheduler

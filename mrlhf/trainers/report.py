@@ -100,30 +100,30 @@ def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str,
 def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
     """Start and final accuracy, reward and KL, as far as the run measured them."""
     found: dict[str, float | None] = {}
-    for title, prefix, ending in (
-        ("accuracy", "val/", "/acc@1"),
-        ("sampled_accuracy", "val_sampled/", "/acc@1"),
-        ("validation_reward", "val/", "/reward_mean"),
-    ):
-        measured = [_mean_of(record, prefix, ending) for record in records]
-        values = [value for value in measured if value is not None]
+    for title, prefix in (("accuracy", "val/"), ("sampled_accuracy", "val_sampled/")):
+        values = _history(records, prefix, "/acc@1")
         if values:
             found |= {f"start_{title}": values[0], f"final_{title}": values[-1]}
-    scores = [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
-    found |= {
-        "reward_start": found.pop("start_validation_reward", scores[0]),
-        "reward_final": found.pop("final_validation_reward", scores[-1]),
-    }
+    # What PPO raises is the reward of sampled responses: that of held-out prompts if it was measured.
+    rewards = (
+        _history(records, "val_sampled/", "/reward_mean")
+        or _history(records, "val/", "/reward_mean")
+        or [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
+    )
+    found |= {"reward_start": rewards[0], "reward_final": rewards[-1]}
     kls = [record["actor/reward_kl_penalty"] for record in records if "actor/reward_kl_penalty" in record]
     if kls:
         found["kl_final"] = kls[-1]
     return found
 
 
-def _mean_of(record: Record, prefix: str, ending: str) -> float | None:
-    """The mean over data sets of one validation metric."""
-    values = [value for name, value in record.items() if name.startswith(prefix) and name.endswith(ending)]
-    return fmean(values) if values else None
+def _history(records: Sequence[Record], prefix: str, ending: str) -> list[float]:
+    """One validation metric over the run, averaged over data sets."""
+    measured = (
+        [value for name, value in record.items() if name.startswith(prefix) and name.endswith(ending)]
+        for record in records
+    )
+    return [fmean(values) for values in measured if values]
 
 
 def _phase_lines(records: Sequence[Record]) -> list[str]:
