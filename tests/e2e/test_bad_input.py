@@ -65,7 +65,7 @@ def test_missing_data_ends_every_rank(tmp_path: Path) -> None:
     arguments = [f"data.tokenizer={tmp_path}", "data.train_files=nowhere.jsonl", f"trainer.output_dir={tmp_path}/run"]
     done = torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments], timeout=240)
     assert done.returncode != 0
-    assert "DataError: nowhere.jsonl" in done.stderr
+    assert "DataError: data file nowhere.jsonl does not exist" in done.stderr
 
 
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:

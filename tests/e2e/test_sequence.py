@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_sequence(source: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    prepare = ["gsm8k", "--source", str(source), "--out", str(data), "--vocab-size", "300"]
+    prepare = ["gsm8k", "--source", str(source), "--out", str(data), "--vocab-size", "400"]
     succeed(run_program(["tools/prepare_data.py", *prepare]))
     sft = [f"data.train_files={data}/sft.jsonl", f"data.tokenizer={data}/tokenizer", "data.batch_size=32"]
     sft += ["trainer.total_steps=2", "optim.lr_warmup_steps=1", f"trainer.output_dir={tmp_path}/sft"]

@@ -38,22 +38,24 @@ def evaluate(prompt):
 
 
 def arithmetic(main, out, *more):
-    sizes = ["--sft", "400", "--train", "300", "--held-out", "100"]
+    sizes = ["--sft", "200", "--sft-copies", "2", "--train", "300", "--held-out", "100"]
     assert main(["arithmetic", "--out", str(out), *sizes, *more]) == 0
     return {name: read(out / f"{name}.jsonl") for name in ("sft", "train", "held_out")}
 
 
-@pytest.mark.parametrize("kind", ["uniform", "near"])
+@pytest.mark.parametrize("kind", ["uniform", "near", "carry"])
 def test_arithmetic(main, tmp_path, kind):
     options = ("--operations", "+-", "--wrong-fraction", "0.4", "--wrong-kind", kind)
     data = arithmetic(main, tmp_path / "a", *options)
     assert {name: len(rows) for name, rows in data.items()} == {"sft": 400, "train": 300, "held_out": 100}
     prompts = {name: {row["prompt"] for row in rows} for name, rows in data.items()}
-    assert [len(prompts[name]) for name in ("sft", "train", "held_out")] == [400, 300, 100]
+    assert [len(prompts[name]) for name in ("sft", "train", "held_out")] == [200, 300, 100]
     assert not prompts["held_out"] & (prompts["sft"] | prompts["train"])
     assert all(row["answer"] == str(evaluate(row["prompt"])) for name in ("train", "held_out") for row in data[name])
     right = [row["response"] == str(evaluate(row["prompt"])) for row in data["sft"]]
     assert right.count(False) == 160
+    if kind == "carry":
+        assert {int(row["response"]) - evaluate(row["prompt"]) for row in data["sft"]} == {0, 10}
     assert {re.search("[+-]", prompt)[0] for prompt in prompts["sft"]} == {"+", "-"}
     assert arithmetic(main, tmp_path / "b", *options) == data
     assert arithmetic(main, tmp_path / "c", *options, "--seed", "1") != data
