@@ -6,7 +6,6 @@ be imported, megatron-core's own with our attention and norm elsewhere. It knows
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.utils import unwrap_model
 
 from mrlhf.device import Device
-from mrlhf.errors import ConfigError
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.families import rule_of, tensor_shapes
 from mrlhf.models.heads import GPTScalarModel
@@ -55,26 +53,6 @@ class BuiltModel(NamedTuple):
     module: torch.nn.Module
 
 
-def check_divisible(spec: ModelSpec, layout: ParallelLayout, role: str) -> None:
-    """Whether `spec` can be cut into `layout`.
-
-    Raises:
-        ConfigError: heads, KV heads or MLP rows do not divide over tp, or layers over pp.
-    """
-    cut_by_tp = {
-        "attention heads": spec.num_heads,
-        "key and value heads": spec.num_kv_heads,
-        "MLP rows": spec.ffn_size,
-    }
-    for what, count in cut_by_tp.items():
-        if count % layout.tp:
-            fitting = _divisors(gcd(*cut_by_tp.values()))
-            raise ConfigError(f"{role}: {count} {what} are not divisible by {role}.tp {layout.tp}; use {fitting}")
-    if spec.num_layers % layout.pp:
-        fitting = _divisors(spec.num_layers)
-        raise ConfigError(f"{role}: {spec.num_layers} layers are not divisible by {role}.pp {layout.pp}; use {fitting}")
-
-
 def build_model(
     spec: ModelSpec,
     groups: RoleGroups,
@@ -87,7 +65,7 @@ def build_model(
     """This rank's stage of the model.
 
     Args:
-        spec: the model; `check_divisible` has passed.
+        spec: the model; its heads and MLP divide over tp and its layers over pp.
         groups: the role's groups.
         dtype: of parameters and activations, float32 or bfloat16.
         device: where it lives.
@@ -235,9 +213,3 @@ def _prepare_megatron() -> None:
         tracker.add("model-parallel-rng", seed=0)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-
-
-def _divisors(number: int) -> str:
-    """The divisors of `number` as words: '1, 2 or 4'."""
-    *most, last = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return f"{', '.join(most)} or {last}" if most else last

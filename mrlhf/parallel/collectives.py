@@ -1,8 +1,8 @@
-"""Exchanges between ranks: ragged and object gathers, broadcast, sum, and batched point-to-point.
+"""Exchanges between ranks: ragged and object gathers, and batched point-to-point.
 
-Everything works on gloo (host tensors) and NCCL (device tensors) alike; payloads other than sums travel as bytes, so
-any dtype goes. Every rank of a group makes the same calls in the same order. This file creates no group and knows
-nothing of roles, weights or batches.
+Everything works on gloo (host tensors) and NCCL (device tensors) alike; payloads travel as bytes, so any dtype goes.
+Every rank of a group makes the same calls in the same order. This file creates no group and knows nothing of roles,
+weights or batches.
 """
 
 from __future__ import annotations
@@ -47,41 +47,6 @@ def all_gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     gathered: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered  # type: ignore[return-value]
-
-
-def broadcast_tensor(
-    tensor: Tensor | None,
-    source: int,
-    group: dist.ProcessGroup,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """The `tensor` of global rank `source`, on every rank of the group; the other ranks may pass None.
-
-    Args:
-        tensor: what to send, on `source` alone; its shape and dtype are `shape` and `dtype`.
-        source: global rank of the sender, a member of the group.
-        group: the ranks that take part.
-        shape: the shape of the tensor, known to all.
-        dtype: its dtype, known to all.
-        device: where the result lies.
-    """
-    if dist.get_rank() == source:
-        assert tensor is not None and tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype, (shape, dtype)
-        payload = tensor.detach().to(device).contiguous()
-    else:
-        payload = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if payload.numel() and dist.get_world_size(group) > 1:
-        dist.broadcast(_as_bytes(payload), source, group=group)
-    return payload
-
-
-def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `tensor` over the ranks of the group, as a new tensor; every rank gets the same bits."""
-    total = tensor.detach().clone()
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-    return total
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError
-from mrlhf.models.build import BuiltModel, Recompute, build_model, check_divisible, slots_of
+from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import parameter_names, role_pieces
 from mrlhf.models.rope import inverse_frequencies
@@ -256,25 +256,6 @@ def test_plain_batch_and_bfloat16(references: Path) -> None:
 def spec(tmp_path: Path) -> ModelSpec:
     _configs()["llama"].save_pretrained(tmp_path)
     return load_spec(tmp_path, head="lm")
-
-
-@pytest.mark.parametrize(
-    ("changes", "tp", "pp", "message"),
-    [
-        ({"num_heads": 6}, 4, 1, "actor: 6 attention heads are not divisible by actor.tp 4; use 1 or 2"),
-        ({"num_kv_heads": 1}, 2, 1, "actor: 1 key and value heads are not divisible by actor.tp 2; use 1"),
-        ({"ffn_size": 97}, 2, 1, "actor: 97 MLP rows are not divisible by actor.tp 2; use 1"),
-        ({"num_layers": 6}, 1, 4, "actor: 6 layers are not divisible by actor.pp 4; use 1, 2, 3 or 6"),
-    ],
-)
-def test_a_model_that_does_not_divide(spec: ModelSpec, changes: dict[str, int], tp: int, pp: int, message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_divisible(replace(spec, **changes), ParallelLayout(tp=tp, pp=pp, dp=1), "actor")
-    assert str(error.value) == message
-
-
-def test_a_model_that_divides(spec: ModelSpec) -> None:
-    check_divisible(spec, ParallelLayout(tp=2, pp=4, dp=3), "actor")
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3, LINEAR])

@@ -55,7 +55,7 @@ def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
     steps = [record for record in demo["records"] if record["step"] > 0]
     assert [record["step"] for record in steps] == list(range(1, 51))
     for record in steps:
-        assert record["training/rollout_probs_diff_max"] < 1e-5
+        assert record["training/rollout_probs_diff_max"] < 5e-5
         assert record["reshard/bytes_moved"] == record["reshard/bytes_had_to_move"] > 0
         assert record["critic/score/mean"] == record["reward/exact_match"]
         for name in ("actor/pg_loss", "actor/entropy", "critic/vf_loss", "timing_s/step", "perf/throughput"):
