@@ -59,8 +59,9 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
     ppo = [f"actor.path={tmp_path}/sft/model", f"critic.path={tmp_path}/rm/model"]
     ppo += [f"reward_model.path={tmp_path}/rm/model", f"data.train_files={data}/rl_train.jsonl"]
     ppo += [f"data.val_files={data}/rl_test_unseen.jsonl", "data.train_batch_size=16", "data.max_response_length=24"]
-    ppo += ["actor.ppo_mini_batch_size=8", "trainer.total_steps=2", "trainer.critic_warmup=0", "rollout.tp=2"]
-    ppo += [f"trainer.output_dir={tmp_path}/ppo", "trainer.tensorboard=true"]
+    ppo += ["actor.ppo_mini_batch_size=8", "trainer.total_steps=2", "trainer.critic_warmup=0"]
+    ppo += ["actor.optim.lr_warmup_steps=1", "rollout.tp=2", "trainer.tensorboard=true"]
+    ppo += [f"trainer.output_dir={tmp_path}/ppo"]
     succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/gsm8k_cpu.yaml", *ppo]))
     stages = [str(tmp_path / stage) for stage in ("sft", "rm", "ppo")]
     succeed(run_program(["tools/report.py", "--out", str(tmp_path), *stages]))
