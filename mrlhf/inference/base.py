@@ -26,6 +26,7 @@ class SamplingParams:
         top_p: draw from the fewest likeliest tokens that together have this probability; 1 is off.
         max_tokens: longest response, tokens.
         stop_token_ids: a response ends after any of these; the stop token is part of it.
+        stop: a response ends after the token with which its text first contains any of these strings.
         seed: together with prompt uid, sample index and position it fixes every random number. A prompt that comes
             again under the same seed gets the same numbers, so training mixes the step into it.
     """
@@ -36,6 +37,7 @@ class SamplingParams:
     top_p: float = 1.0
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class SamplingParams:
             raise ConfigError(f"top_p {self.top_p} must be above 0 and at most 1 (off)")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed {self.seed} must be from 0 to 2**63 - 1")
+        if "" in self.stop:
+            raise ConfigError("stop holds an empty string, which every response contains; remove it")
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Sample:
         token_ids: the response, stop token included.
         logprobs: of each token, at the sampling temperature (1 if greedy), over the whole vocabulary: before top-k and
             top-p.
-        stopped: a stop token ended it; otherwise the length limit did.
+        stopped: a stop token or stop string ended it; otherwise the length limit did.
     """
 
     prompt_index: int
@@ -69,6 +73,53 @@ class Sample:
     token_ids: list[int]
     logprobs: list[float]
     stopped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """How much an engine may take at once.
+
+    Attributes:
+        max_num_seqs: sequences that are decoded at once.
+        max_length: longest prompt and response together, tokens.
+        max_prefill_tokens: prompt tokens computed in one step; longer prompts are computed in chunks.
+        block_size: tokens of a block of the KV cache.
+        cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a GPU, and up to half
+            of the free memory elsewhere.
+        gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with the KV cache.
+        enforce_eager: capture no CUDA graphs.
+    """
+
+    max_num_seqs: int
+    max_length: int
+    max_prefill_tokens: int
+    block_size: int = 16
+    cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What one call of `generate` did on this rank.
+
+    Attributes:
+        steps: passes through the model.
+        prompt_tokens: tokens of all prompts, each prompt counted once a sample.
+        computed_prompt_tokens: prompt tokens that were computed; the others shared a computed prefix.
+        generated_tokens: tokens of all responses.
+        preemptions: sequences that lost their blocks and were computed again.
+        cache_bytes: of the KV cache.
+        peak_cache_bytes: of the blocks in use when most were.
+    """
+
+    steps: int
+    prompt_tokens: int
+    computed_prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    cache_bytes: int
+    peak_cache_bytes: int
 
 
 class InferenceEngine(Protocol):
@@ -99,8 +150,21 @@ class InferenceEngine(Protocol):
         """The weights are complete and are `version`; whatever was computed from older ones is dropped."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams) -> list[Sample]:
-        """Answer token-id `prompts`; the result is ordered by prompt, then by sample."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        uids: Sequence[int],
+        sampling: SamplingParams,
+        samples: Sequence[range] | None = None,
+    ) -> list[Sample]:
+        """Answer token-id `prompts`; the result is ordered by prompt, then by sample.
+
+        `samples` says which sample indices of each prompt to draw: `range(sampling.n)` of each where None.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """What the last call of `generate` did."""
         ...
 
     def sleep(self) -> None:

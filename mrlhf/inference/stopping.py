@@ -1,0 +1,30 @@
+"""Where a response ends because its text contains a stop string. It knows token ids and a decoder, and no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def end_of(token_ids: Sequence[int], decode: Decode, stop: Sequence[str], start: int = 1) -> int | None:
+    """The number of tokens up to and including the one with which the text first contains a stop string.
+
+    The whole response is decoded each time, since what a token adds to the text depends on those before it.
+
+    Args:
+        token_ids: of one response.
+        decode: token ids to text.
+        stop: strings, none empty.
+        start: tokens below which it is known that there is no stop string.
+
+    Returns:
+        A count from `start` to `len(token_ids)`; None where the text contains none of them.
+    """
+    if not any(string in decode(token_ids) for string in stop):
+        return None
+    for count in range(start, len(token_ids)):
+        text = decode(token_ids[:count])
+        if any(string in text for string in stop):
+            return count
+    return len(token_ids)
