@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Slot
@@ -69,9 +71,15 @@ def fill(slots: list[Slot], model: Any) -> None:
         view.copy_(part.reshape(view.shape))
 
 
-def empty_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: Any) -> NativeEngine:
-    settings = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, "dtype": torch.float32, **changes}
-    return NativeEngine(spec_of(model), group, device=torch.device("cpu"), **settings)
+def empty_engine(
+    model: Any,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype = torch.float32,
+    decode: Decode | None = None,
+    **limits: Any,
+) -> NativeEngine:
+    limits = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, **limits}
+    return NativeEngine(spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode)
 
 
 def make_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: Any) -> NativeEngine:

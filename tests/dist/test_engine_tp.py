@@ -16,6 +16,7 @@ PROMPTS = make_prompts()
 UIDS = list(range(len(PROMPTS)))
 DRAWS = (
     SamplingParams(temperature=0.0, max_tokens=10, seed=0),
+    SamplingParams(n=2, temperature=1.1, max_tokens=10, seed=2, stop_token_ids=(3, 50, 90)),
     SamplingParams(n=3, temperature=0.9, top_k=40, top_p=0.95, max_tokens=10, seed=1, stop_token_ids=(3, 50, 90)),
 )
 Results = dict[tuple[str, int], list[dict]]
@@ -43,4 +44,4 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one():
         for one, two in zip(samples, first[case], strict=True):
             assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5), case
             assert {key: two[key] for key in one} == one, case
-    assert len(first_bf16) == len(first) and all(len(s["token_ids"]) >= 1 for s in first_bf16["llama", 1])
+    assert len(first_bf16) == len(first) and all(len(s["token_ids"]) >= 1 for s in first_bf16["llama", 2])

@@ -2,13 +2,14 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import InferenceEngine, Sample, SamplingParams
 from mrlhf.inference.native.sampler import sample_keys, uniforms
-from tests.engine_models import MODELS, VOCABULARY, empty_engine, fill, hf_model, make_engine, make_prompts
+from tests.engine_models import MODELS, VOCABULARY, empty_engine, fill, hf_model, make_engine, make_prompts, spec_of
 
 PROMPTS = make_prompts()
 UIDS = [100 + 3 * i for i in range(len(PROMPTS))]
@@ -56,13 +57,13 @@ def test_sampling_equals_a_slow_loop_over_transformers(name):
     samples = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
     order = [(i, j) for i in range(len(PROMPTS)) for j in range(3)]
     assert [(sample.prompt_index, sample.sample_index) for sample in samples] == order
-    keys = sample_keys(5, UIDS, 3, torch.device("cpu"))
+    keys = sample_keys(5, UIDS, [range(3)] * len(UIDS))
     for sample, key in zip(samples, keys, strict=True):
         length = len(sample.token_ids)
         logprobs = hf_logprobs(model, PROMPTS[sample.prompt_index], sample.token_ids, 0.8)
         below = logprobs.double().exp().cumsum(-1)
         for position, (token, u) in enumerate(
-            zip(sample.token_ids, uniforms(key.expand(length), torch.arange(length)).tolist(), strict=True)
+            zip(sample.token_ids, uniforms(np.full(length, key), np.arange(length)).tolist(), strict=True)
         ):
             assert token == int((below[position] <= u).sum())
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
@@ -192,6 +193,7 @@ def test_sleep_frees_the_cache_and_wake_changes_nothing():
     with pytest.raises(EngineError, match="wake"):
         engine.generate(PROMPTS, UIDS, SAMPLED)
     engine.wake()
+    engine.commit(1)
     assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before, tolerance=0)
 
 
@@ -216,3 +218,109 @@ def test_weights_that_are_not_finite_are_named(temperature):
     engine.commit(2)
     with pytest.raises(EngineError, match="NaN or inf"):
         engine.generate(PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))
+
+
+def tight(model, blocks: int, block_size: int = 4, **changes):
+    """An engine whose cache has so many blocks (one more than counted is for padding)."""
+    spec = spec_of(model)
+    block_bytes = 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * 4
+    return make_engine(model, block_size=block_size, cache_bytes=blocks * block_bytes, **changes)
+
+
+def test_preemption_chunks_and_shared_prefixes_change_nothing():
+    model = hf_model("qwen3")
+    prefix = make_prompts(4)[3]
+    prompts = [*PROMPTS, *(prefix[:10] + prompt for prompt in PROMPTS[:4])]
+    uids = list(range(len(prompts)))
+    whole = make_engine(model).generate(prompts, uids, SAMPLED)
+    seen = set()
+    for blocks, block_size, budget in [(12, 4, 512), (12, 4, 5), (50, 1, 7), (20, 4, 3), (16, 3, 512)]:
+        engine = tight(model, blocks, block_size, max_prefill_tokens=budget, max_length=48)
+        assert_same(engine.generate(prompts, uids, SAMPLED), whole)
+        stats = engine.stats()
+        assert stats.peak_cache_bytes <= stats.cache_bytes
+        seen |= {"preempted"} if stats.preemptions else set()
+        seen |= {"chunked"} if stats.steps > 60 else set()
+    assert seen == {"preempted", "chunked"}
+
+
+def test_prompts_and_their_common_beginnings_are_computed_once():
+    engine = make_engine(hf_model("llama"), block_size=4)
+    prompt = list(range(30))
+    engine.generate([prompt], [0], SamplingParams(n=8, temperature=1.0, max_tokens=2, seed=0))
+    assert (engine.stats().prompt_tokens, engine.stats().computed_prompt_tokens) == (240, 30)
+    engine.generate([prompt[:20] + [99] * 5], [0], GREEDY)
+    assert (engine.stats().prompt_tokens, engine.stats().computed_prompt_tokens) == (25, 5)
+    engine.commit(2)
+    engine.generate([prompt], [0], GREEDY)
+    assert engine.stats().computed_prompt_tokens == 30
+
+
+def test_a_cache_of_old_weights_is_never_read():
+    first, second = hf_model("llama", seed=0), hf_model("llama", seed=1)
+    engine = make_engine(first, block_size=4)
+    engine.generate(PROMPTS, UIDS, GREEDY)
+    fill(engine.weight_slots(), second)
+    engine.commit(2)
+    assert_same(engine.generate(PROMPTS, UIDS, GREEDY), make_engine(second, block_size=4).generate(PROMPTS, UIDS, GREEDY), 0)
+
+
+def test_a_thousand_requests_of_random_lengths_come_back_once_each():
+    model = hf_model("llama-tied-llama3-rope")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (1000,), generator=generator).tolist()
+    prompts = [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    stop = tuple(range(12))
+    sampling = SamplingParams(temperature=1.0, max_tokens=20, seed=3, stop_token_ids=stop)
+    engine = tight(model, 120, max_num_seqs=48, max_prefill_tokens=100)
+    samples = engine.generate(prompts, range(1000), sampling)
+    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [(i, 0) for i in range(1000)]
+    assert engine.stats().preemptions > 0
+    assert engine.stats().generated_tokens == sum(len(sample.token_ids) for sample in samples)
+    for sample in samples:
+        assert sample.stopped == (sample.token_ids[-1] in stop) and (sample.stopped or len(sample.token_ids) == 20)
+        assert not set(sample.token_ids[:-1]) & set(stop)
+    chosen = range(0, 1000, 37)
+    alone = make_engine(model).generate([prompts[i] for i in chosen], list(chosen), sampling)
+    for one, i in zip(alone, chosen, strict=True):
+        assert one.token_ids == samples[i].token_ids
+
+
+def test_chosen_samples_are_those_of_the_whole():
+    model = hf_model("llama")
+    whole = make_engine(model).generate(PROMPTS[:3], UIDS[:3], SAMPLED)
+    part = make_engine(model).generate(PROMPTS[:3], UIDS[:3], SAMPLED, [range(1, 3), range(0), range(2, 3)])
+    assert [(sample.prompt_index, sample.sample_index) for sample in part] == [(0, 1), (0, 2), (2, 2)]
+    assert_same(part, [whole[1], whole[2], whole[8]])
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it():
+    def decode(token_ids):
+        return "".join(f"<{token}>" for token in token_ids)
+
+    engine = make_engine(hf_model("llama"), decode=decode)
+    free = engine.generate(PROMPTS, UIDS, GREEDY)
+    first, second = free[2].token_ids[4:6]
+    stop = f"{first}><{second}"
+    stopped = engine.generate(
+        PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=(stop, "absent"))
+    )
+    for before, after in zip(free, stopped, strict=True):
+        ends = [i + 1 for i in range(14) if stop in decode(before.token_ids[: i + 1])]
+        assert after.token_ids == before.token_ids[: ends[0] if ends else 14] and after.stopped == bool(ends)
+    assert stopped[2].stopped and len(stopped[2].token_ids) <= 6
+
+
+def test_a_cache_that_is_too_small_is_refused_with_both_numbers():
+    model = hf_model("llama")
+    with pytest.raises(EngineError, match=r"room for 60 tokens.*may have 64 tokens.*rollout.kv_cache_mb"):
+        tight(model, 15).generate([[1]], [0], GREEDY)
+    assert len(tight(model, 16).generate([[1]], [0], GREEDY)[0].token_ids) == 14
+
+
+def test_an_error_in_the_middle_leaves_an_engine_that_works():
+    engine = make_engine(hf_model("llama"), decode=lambda ids: 1 / 0)
+    before = engine.generate(PROMPTS, UIDS, SAMPLED)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",)))
+    assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before)

@@ -3,21 +3,19 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.inference.native.sampler import invert, sample, sample_keys, splitmix64, truncate, uniforms
+from mrlhf.inference.native import kernels
+from mrlhf.inference.native.sampler import Sampler, invert, sample_keys, splitmix64, truncate, uniforms
+from mrlhf.inference.native.tensor_parallel import TensorParallel
 
-CPU = torch.device("cpu")
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
-
-
-def signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def mix(state: int) -> int:
@@ -32,31 +30,50 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 4, "seed": 0, **changes})
 
 
+def keys_of(seed, uids, n):
+    return sample_keys(seed, list(uids), [range(n)] * len(uids))
+
+
+def sample(logits, uniform, sampling):
+    """By compiled kernels and by torch's operators, which agree."""
+    alone = TensorParallel(None)
+    results = [Sampler(alone, k).draw(logits, 0, uniform, sampling) for k in (kernels.load(torch.float32), None)]
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+    return results[0]
+
+
 def test_splitmix64_gives_the_published_sequence_of_seed_0():
-    states = torch.tensor([signed(i * GAMMA & MASK) for i in range(5)])
+    states = np.array([i * GAMMA & MASK for i in range(5)], dtype=np.uint64)
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
-    assert [value & MASK for value in splitmix64(states).tolist()] == published
+    assert splitmix64(states).tolist() == published
 
 
 def test_uniforms_equal_a_loop_in_python_integers():
     seed, uids, n, position = 2**62 + 7, [0, 3, 10**12, 2**63 - 1], 3, 17
-    keys = sample_keys(seed, uids, n, CPU)
-    ours = uniforms(keys, torch.full((len(uids) * n,), position)).tolist()
+    keys = keys_of(seed, uids, n)
+    ours = uniforms(keys, np.full(len(uids) * n, position)).tolist()
     chain = (mix(mix(mix(mix(seed) ^ uid) ^ i) ^ position) for uid, i in itertools.product(uids, range(n)))
     assert ours == [(bits >> 11) / 2**53 for bits in chain]
 
 
 def test_uniforms_do_not_depend_on_who_else_is_in_the_batch():
-    keys, positions = sample_keys(1, range(40), 2, CPU), torch.arange(80)
-    order = torch.randperm(80, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(uniforms(keys[order], positions[order]), uniforms(keys, positions)[order])
-    assert torch.equal(sample_keys(1, [7], 2, CPU), keys[14:16])
+    keys, positions = keys_of(1, range(40), 2), np.arange(80)
+    order = np.random.default_rng(0).permutation(80)
+    assert np.array_equal(uniforms(keys[order], positions[order]), uniforms(keys, positions)[order])
+    assert np.array_equal(sample_keys(1, [7], [range(2)]), keys[14:16])
+    assert np.array_equal(sample_keys(1, [7, 30], [range(1, 2), range(0)]), keys[15:16])
 
 
 def test_uniforms_are_uniform_and_independent_along_every_axis():
     uids, n, length = 64, 8, 128
-    keys = sample_keys(5, range(uids), n, CPU)
-    u = torch.stack([uniforms(keys, torch.full_like(keys, t)) for t in range(length)]).view(length, uids, n)
+
+    def draw(seed):
+        keys = keys_of(seed, range(uids), n)
+        by_position = [uniforms(keys, np.full(len(keys), t)) for t in range(length)]
+        return torch.from_numpy(np.stack(by_position)).view(length, uids, n)
+
+    u = draw(5)
     assert u.min() >= 0 and u.max() < 1
     total = u.numel()
     counts = torch.histc(u, bins=64, min=0, max=1)
@@ -68,10 +85,7 @@ def test_uniforms_are_uniform_and_independent_along_every_axis():
         size = u.shape[axis]
         pairs = centred.narrow(axis, 0, size - lag) * centred.narrow(axis, lag, size - lag)
         assert abs(float(pairs.mean())) < 5 / math.sqrt(pairs.numel()), (axis, lag)
-    other_seed = torch.stack(
-        [uniforms(sample_keys(6, range(uids), n, CPU), torch.full_like(keys, t)) for t in range(length)]
-    )
-    correlation = (centred * (other_seed.view_as(u) - 0.5) * math.sqrt(12)).mean()
+    correlation = (centred * (draw(6) - 0.5) * math.sqrt(12)).mean()
     assert abs(float(correlation)) < 5 / math.sqrt(total)
     assert len(u.unique()) == total
 
@@ -105,10 +119,8 @@ def test_invert_never_takes_a_token_of_weight_zero():
 def test_frequencies_fit_the_softmax(temperature):
     vocab, draws = 300, 60_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
-    keys = sample_keys(11, range(draws), 1, CPU)
-    tokens, _ = sample(
-        logits.expand(draws, vocab), uniforms(keys, torch.zeros_like(keys)), params(temperature=temperature)
-    )
+    numbers = torch.from_numpy(uniforms(keys_of(11, range(draws), 1), np.zeros(draws, dtype=np.int64)))
+    tokens, _ = sample(logits.repeat(draws, 1), numbers, params(temperature=temperature))
     expected = torch.softmax(logits.double() / temperature, dim=-1) * draws
     counts = torch.bincount(tokens, minlength=vocab).double()
     common = expected >= 10

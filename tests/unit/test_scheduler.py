@@ -1,75 +1,121 @@
-"""The scheduler's invariants, over random workloads, and small literal cases."""
+"""The scheduler's invariants over random workloads with few blocks, and small literal cases."""
 
 import random
 
+import numpy as np
 import pytest
 
-from mrlhf.inference.native.scheduler import Admission, Move, Scheduler
+from mrlhf.inference.native.blocks import BlockManager
+from mrlhf.inference.native.scheduler import Scheduler, Step
 
 
-def test_a_prompt_enters_with_all_its_samples_and_long_prompts_go_first():
-    scheduler = Scheduler([3, 9, 5], n=2, max_num_seqs=4, max_prefill_tokens=100)
-    assert scheduler.admit() == [Admission(1, (2, 3), (0, 1)), Admission(2, (4, 5), (2, 3))]
-    assert scheduler.admit() == []
-    scheduler.finish([1])
-    assert scheduler.admit() == []
-    assert scheduler.compact() == [Move(source=3, target=1)]
-    scheduler.finish([0])
-    assert scheduler.admit() == [Admission(0, (0, 1), (0, 3))]
-    assert scheduler.compact() == []
+def make(prompts, samples, max_tokens=4, blocks=64, block_size=2, max_num_seqs=8, max_prefill_tokens=64):
+    manager = BlockManager(blocks, block_size)
+    scheduler = Scheduler(prompts, samples, max_tokens, manager, block_size, max_num_seqs, max_prefill_tokens)
+    return scheduler, manager
 
 
-def test_more_samples_than_slots_enter_in_parts():
-    scheduler = Scheduler([4], n=5, max_num_seqs=2, max_prefill_tokens=100)
-    rows = []
-    while admitted := scheduler.admit():
-        rows.append(admitted[0].rows)
-        scheduler.finish(admitted[0].slots)
-    assert rows == [(0, 1), (2, 3), (4,)] and scheduler.done
+def counts(step: Step) -> dict[int, tuple[int, int]]:
+    return {
+        row: (start, count)
+        for row, start, count in zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
+    }
 
 
-def test_prefill_batches_respect_the_token_limit_padding_included_and_a_longer_prompt_goes_alone():
-    scheduler = Scheduler([10, 4, 4, 3, 1], n=1, max_num_seqs=8, max_prefill_tokens=9)
-    batches = []
-    while admitted := scheduler.admit():
-        batches.append([admission.prompt for admission in admitted])
-    assert batches == [[0], [1, 2], [3, 4]]
+def test_a_prompt_is_computed_once_for_all_its_samples():
+    scheduler, manager = make([[1, 2, 3]], [3])
+    step = scheduler.schedule()
+    assert counts(step) == {0: (0, 3)}
+    assert step.draws.tolist() == [0, 1, 2] and step.sources.tolist() == [0, 0, 0] and step.complete.tolist() == [0]
+    tables = scheduler.block_tables
+    assert tables[0, 0] == tables[1, 0] == tables[2, 0]  # the full block is shared, the other copied
+    assert step.copies == [(tables[0, 1], tables[1, 1]), (tables[0, 1], tables[2, 1])]
+    assert len({int(tables[row, 1]) for row in range(3)}) == 3 and manager.held == 4
+    scheduler.record(step.draws, [])
+    assert counts(scheduler.schedule()) == {0: (3, 1), 1: (3, 1), 2: (3, 1)}
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_sample_runs_once_in_a_dense_set_of_slots(seed):
-    rng = random.Random(seed)
-    n, slots, tokens = rng.randint(1, 5), rng.randint(1, 12), rng.randint(5, 60)
-    lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 25))]
-    left = {row: rng.randint(1, 6) for row in range(n * len(lengths))}
-    scheduler, in_slot, began = Scheduler(lengths, n, slots, tokens), {}, []
+def test_long_prompts_go_in_chunks_beside_rows_that_decode():
+    scheduler, _ = make([[1], [1] * 7], [1, 1], max_prefill_tokens=3)
+    first = scheduler.schedule()
+    assert counts(first) == {0: (0, 1), 1: (0, 2)} and first.draws.tolist() == [0]
+    scheduler.record(first.draws, [])
+    second = scheduler.schedule()
+    assert counts(second) == {0: (1, 1), 1: (2, 3)} and second.draws.tolist() == [0]
+    scheduler.record(second.draws, [])
+    third = scheduler.schedule()
+    assert counts(third) == {0: (2, 1), 1: (5, 2)} and third.draws.tolist() == [0, 1]
 
-    def draw(slots_now):
+
+def test_a_common_beginning_is_computed_once_even_in_the_same_pass():
+    scheduler, _ = make([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 9]], [1, 1, 1])
+    assert counts(scheduler.schedule()) == {0: (0, 5), 1: (4, 2), 2: (2, 1)}
+    assert scheduler.computed_prompt_tokens == 8
+
+
+def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
+    scheduler, manager = make([[1, 1], [2, 2]], [1, 1], blocks=3, max_tokens=3)
+    step = scheduler.schedule()
+    assert counts(step) == {0: (0, 2), 1: (0, 2)}
+    scheduler.record(step.draws, [])  # both need a second block, there is one
+    step = scheduler.schedule()
+    assert counts(step) == {0: (2, 1)} and scheduler.preemptions == 1
+    scheduler.record(step.draws, [])
+    step = scheduler.schedule()  # row 1 waits: its two tokens and the one drawn need two blocks
+    assert counts(step) == {0: (3, 1)}
+    scheduler.record(step.draws, [0])
+    step = scheduler.schedule()
+    assert counts(step) == {1: (2, 1)}  # the block of its prompt was still there
+    scheduler.record(step.draws, [1])
+    assert scheduler.done and manager.held == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
+    generator = random.Random(seed)
+    block_size, max_tokens = generator.choice([1, 2, 4]), generator.randrange(1, 9)
+    prompts = [
+        [generator.randrange(2) for _ in range(generator.randrange(1, 14))] for _ in range(generator.randrange(1, 30))
+    ]
+    samples = [generator.randrange(1, 6) for _ in prompts]
+    longest = -(-(max(map(len, prompts)) + max_tokens) // block_size)
+    blocks, most = longest + generator.randrange(0, 12), generator.randrange(1, 9)
+    budget = generator.randrange(1, 20)
+    scheduler, manager = make(prompts, samples, max_tokens, blocks, block_size, most, budget)
+    ends = [generator.randrange(1, max_tokens + 1) for _ in range(sum(samples))]
+    text = [list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)]
+    start_of = [len(tokens) for tokens in text]
+    stored: dict[int, object] = {}  # cache slot -> everything the token there has seen
+    finished: set[int] = set()
+    for _ in range(20_000):
+        if scheduler.done:
+            break
+        step = scheduler.schedule()
+        prefill = 0
+        for row, (start, count) in counts(step).items():
+            assert row not in finished and count >= 1
+            prefill += count if count > 1 else 0
+            for position in range(start, start + count):
+                slot = scheduler.block_tables[row, position // block_size] * block_size + position % block_size
+                stored[slot] = tuple(text[row][: position + 1])
+        for row, (start, count) in counts(step).items():  # all is written before any of it is read
+            for position in range(start + count):
+                slot = scheduler.block_tables[row, position // block_size] * block_size + position % block_size
+                assert stored[slot] == tuple(text[row][: position + 1])
+        assert len(step.rows) <= most and prefill <= budget
+        for source, target in step.copies:
+            for place in range(block_size):
+                stored[target * block_size + place] = stored.get(source * block_size + place)
+        assert len(set(step.draws.tolist())) == len(step.draws)
+        for row, source in zip(step.draws.tolist(), step.sources.tolist(), strict=True):
+            assert text[step.rows[step.complete[source]]] == text[row]
         ended = []
-        for slot in slots_now:
-            left[in_slot[slot]] -= 1
-            if left[in_slot[slot]] == 0:
-                ended.append(slot)
-        for slot in ended:
-            del in_slot[slot]
-        scheduler.finish(ended)
-
-    steps = 0
-    while not scheduler.done:
-        steps += 1
-        assert steps < 1000
-        while admitted := scheduler.admit():
-            padded = len(admitted) * max(lengths[a.prompt] for a in admitted)
-            assert padded <= tokens or len(admitted) == 1
-            for admission in admitted:
-                for row, slot in zip(admission.rows, admission.slots, strict=True):
-                    assert slot not in in_slot and row // n == admission.prompt
-                    in_slot[slot] = row
-                    began.append(row)
-            draw([slot for admission in admitted for slot in admission.slots])
-        for move in scheduler.compact():
-            assert move.target not in in_slot
-            in_slot[move.target] = in_slot.pop(move.source)
-        assert sorted(in_slot) == list(range(scheduler.active)) and scheduler.active <= slots
-        draw(list(range(scheduler.active)))
-    assert sorted(began) == list(range(n * len(lengths))) and not any(left.values())
+        for row in step.draws.tolist():
+            text[row].append(100 + row)  # tokens of their own, so that no response is taken for another
+            if len(text[row]) - start_of[row] == ends[row]:
+                ended.append(row)
+        scheduler.record(step.draws, ended)
+        finished |= set(ended)
+    assert scheduler.done and finished == set(range(len(text))) and manager.held == 0
+    assert [len(tokens) - start for tokens, start in zip(text, start_of, strict=True)] == ends
+    assert np.array_equal(scheduler.lengths, [len(tokens) for tokens in text])

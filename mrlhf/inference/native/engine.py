@@ -1,6 +1,6 @@
 """The native engine: generates with the weights where they lie, on any device that torch has.
 
-A step of its loop is: schedule, run, sample, record. It does not know where weights come from, nor what the samples are
+A step of its loop is: schedule, run, draw, record. It does not know where weights come from, nor what the samples are
 for.
 """
 
@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Sample, SamplingParams
-from mrlhf.inference.native import sampler
-from mrlhf.inference.native.kv_cache import KVCache
-from mrlhf.inference.native.model import Decoder, Weights
+from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
+from mrlhf.inference.native import kernels
+from mrlhf.inference.native.blocks import BlockManager
+from mrlhf.inference.native.graphs import DecodeGraphs
+from mrlhf.inference.native.kv_cache import KVCache, blocks_for
+from mrlhf.inference.native.linear import compute_dtype
+from mrlhf.inference.native.model import Decoder, make_operators
+from mrlhf.inference.native.operators import StepInputs
 from mrlhf.inference.native.parameters import Parameters
-from mrlhf.inference.native.scheduler import Admission, Move, Scheduler
+from mrlhf.inference.native.sampler import Sampler
+from mrlhf.inference.native.scheduler import Scheduler, Step
 from mrlhf.inference.native.sequences import Sequences
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
 
@@ -34,9 +41,8 @@ class NativeEngine:
         tp_group: dist.ProcessGroup | None,
         device: torch.device,
         dtype: torch.dtype,
-        max_num_seqs: int,
-        max_length: int,
-        max_prefill_tokens: int,
+        limits: EngineLimits,
+        decode: Decode | None = None,
     ) -> None:
         """Describe the engine; memory is taken when weights come and when it generates.
 
@@ -44,24 +50,27 @@ class NativeEngine:
             spec: a language model.
             tp_group: the ranks of this replica in tensor-parallel order; None if this rank is the whole of it.
             device: where weights, cache and sampling are.
-            dtype: of parameters and cache.
-            max_num_seqs: sequences that are decoded at once.
-            max_length: longest prompt and response together, tokens.
-            max_prefill_tokens: largest batch of prompts computed at once, padding included; a longer prompt goes alone.
+            dtype: of the parameters.
+            limits: how much it may take at once.
+            decode: text of token ids, for stop strings.
 
         Raises:
             WeightError: the model's heads or MLP do not divide over the group.
         """
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
-        self._spec, self._device, self._dtype = spec, device, dtype
-        self._max_num_seqs, self._max_length = max_num_seqs, max_length
-        self._max_prefill_tokens = max_prefill_tokens
+        self._spec, self._device, self._limits, self._decode = spec, device, limits, decode
+        self._dtype = compute_dtype(dtype, device)
         self._parallel = TensorParallel(tp_group)
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
-        self._decoder = Decoder(spec, self._parallel, device, dtype, max_length)
-        self._cache = self._empty_cache()
+        self._operators = make_operators(spec, self._dtype, device, limits.max_length)
+        self._sampler = Sampler(self._parallel, kernels.load(self._dtype) if device.type == "cpu" else None)
         self._version: int | None = None
         self._awake = True
+        self._decoder: Decoder | None = None
+        self._cache: KVCache | None = None
+        self._manager: BlockManager | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0)
 
     @property
     def version(self) -> int:
@@ -77,7 +86,7 @@ class NativeEngine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache now."""
-        return self._cache.nbytes
+        return 0 if self._cache is None else self._cache.nbytes
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """Which named slices each parameter of this rank holds; costs no memory."""
@@ -95,120 +104,182 @@ class NativeEngine:
         """
         self._parameters.bind(parameter, tensor)
 
+    @torch.inference_mode()
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`; keys and values of older ones never outlive their call.
+        """The weights are complete and are `version`: lay them out, and forget prompts computed with older ones.
 
         Raises:
             EngineError: a parameter has no storage.
         """
         if missing := self._parameters.missing:
             raise EngineError(f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()")
+        self._decoder = Decoder(self._spec, self._parameters, self._parallel, self._operators, self._dtype)
+        self._manager = self._graphs = None
         self._version = version
 
     def sleep(self) -> None:
-        """Free the KV cache; weights stay."""
-        self._cache, self._awake = self._empty_cache(), False
+        """Free the KV cache and the copies of weights laid out for this machine; the weights stay."""
+        self._decoder = self._cache = self._manager = self._graphs = None
+        self._awake = False
 
     def wake(self) -> None:
-        """Allow `generate` again; the cache grows when it is needed."""
+        """Allow `commit` and `generate` again; the cache is taken when it is first needed."""
         self._awake = True
 
+    def stats(self) -> EngineStats:
+        """What the last call of `generate` did."""
+        return self._stats
+
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams) -> list[Sample]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        uids: Sequence[int],
+        sampling: SamplingParams,
+        samples: Sequence[range] | None = None,
+    ) -> list[Sample]:
         """Answer token-id `prompts`; the result is ordered by prompt, then by sample.
 
         Args:
             prompts: token ids, at least one a prompt.
             uids: a number for each prompt, on which its random numbers depend; equal numbers, equal draws.
             sampling: how to draw.
+            samples: which sample indices of each prompt to draw; `range(sampling.n)` of each where None.
 
         Raises:
-            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or has no weights, or
-                the model's logits are not finite.
+            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or has no weights,
+                there is no memory for the cache, or the model's logits are not finite.
         """
-        self._check(prompts, uids, sampling)
-        if not prompts:
+        samples = [range(sampling.n)] * len(prompts) if samples is None else samples
+        decoder = self._check(prompts, uids, samples, sampling)
+        if not any(samples):
             return []
-        lengths = [len(prompt) for prompt in prompts]
-        weights = Weights.of(self._parameters, self._spec)
-        scheduler = Scheduler(lengths, sampling.n, self._max_num_seqs, self._max_prefill_tokens)
-        sequences = Sequences(lengths, uids, sampling, scheduler.slots, self._device)
-        while not scheduler.done:
-            while admitted := scheduler.admit():
-                slots, logits = self._prefill(admitted, prompts, weights, scheduler, sequences)
-                scheduler.finish(self._draw(logits, slots, sequences, sampling))
-            self._move(scheduler.compact(), sequences)
-            if batch := scheduler.active:
-                slots, logits = self._decode(batch, weights, scheduler, sequences)
-                scheduler.finish(self._draw(logits, slots, sequences, sampling))
-        return sequences.samples()
+        cache, manager = self._ready_cache(decoder)
+        counts = [len(indices) for indices in samples]
+        limits = self._limits
+        scheduler = Scheduler(
+            prompts, counts, sampling.max_tokens, manager, self._block_size, limits.max_num_seqs,
+            limits.max_prefill_tokens,
+        )  # fmt: skip
+        sequences = Sequences(prompts, uids, samples, sampling, self._decode)
+        steps = 0
+        try:
+            while not scheduler.done:
+                step = scheduler.schedule()
+                logits = self._run(decoder, cache, self._inputs(step, scheduler, sequences))
+                cache.copy(step.copies)
+                if len(step.draws):
+                    scheduler.record(step.draws, self._draw(logits, step, decoder, sequences, sampling))
+                steps += 1
+        except BaseException:
+            self._manager = None  # what sequences hold of it is lost with them
+            raise
+        results = sequences.samples()
+        self._stats = EngineStats(
+            steps=steps,
+            prompt_tokens=int(scheduler.prompt_lengths.sum()),
+            computed_prompt_tokens=scheduler.computed_prompt_tokens,
+            generated_tokens=sum(len(sample.token_ids) for sample in results),
+            preemptions=scheduler.preemptions,
+            cache_bytes=cache.nbytes,
+            peak_cache_bytes=scheduler.peak_blocks * self._block_bytes,
+        )
+        return results
 
-    def _prefill(
+    def _inputs(self, step: Step, scheduler: Scheduler, sequences: Sequences) -> StepInputs:
+        """The tensors of a pass; on a GPU they are sent from pinned memory, so nothing waits."""
+        ends = np.cumsum(step.counts)
+        query_starts = np.concatenate([[0], ends]).astype(np.int32)
+        place = np.repeat(np.arange(len(step.rows)), step.counts)
+        positions = np.arange(ends[-1]) - query_starts[place] + step.starts[place]
+        rows = step.rows[place]
+        lengths = step.starts + step.counts
+        longest = int(lengths.max())
+        block_tables = scheduler.block_tables[step.rows, : -(-longest // self._block_size)]
+        slots = block_tables[place, positions // self._block_size] * np.int64(self._block_size)
+        return StepInputs(
+            tokens=self._send(sequences.tokens_at(rows, positions)),
+            positions=self._send(positions),
+            slots=self._send(slots + positions % self._block_size),
+            query_starts=self._send(query_starts),
+            lengths=self._send(lengths.astype(np.int32)),
+            block_tables=self._send(np.ascontiguousarray(block_tables)),
+            last=self._send(ends[step.complete] - 1),
+            most_queries=int(step.counts.max()),
+            longest=longest,
+        )
+
+    def _run(self, decoder: Decoder, cache: KVCache, inputs: StepInputs) -> Tensor:
+        if self._graphs is not None and inputs.most_queries == 1 and len(inputs.last) == len(inputs.tokens):
+            return self._graphs.run(inputs)
+        return decoder.forward(inputs, cache.layers)
+
+    def _draw(
+        self, logits: Tensor, step: Step, decoder: Decoder, sequences: Sequences, sampling: SamplingParams
+    ) -> list[int]:
+        """Draw and record the next token of each of `step.draws`; those that ended."""
+        if len(step.draws) > len(logits):
+            logits = logits[self._send(step.sources)]
+        uniform = self._send(sequences.uniforms(step.draws))
+        tokens, logprobs = self._sampler.draw(logits, decoder.vocab_start, uniform, sampling)
+        return sequences.record(step.draws, tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _ready_cache(self, decoder: Decoder) -> tuple[KVCache, BlockManager]:
+        if self._cache is None:
+            spec, size = self._spec, self._block_size
+            blocks = blocks_for(self._limits, size, self._block_bytes, self._device)
+            blocks = self._parallel.least(blocks, self._device)
+            # One more, which padding of captured steps writes to.
+            self._cache = KVCache(
+                spec.num_layers, blocks + 1, size, decoder.groups, spec.head_dim, self._dtype, self._device
+            )
+            self._blocks = blocks
+        if self._manager is None:
+            self._manager = BlockManager(self._blocks, self._block_size)
+            if self._device.type == "cuda" and not self._limits.enforce_eager:
+                layers = self._cache.layers
+                self._graphs = DecodeGraphs(
+                    lambda inputs: decoder.forward(inputs, layers), self._limits.max_num_seqs,
+                    -(-self._limits.max_length // self._block_size), self._blocks, self._block_size,
+                )  # fmt: skip
+        return self._cache, self._manager
+
+    def _check(
         self,
-        admitted: list[Admission],
         prompts: Sequence[Sequence[int]],
-        weights: Weights,
-        scheduler: Scheduler,
-        sequences: Sequences,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Slots [started] and logits [started, vocab] of samples that enter; each prompt is computed once."""
-        batch = [prompts[admission.prompt] for admission in admitted]
-        longest = max(len(prompt) for prompt in batch)
-        tokens = self._ints([[*prompt, *[0] * (longest - len(prompt))] for prompt in batch])
-        slots = self._ints([slot for admission in admitted for slot in admission.slots])
-        sources = self._ints([i for i, admission in enumerate(admitted) for _ in admission.slots])
-        sequences.start(self._ints([row for admission in admitted for row in admission.rows]), slots)
-        self._cache.reserve(scheduler.slots, longest)
-        lengths = self._ints([len(prompt) for prompt in batch])
-        logits = self._decoder.prefill(weights, tokens, lengths, self._cache, sources, slots)
-        return slots, None if logits is None else logits[sources]
-
-    def _decode(
-        self, batch: int, weights: Weights, scheduler: Scheduler, sequences: Sequences
-    ) -> tuple[Tensor, Tensor | None]:
-        """Slots [batch] and logits [batch, vocab] of the samples that run."""
-        tokens, positions = sequences.next_tokens(batch)
-        length = int(positions.max()) + 1
-        self._cache.reserve(scheduler.slots, length)
-        logits = self._decoder.decode(weights, tokens, positions, length, self._cache)
-        return torch.arange(batch, device=self._device), logits
-
-    def _draw(self, logits: Tensor | None, slots: Tensor, sequences: Sequences, sampling: SamplingParams) -> list[int]:
-        """Draw and record the next token in each of `slots`; those that ended. Rank 0 of the group draws for all."""
-        if logits is None:
-            tokens, logprobs = torch.zeros_like(slots), torch.zeros_like(slots, dtype=torch.float32)
-        else:
-            tokens, logprobs = sampler.sample(logits, sequences.uniforms(slots), sampling)
-        return sequences.record(slots, *self._parallel.from_first(tokens, logprobs))
-
-    def _move(self, moves: list[Move], sequences: Sequences) -> None:
-        if moves:
-            sources, targets = (self._ints(slots) for slots in zip(*((m.source, m.target) for m in moves), strict=True))
-            self._cache.move(sources, targets)
-            sequences.move(sources, targets)
-
-    def _check(self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams) -> None:
-        assert len(prompts) == len(uids), f"{len(prompts)} prompts, {len(uids)} uids"
+        uids: Sequence[int],
+        samples: Sequence[range],
+        sampling: SamplingParams,
+    ) -> Decoder:
+        assert len(prompts) == len(uids) == len(samples), (len(prompts), len(uids), len(samples))
         _ = self.version  # raises where there are no weights
-        if not self._awake:
-            raise EngineError("the engine sleeps: call wake() before generate()")
+        if not self._awake or self._decoder is None:
+            raise EngineError("the engine sleeps: call wake() and commit() before generate()")
         for number, prompt in enumerate(prompts):
             if not prompt:
                 raise EngineError(f"prompt {number} is empty: give every prompt at least one token")
-            if len(prompt) + sampling.max_tokens > self._max_length:
+            if len(prompt) + sampling.max_tokens > self._limits.max_length:
                 raise EngineError(
                     f"prompt {number}: {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceed the engine's "
-                    f"max_length {self._max_length}; shorten the prompt or raise data.max_prompt_length"
+                    f"max_length {self._limits.max_length}; shorten the prompt or raise data.max_prompt_length"
                 )
             if not 0 <= min(prompt) <= max(prompt) < self._spec.vocab_size:
                 raise EngineError(
                     f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is "
                     f"{self._spec.vocab_size}; use the tokenizer that belongs to the model"
                 )
+        return self._decoder
 
-    def _empty_cache(self) -> KVCache:
-        kv_heads = self._spec.num_kv_heads // self._parallel.size
-        return KVCache(self._spec.num_layers, kv_heads, self._spec.head_dim, self._device, self._dtype)
+    @property
+    def _block_size(self) -> int:
+        return self._limits.block_size
 
-    def _ints(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    @property
+    def _block_bytes(self) -> int:
+        groups = max(1, self._spec.num_kv_heads // self._parallel.size)
+        tokens = self._spec.num_layers * self._block_size
+        return 2 * tokens * groups * self._spec.head_dim * self._dtype.itemsize
+
+    def _send(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,72 +1,101 @@
-"""Keys and values of the running sequences, one slot a sequence, grown as sequences grow.
+"""The tensors of the paged KV cache, and how many blocks of it there is room for.
 
-Slots are rows of one tensor a layer, so that a decode step reads slots 0 .. batch - 1 as a view. It knows neither
-models nor which sequence is in which slot.
+It knows neither models nor which sequence has which block.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor
 
-_GROWTH = 128
+from mrlhf.errors import EngineError
+from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.native.operators import Layer
 
 
 class KVCache:
-    """Keys and values, [2, slots, kv_heads, length, head_dim] a layer; what is not yet written is zero or stale.
+    """Keys and values in blocks; what is not yet written is zero or stale."""
 
-    Growing copies one layer at a time, so the extra memory is that of one layer. Growth by 128 tokens costs little,
-    since every decode step reads the whole cache anyway.
+    def __init__(
+        self,
+        num_layers: int,
+        blocks: int,
+        block_size: int,
+        groups: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Take the memory (on a host, as blocks are first written to).
+
+        Raises:
+            EngineError: there is not so much.
+        """
+        shape = (2, blocks, block_size, groups, head_dim)
+        try:
+            pairs = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            wanted = num_layers * int(np.prod(shape)) * dtype.itemsize
+            raise EngineError(
+                f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower rollout.kv_cache_mb (on a "
+                f"CPU) or rollout.gpu_memory_utilization (on a GPU)"
+            ) from error
+        self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
+        self.nbytes = sum(pair.nbytes for pair in pairs)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each; no block is in two pairs."""
+        if pairs:
+            sources, targets = (
+                torch.tensor(side, device=self.layers[0][0].device) for side in zip(*pairs, strict=True)
+            )
+            for store in (store for layer in self.layers for store in layer):
+                store[targets] = store[sources]
+
+
+def blocks_for(limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device) -> int:
+    """How many blocks of `block_bytes` the cache has: what `limits` could ever use, or what there is memory for.
+
+    Raises:
+        EngineError: that is less than one sequence may need.
     """
+    per_sequence = -(-limits.max_length // block_size)
+    room = _budget(limits, device)
+    blocks = min(limits.max_num_seqs * per_sequence, room // block_bytes)
+    if blocks < per_sequence:
+        key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
+        raise EngineError(
+            f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and one sequence may have "
+            f"{limits.max_length} tokens = {per_sequence * block_bytes / 2**20:.1f} MiB: raise {key}, or lower "
+            f"data.max_prompt_length or data.max_response_length"
+        )
+    return blocks
 
-    def __init__(self, num_layers: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._kv_heads, self._head_dim = kv_heads, head_dim
-        empty = torch.zeros(2, 0, kv_heads, 0, head_dim, device=device, dtype=dtype)
-        self._layers = [empty] * num_layers
 
-    @property
-    def slots(self) -> int:
-        """Sequences there is room for."""
-        return self._layers[0].shape[1]
+def _budget(limits: EngineLimits, device: torch.device) -> int:
+    """Bytes that the cache may take."""
+    if limits.cache_bytes is not None:
+        return limits.cache_bytes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, free - int(total * (1 - limits.gpu_memory_utilization)))
+    return _free_host_bytes() // 2
 
-    @property
-    def length(self) -> int:
-        """Tokens a sequence there is room for."""
-        return self._layers[0].shape[3]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(layer.nbytes for layer in self._layers)
+def _free_host_bytes() -> int:
+    """What the host could give to programs now without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise EngineError("/proc/meminfo does not tell the free memory: set rollout.kv_cache_mb")
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Make room for `slots` sequences of `length` tokens; what is in the cache stays."""
-        if slots <= self.slots and length <= self.length:
-            return
-        slots, length = max(slots, self.slots), max(-(-length // _GROWTH) * _GROWTH, self.length)
-        for number, old in enumerate(self._layers):
-            new = old.new_zeros(2, slots, self._kv_heads, length, self._head_dim)
-            new[:, : old.shape[1], :, : old.shape[3]] = old
-            self._layers[number] = new
 
-    def fill(self, layer: int, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Write prompts: row `rows[i]` of `keys`, `values` [batch, kv_heads, seq_len, head_dim] to slot `slots[i]`."""
-        seq_len = keys.shape[2]
-        self._layers[layer][0, slots, :, :seq_len] = keys[rows]
-        self._layers[layer][1, slots, :, :seq_len] = values[rows]
-
-    def append(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Write one token, `keys` and `values` [batch, kv_heads, head_dim], of slot i at `positions[i]`."""
-        slots = torch.arange(len(positions), device=positions.device)
-        self._layers[layer][0, slots, :, positions] = keys
-        self._layers[layer][1, slots, :, positions] = values
-
-    def view(self, layer: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `length` tokens of slots 0 .. batch - 1, [batch, kv_heads, length, head_dim]."""
-        keys, values = self._layers[layer][:, :batch, :, :length]
-        return keys, values
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots `sources` over slots `targets`; no slot is in both."""
-        for layer in self._layers:
-            layer[:, targets] = layer[:, sources]
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # From the system's zero pages, so that blocks which are never used cost nothing.
+    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

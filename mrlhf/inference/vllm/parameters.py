@@ -1,0 +1,125 @@
+"""Where vLLM's parameters are stored, and how new weights get into them.
+
+On a GPU each is a tensor that stays where it is. On a CPU vLLM packs the weights of linear layers for its GEMM and
+keeps nothing else of them; these are stored here from `slots` or `bind` to `install`, which packs and forgets them.
+It does not know where weights come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrlhf.errors import EngineError
+from mrlhf.inference.vllm import guards
+from mrlhf.weights.shard import Piece, Shape, Slot
+
+
+class VllmParameters:
+    """The parameters of a vLLM model on this rank, by vLLM's names."""
+
+    def __init__(
+        self,
+        model: Any,
+        pieces: Mapping[str, tuple[Piece, ...]],
+        shapes: Mapping[str, Shape],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Nothing is allocated.
+
+        Raises:
+            EngineError: the model has other parameters than `pieces`.
+        """
+        self.pieces = dict(pieces)
+        self._model, self._shapes, self._device, self._dtype = model, shapes, device, dtype
+        self._new: dict[str, Tensor] = {}
+        self._borrowed: set[str] = set()
+        named = dict(model.named_parameters())
+        if set(named) != set(pieces):
+            odd = sorted(set(named) ^ set(pieces))
+            raise EngineError(
+                f"vLLM's model differs from ours in parameters {odd[:3]}; set rollout.engine=native, or use vLLM 0.32"
+            )
+        for name, parameter in named.items():
+            if parameter.numel() and tuple(parameter.shape) != shapes[name]:
+                raise EngineError(
+                    f"vLLM's {name} is {list(parameter.shape)} and not {list(shapes[name])}; set rollout.engine=native"
+                )
+
+    def bind(self, name: str, tensor: Tensor) -> None:
+        """Take `name` from `tensor`: in place of the parameter where vLLM leaves it as it is, by packing it elsewhere.
+
+        On a GPU the parameter keeps its place, which captured graphs and sleep mode rely on, and is copied into.
+
+        Raises:
+            EngineError: there is no such parameter, or the tensor does not fit it.
+        """
+        if name not in self.pieces:
+            raise EngineError(f"the engine has no parameter {name!r}; bind one of parameter_pieces()")
+        wanted = (self._shapes[name], self._dtype, self._device.type)
+        given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        if given != wanted:
+            raise EngineError(
+                f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; copy it instead"
+            )
+        self._new[name] = tensor.detach()
+        self._borrowed.add(name)
+
+    def slots(self) -> list[Slot]:
+        """Where each piece is to be written; what is packed gets storage until `install`, padding rows zero."""
+        for name in self.missing:
+            stored: Tensor = self._model.get_parameter(name)
+            fits = tuple(stored.shape) == self._shapes[name] and stored.dtype == self._dtype
+            if fits and (self._device.type == "cuda" or name not in self._borrowed):
+                self._new[name] = stored.detach()
+            else:
+                self._new[name] = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+                self._borrowed.discard(name)
+        return [Slot(piece, self._new[name]) for name, pieces in self.pieces.items() for piece in pieces]
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters that have got no new weights since the last `install`."""
+        return [name for name in self.pieces if name not in self._new]
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Make the new weights those of the model, and forget what was stored for that.
+
+        Raises:
+            EngineError: a parameter has no new weights.
+        """
+        if missing := self.missing:
+            raise EngineError(f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()")
+        for prefix, module in self._model.named_modules():
+            own = [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            own = [name for name in own if name in self._new]
+            for name in own:
+                self._place(module, name.rpartition(".")[2], self._new.pop(name))
+            if own and self._device.type == "cpu" and _is_packed(module):
+                module.quant_method.process_weights_after_loading(module)
+        if self._device.type == "cpu":
+            guards.repack_output_layer(self._model)
+
+    def _place(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        parameter = module.get_parameter(name)
+        if parameter.data_ptr() == tensor.data_ptr() and tensor.numel():
+            return
+        if self._device.type == "cuda":
+            parameter.copy_(tensor)
+        elif parameter.numel():
+            parameter.data = tensor
+        else:
+            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Whether vLLM multiplies by a packed copy of the module's weight; an embedding looks rows up instead."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return isinstance(module, LinearBase | ParallelLMHead)

@@ -1,0 +1,134 @@
+"""The compiled kernels against torch's operators: every shape that a pass through the model may have."""
+
+import itertools
+
+import pytest
+import torch
+
+from mrlhf.inference.native import kernels, sampler
+from mrlhf.inference.native.operators import HostOperators, StepInputs, TorchOperators
+
+EPS = 1e-5
+
+
+def operators(dtype, dim, window=None):
+    angles = torch.outer(torch.arange(64.0), 1.0 / 100 ** (torch.arange(0, dim, 2) / dim))
+    arguments = (angles.cos(), angles.sin(), EPS, window)
+    compiled = kernels.load(dtype)
+    assert compiled is not None, "this machine has no C++ compiler"
+    return HostOperators(compiled, *arguments), TorchOperators(*arguments)
+
+
+def inputs(block_size, generator):
+    """Four sequences: a whole prompt, the middle of one, a decoded token deep inside, and the very first token."""
+    starts, counts = [0, 11, 37, 0], [19, 6, 1, 1]
+    width = -(-38 // block_size)
+    tables = torch.randperm(4 * width, generator=generator).to(torch.int32).view(4, width)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    slots = tables[sequence, positions // block_size].long() * block_size + positions % block_size
+    ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    lengths = torch.tensor([a + b for a, b in zip(starts, counts, strict=True)], dtype=torch.int32)
+    return StepInputs(positions, positions, slots, ends, lengths, tables, ends[1:].long() - 1, 19, 38), 4 * width
+
+
+def history(block_size):
+    """The same sequences from their beginning, to fill the cache with."""
+    starts, lengths = [11, 37], [1, 2]
+    positions = torch.cat([torch.arange(count) for count in starts])
+    return positions, torch.repeat_interleave(torch.tensor(lengths), torch.tensor(starts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32])
+@pytest.mark.parametrize(("groups", "per_group", "dim"), [(2, 3, 32), (1, 1, 20), (3, 1, 64), (1, 4, 128), (2, 2, 10)])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_from_a_paged_cache_equals_torch(dtype, block_size, groups, per_group, dim, window, normed):
+    generator = torch.Generator().manual_seed(dim)
+    step, blocks = inputs(block_size, generator)
+    norms = None
+    if normed:
+        norms = tuple((1 + 0.2 * torch.randn(dim, generator=generator)).to(dtype) for _ in range(2))
+    old_positions, old_sequence = history(block_size)
+    old_slots = step.block_tables[old_sequence, old_positions // block_size].long() * block_size
+    old = StepInputs(
+        old_positions, old_positions, old_slots + old_positions % block_size, *[step.query_starts] * 2,
+        step.block_tables, old_positions, 1, 1,
+    )  # fmt: skip
+    before = torch.randn(len(old_positions), groups, per_group + 2, dim, generator=generator).to(dtype)
+    now = torch.randn(len(step.tokens), groups, per_group + 2, dim, generator=generator).to(dtype)
+    contexts, queries = [], []
+    for ops in operators(dtype, dim, window):
+        cache = tuple(torch.zeros(blocks, block_size, groups, dim, dtype=dtype) for _ in range(2))
+        ops.rotate_store(before, norms, old, cache)
+        queries.append(ops.rotate_store(now, norms, step, cache))
+        contexts.append(ops.attend(queries[-1], cache, step))
+    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(queries[0], queries[1], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(contexts[0].view_as(contexts[1]), contexts[1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 64, 100])
+def test_norms_and_gates_equal_torch(dtype, size):
+    host, reference = operators(dtype, 8)
+    hidden, delta = torch.randn(2, 300, size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = (1 + 0.1 * torch.arange(size) / size).to(dtype)
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    for added in (None, delta):
+        states = hidden.clone(), hidden.clone()
+        ours, theirs = (
+            ops.add_norm(state, added, weight) for ops, state in zip((host, reference), states, strict=True)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        assert torch.equal(*states)
+    gate_up = torch.cat([hidden * 20, delta], dim=-1).contiguous()
+    torch.testing.assert_close(host.gated(gate_up), reference.gated(gate_up), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 5, 128, 129, 1000])
+def test_one_pass_over_the_logits_equals_torch(dtype, columns):
+    compiled = kernels.load(dtype)
+    logits = (6 * torch.randn(64, columns, generator=torch.Generator().manual_seed(columns))).to(dtype)
+    ours, theirs = compiled.logit_blocks(logits, 0.7), sampler._logit_blocks(logits, 0.7)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    tops = theirs[0].amax(dim=1)
+    total = (logits.double() * 0.7 - tops[:, None]).exp().sum(dim=1)
+    targets = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * total
+    targets[::7] = -1.0
+    ours, theirs = (f(logits, 0.7, *theirs[:2], tops, targets) for f in (compiled.pick, sampler._pick))
+    assert torch.equal(ours[0], theirs[0]) and (ours[0][::7] == -1).all()
+    torch.testing.assert_close(*(chosen for _, chosen in (ours, theirs)), rtol=1e-6, atol=1e-6)
+
+
+def test_several_threads_give_what_one_gives():
+    threads = torch.get_num_threads()
+    compiled = kernels.load(torch.float32)
+    logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(0))
+    hidden = logits.clone()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            norm = compiled.add_rms_norm(hidden.clone(), logits, torch.ones(3000), EPS)
+            results.append((norm, compiled.gated(logits), *compiled.logit_blocks(logits, 1.0)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_a_machine_without_a_compiler_is_told_and_runs_on(monkeypatch, caplog):
+    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
+    assert kernels._library.__wrapped__() is None
+    assert "no C++ compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("this is not C++")
+    monkeypatch.setattr(kernels, "SOURCE", broken)
+    assert kernels._library.__wrapped__() is None
+    assert "could not be compiled" in caplog.text and "broken.cpp" in caplog.text
