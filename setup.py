@@ -13,6 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
+    package_data={"mrlhf.inference.native": ["kernels.cpp"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",
@@ -33,6 +34,6 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "mypy", "types-PyYAML", "pre-commit"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit"],
     },
 )

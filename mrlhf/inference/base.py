@@ -83,7 +83,7 @@ class EngineLimits:
         max_num_seqs: sequences that are decoded at once.
         max_length: longest prompt and response together, tokens.
         max_prefill_tokens: prompt tokens computed in one step; longer prompts are computed in chunks.
-        block_size: tokens of a block of the KV cache.
+        block_size: tokens of a block of the KV cache; None for what the device's kernels like best.
         cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a GPU, and up to half
             of the free memory elsewhere.
         gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with the KV cache.
@@ -93,7 +93,7 @@ class EngineLimits:
     max_num_seqs: int
     max_length: int
     max_prefill_tokens: int
-    block_size: int = 16
+    block_size: int | None = None
     cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False

@@ -6,10 +6,12 @@ the same named slices. Pure: it knows no tensors and no process groups.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mrlhf.models.families import rule_of, tensor_shapes
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.weights.shard import Piece, pieces_of
+from mrlhf.weights.shard import Piece, Rule, pieces_of
 
 
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
@@ -30,23 +32,33 @@ def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
-    at = layout.coordinates(rank)
-    return _held(spec, layout, at.pp, at.tp)
+    at, shapes = layout.coordinates(rank), tensor_shapes(spec)
+    offset = layout.stage_layers(at.pp, spec.num_layers).start
+    return [
+        piece
+        for name in parameter_names(spec, layout, at.pp)
+        for piece in pieces_of(name, rule_of(spec, name, offset), shapes, at.tp, layout.tp)
+    ]
 
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
     _, tp_rank = layout.place(rank)
-    return _held(spec, ParallelLayout(tp=layout.tp, pp=1, dp=len(layout.replicas)), 0, tp_rank)
-
-
-def _held(spec: ModelSpec, layout: ParallelLayout, stage: int, tp_rank: int) -> list[Piece]:
-    shapes, offset = tensor_shapes(spec), layout.stage_layers(stage, spec.num_layers).start
+    shapes = tensor_shapes(spec)
     return [
         piece
-        for name in parameter_names(spec, layout, stage)
-        for piece in pieces_of(name, rule_of(spec, name, offset), shapes, tp_rank, layout.tp)
+        for name, rule in engine_rules(spec, layout.tp).items()
+        for piece in pieces_of(name, rule, shapes, tp_rank, layout.tp)
     ]
+
+
+def engine_rules(spec: ModelSpec, tp: int) -> dict[str, Rule]:
+    """The rule of each parameter of an inference engine on `tp` ranks.
+
+    They are training's, except that the engine's ranks may outnumber the KV groups and then share them.
+    """
+    rules = {name: rule_of(spec, name, 0) for name in parameter_names(spec, ParallelLayout(tp=tp, pp=1, dp=1), 0)}
+    return {name: replace(rule, shares=rule.periods) for name, rule in rules.items()}
 
 
 def _layer_parameters(spec: ModelSpec) -> list[str]:

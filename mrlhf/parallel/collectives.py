@@ -66,15 +66,26 @@ def exchange(sends: Sequence[Peer], receives: Sequence[Peer], group: dist.Proces
     Peers are global ranks and never the rank itself. Messages between two ranks are matched by order: the k-th that one
     lists for the other is the k-th that the other lists for it. Either list may be empty. Call `connect` once before.
     """
+    finish_exchange(start_exchange(sends, receives, group))
+
+
+def start_exchange(
+    sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None = None
+) -> list[dist.Work]:
+    """The first half of `exchange`: the tensors are under way until `finish_exchange` returns."""
     operations = [
         dist.P2POp(operation, _as_bytes(tensor), peer, group)
         for operation, peers in ((dist.isend, sends), (dist.irecv, receives))
         for peer, tensor in peers
         if tensor.numel()
     ]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def finish_exchange(works: Sequence[dist.Work]) -> None:
+    """The second half of `exchange`: on a GPU, what is queued after it sees the tensors that have arrived."""
+    for work in works:
+        work.wait()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Which slice of which named tensor a local parameter holds: the one map behind reading, writing and resharding.
 
 The lingua franca is the Hugging Face name and full shape of each tensor. Along one dimension a parameter is a train of
-periods; each period holds one block of every named tensor it fuses. Three examples, tensor-parallel size t:
+periods; each period holds one block of every named tensor it fuses. Four examples, tensor-parallel size t:
 
     row-parallel or vocabulary weight   one period a rank, one tensor in it
     gate and up in `linear_fc1`         one period a rank: [gate rows / t, up rows / t]
     q, k, v in `linear_qkv`             one period a KV group: [q rows of the group, k rows, v rows]
+    q, k, v, shared by inference ranks  more ranks than KV groups: one period a rank, [q rows / t, k rows of its group,
+                                        v rows of its group]
 
 Pure arithmetic on ints and shapes, plus views into tensors that the caller hands in. It does not know models, process
 groups or files.
@@ -13,7 +15,7 @@ groups or files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,11 +34,50 @@ class Rule:
         names: the fused tensors, in the order they follow each other in a period.
         dim: the dimension that tensor parallelism splits; None where every rank holds the whole.
         periods: periods in the whole (unsplit) parameter, divided over the ranks; None for one period a rank.
+        shares: the tensors after the first are cut in at most so many shares. On more ranks there is one period a rank,
+            and neighbouring ranks hold the same share of them. None where every tensor is split over all ranks.
     """
 
     names: tuple[str, ...]
     dim: int | None
     periods: int | None = None
+    shares: int | None = None
+
+    def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
+        """Periods on each of `tp_size` ranks, and the rows of each tensor's block in a period; `dim` is not None.
+
+        Vocabulary rows need not divide: the block is rounded up.
+
+        Raises:
+            WeightError: a fused or grouped parameter does not divide over the ranks.
+        """
+        assert self.dim is not None
+        sizes = [shapes[name][self.dim] for name in self.names]
+        periods = self.periods or tp_size
+        counts = [periods] * len(sizes)
+        if self.is_shared(tp_size):
+            assert self.shares is not None
+            periods, counts = tp_size, [tp_size] + [self.shares] * (len(sizes) - 1)
+        uneven = len(sizes) > 1 and any(size % count for size, count in zip(sizes, counts, strict=True))
+        if periods % tp_size or uneven or (self.is_shared(tp_size) and tp_size % counts[-1]):
+            raise WeightError(self._refusal(sizes, tp_size))
+        return periods // tp_size, tuple(-(-size // count) for size, count in zip(sizes, counts, strict=True))
+
+    def is_shared(self, tp_size: int) -> bool:
+        """Whether several of `tp_size` ranks hold the same share of the tensors after the first."""
+        return self.shares is not None and tp_size > self.shares
+
+    def _refusal(self, sizes: Sequence[int], tp_size: int) -> str:
+        rows = ", ".join(f"{name} ({size} rows)" for name, size in zip(self.names, sizes, strict=True))
+        groups = self.shares or self.periods
+        if groups is None:
+            remedy = "use a smaller tp"
+        elif self.shares is None:
+            remedy = f"use a tp that divides {groups}"
+        else:
+            remedy = f"use a tp that divides {groups}, or a multiple of {groups} that divides the rows"
+        grouped = "" if groups is None else f" in {groups} groups"
+        return f"{rows}{grouped} do not divide over tensor-parallel size {tp_size}; {remedy}"
 
 
 @dataclass(frozen=True)
@@ -102,25 +143,33 @@ def pieces_of(parameter: str, rule: Rule, shapes: Mapping[str, Shape], tp_rank: 
     Raises:
         WeightError: a fused or grouped parameter does not divide over the ranks.
     """
-    full = [shapes[name] for name in rule.names]
     if rule.dim is None:
-        (name,), (shape,) = rule.names, full
+        (name,) = rule.names
+        shape = shapes[name]
         return (Piece(name, shape, 0, 0, shape[0], parameter, offset=0, block=shape[0], period=shape[0]),)
-    periods = rule.periods or tp_size
-    sizes = [shape[rule.dim] for shape in full]
-    blocks = [-(-size // periods) for size in sizes]
-    fused = len(rule.names) > 1
-    if periods % tp_size or (fused and any(size % periods for size in sizes)):
-        raise WeightError(
-            f"{parameter}: {dict(zip(rule.names, sizes, strict=True))} rows in {periods} periods do not divide over "
-            f"tensor-parallel size {tp_size}; use a smaller tp"
-        )
-    local = periods // tp_size
+    periods, blocks = rule.blocks(shapes, tp_size)
     pieces, offset = [], 0
-    for name, shape, size, block in zip(rule.names, full, sizes, blocks, strict=True):
-        start, stop = min(size, tp_rank * local * block), min(size, (tp_rank + 1) * local * block)
+    for number, (name, block) in enumerate(zip(rule.names, blocks, strict=True)):
+        shape, share = shapes[name], tp_rank
+        if number > 0 and rule.is_shared(tp_size):
+            share = tp_rank * (shape[rule.dim] // block) // tp_size
+        start, stop = (min(shape[rule.dim], edge * periods * block) for edge in (share, share + 1))
         if start < stop:
-            valid = block if fused or stop - start == local * block else stop - start
+            # Only the last rank's rows of a tensor that is padded are fewer than its blocks.
+            valid = min(block, stop - start)
             pieces.append(Piece(name, shape, rule.dim, start, stop, parameter, offset, valid, sum(blocks)))
         offset += block
     return tuple(pieces)
+
+
+def local_shape(rule: Rule, shapes: Mapping[str, Shape], tp_size: int) -> Shape:
+    """The shape of a parameter on each of `tp_size` ranks, vocabulary padding included.
+
+    Raises:
+        WeightError: a fused or grouped parameter does not divide over the ranks.
+    """
+    full = shapes[rule.names[0]]
+    if rule.dim is None:
+        return full
+    periods, blocks = rule.blocks(shapes, tp_size)
+    return (*full[: rule.dim], periods * sum(blocks), *full[rule.dim + 1 :])

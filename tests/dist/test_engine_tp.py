@@ -1,4 +1,4 @@
-"""The native engine on two tensor-parallel ranks, against one rank."""
+"""The native engine on two and four tensor-parallel ranks, against one rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ DRAWS = (
     SamplingParams(n=2, temperature=1.1, max_tokens=10, seed=2, stop_token_ids=(3, 50, 90)),
     SamplingParams(n=3, temperature=0.9, top_k=40, top_p=0.95, max_tokens=10, seed=1, stop_token_ids=(3, 50, 90)),
 )
+SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 Results = dict[tuple[str, int], list[dict]]
 
 
-def _generate(group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32) -> Results:
+def _generate(
+    group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32, models: tuple[str, ...] = MODELS
+) -> Results:
     results = {}
-    for name in MODELS:
+    for name in models:
         engine = make_engine(hf_model(name, dtype), group, max_num_seqs=10, dtype=dtype)
         for number, sampling in enumerate(DRAWS):
             samples = engine.generate(PROMPTS, UIDS, sampling)
@@ -34,6 +37,19 @@ def _generate(group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float3
 
 def _body(rank: int, world_size: int) -> tuple[Results, Results]:
     return _generate(dist.group.WORLD), _generate(dist.group.WORLD, torch.bfloat16)
+
+
+def _body_of_four(rank: int, world_size: int) -> Results:
+    return _generate(dist.group.WORLD, models=SHARED)
+
+
+def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
+    alone = _generate(None, models=SHARED)
+    for results in run_ranks(4, _body_of_four):
+        for case, samples in alone.items():
+            for one, four in zip(samples, results[case], strict=True):
+                assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5), case
+                assert four["token_ids"] == one["token_ids"], case
 
 
 def test_two_ranks_give_the_tokens_and_logprobs_of_one():

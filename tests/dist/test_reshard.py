@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.collectives import Peer, exchange
-from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.reshard.execute import Resharder, WeightHolder
-from mrlhf.reshard.plan import plan
+from mrlhf.reshard import shared_memory
+from mrlhf.reshard.execute import Carrier, Resharder, WeightHolder
+from mrlhf.reshard.links import LinkBuckets
+from mrlhf.reshard.plan import Move, ReshardPlan, plan
+from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
+from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 from tests.ranks import run_ranks
 from tests.shards import fill, full_tensors, make_slots, stored, tiny_spec
@@ -55,15 +60,20 @@ class FakeEngine:
         return [Slot(piece, self.tensors[piece.parameter]) for pieces in self._pieces.values() for piece in pieces]
 
 
-def _make(
-    spec: ModelSpec, actor: ParallelLayout, engine_tp: int, rank: int, dtype: torch.dtype, **options: object
-) -> tuple[Resharder, list[Slot], FakeEngine]:
+def _plan_of(spec: ModelSpec, actor: ParallelLayout, engine_tp: int, itemsize: int) -> ReshardPlan:
     engine_layout, world = EngineLayout.inside(actor, engine_tp), range(actor.world_size)
     source = {r: role_pieces(spec, actor, r) for r in world}
     target = {r: engine_pieces(spec, engine_layout, r) for r in world}
-    found = plan(source, target, dtype.itemsize, actor.groups("tp", "pp"))
+    return plan(source, target, itemsize, actor.groups("tp", "pp"))
+
+
+def _make(
+    spec: ModelSpec, actor: ParallelLayout, engine_tp: int, rank: int, dtype: torch.dtype, **options: bool
+) -> tuple[Resharder, list[Slot], FakeEngine]:
+    found = _plan_of(spec, actor, engine_tp, dtype.itemsize)
     assert found.bytes_moved == found.bytes_minimum
-    slots, engine = make_slots(source[rank], dtype), FakeEngine(target[rank], dtype)
+    slots = make_slots(role_pieces(spec, actor, rank), dtype)
+    engine = FakeEngine(engine_pieces(spec, EngineLayout.inside(actor, engine_tp), rank), dtype)
     return Resharder(found, slots, engine, rank, BUCKET_BYTES, **options), slots, engine
 
 
@@ -78,21 +88,70 @@ def _assert_holds(engine: WeightHolder, full: dict[str, Tensor]) -> None:
 def _all_layouts(rank: int) -> None:
     for model in MODELS:
         spec, dtype = tiny_spec(model), torch.bfloat16 if model == "qwen3" else torch.float32
+        if model == "qwen2_tied":
+            spec = replace(spec, num_kv_heads=2)  # on four ranks two share each
         full = full_tensors(spec, dtype)
-        longest_row = 37 * dtype.itemsize
-        for number, (tp, pp, engine_tp) in enumerate(CASES):
+        layouts = [case for case in CASES if case[0] <= spec.num_kv_heads]
+        for number, (tp, pp, engine_tp) in enumerate(layouts):
             actor = ParallelLayout.for_world("actor", 4, tp, pp)
-            resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, verify=number % 2 == 0)
+            options = {"verify": number % 3 == 0, "shared_memory": number % 4 > 0}
+            resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, **options)
             for scale in (1.0, -2.0):  # the second run brings new weights into the same storage
                 scaled = {name: tensor * scale for name, tensor in full.items()}
                 fill(slots, scaled)
-                stats = resharder.run()
+                calls: list[str] = []
+                stats = resharder.run(meanwhile=lambda calls=calls: calls.append("now"))
                 _assert_holds(engine, scaled)
+                assert calls == ["now"]
                 assert stats.bytes_moved == stats.bytes_had_to_move
-                assert stats.peak_extra_bytes <= 2 * (BUCKET_BYTES + 3 * longest_row)
+                assert stats.peak_extra_bytes <= BUCKET_BYTES
             if (tp, pp) == (engine_tp, 1):
                 _assert_shared(slots, engine)
                 assert stats.bytes_moved == stats.peak_extra_bytes == 0
+            else:
+                kind = SharedRings if options["shared_memory"] else LinkBuckets
+                assert isinstance(resharder.carrier, kind)
+    assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
+
+
+def _storage_may_change(rank: int) -> None:
+    """Weights that are put elsewhere between two runs, on either side, are found there; the old ones are let go."""
+    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32)
+    fill(slots, full_tensors(spec))
+    resharder.run()
+    old = [weakref.ref(tensor) for tensor in engine.tensors.values()]
+    engine.tensors.clear()
+    assert all(reference() is None for reference in old)
+    for slot in slots:
+        slot.parameter.set_(torch.full_like(slot.parameter, float("nan")))
+    changed = {name: tensor + 1 for name, tensor in full_tensors(spec).items()}
+    fill(slots, changed)
+    resharder.run()
+    _assert_holds(engine, changed)
+
+
+def _a_rank_that_does_not_come_is_named(rank: int) -> None:
+    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, timeout_s=0.5)
+    fill(slots, full_tensors(spec))
+    if rank != 2:
+        with pytest.raises(WeightError, match=rf"rank {rank} waited 0.5 s for ranks \[.*2.*\] to move weights"):
+            resharder.run()
+    dist.barrier()
+
+
+def _no_room_falls_back(rank: int) -> None:
+    """Where one rank cannot share memory, all send."""
+    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    if rank == 1:
+        shared_memory.DIRECTORY = Path("/nonexistent")
+    resharder, slots, engine = _make(spec, actor, 2, rank, torch.float32)
+    assert isinstance(resharder.carrier, LinkBuckets)
+    fill(slots, full_tensors(spec))
+    resharder.run()
+    _assert_holds(engine, full_tensors(spec))
+    shared_memory.DIRECTORY = DIRECTORY
 
 
 def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:
@@ -100,30 +159,41 @@ def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:
     assert {name: tensor.data_ptr() for name, tensor in engine.tensors.items()} == trained
 
 
-def _flip_one_byte(sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None) -> None:
-    """A link that damages the last byte of what rank 3 gets from rank 0."""
-    exchange(sends, receives, group)
-    for peer, tensor in receives:
-        if dist.get_rank() == 3 and peer == 0:
-            tensor.view(torch.uint8)[-1] ^= 1
+class DamagingCarrier:
+    """A link that damages the last byte of the first slice that rank 3 gets from rank 0."""
+
+    def __init__(self, carrier: Carrier, moves: Sequence[Move], rank: int) -> None:
+        self._carrier, self.peak_bytes = carrier, carrier.peak_bytes
+        self._damaged = next((m for m in moves if (m.source_rank, m.target_rank) == (0, 3) and rank == 3), None)
+
+    def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
+        moved = self._carrier.carry(source, target, work)
+        if self._damaged is not None:
+            view = target(self._damaged.target, self._damaged.start, self._damaged.stop)
+            view.view(torch.uint8)[..., -1] ^= 1
+        return moved
 
 
 def _damage_is_noticed(rank: int) -> None:
     spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
     full = full_tensors(spec)
-    for verify in (False, True):
-        resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, verify=verify, transport=_flip_one_byte)
-        fill(slots, full)
-        if rank != 3:
-            resharder.run()
-            _assert_holds(engine, full)
-        elif verify:
-            with pytest.raises(WeightError, match=r"model\.\S+\[\d+:\d+\] of dimension \d from rank 0 to rank 3 and"):
+    for shared in (False, True):
+        for verify in (False, True):
+            resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, verify=verify, shared_memory=shared)
+            resharder.carrier = DamagingCarrier(resharder.carrier, _plan_of(spec, actor, 1, 4).moves, rank)
+            fill(slots, full)
+            if rank != 3:
                 resharder.run()
-        else:
-            resharder.run()
-            with pytest.raises(AssertionError):
                 _assert_holds(engine, full)
+            elif verify:
+                with pytest.raises(
+                    WeightError, match=r"bytes of model\.\S+\[\d+:\d+\] of dimension \d from rank 0 to rank 3;"
+                ):
+                    resharder.run()
+            else:
+                resharder.run()
+                with pytest.raises(AssertionError):
+                    _assert_holds(engine, full)
 
 
 def _one_group_alone(rank: int) -> None:
@@ -141,29 +211,44 @@ def _one_group_alone(rank: int) -> None:
             _assert_holds(engine, full_tensors(spec))
 
 
+class NativeWeights:
+    """The weights of the real engine."""
+
+    def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
+        self.parameters = Parameters(spec, tp_rank, tp_size, torch.device("cpu"), torch.float32)
+        self.bind, self.weight_slots = self.parameters.bind, self.parameters.slots
+
+    def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
+        return self.parameters.pieces
+
+
 def _native_engine(rank: int) -> None:
-    """The real engine has the pieces that the plan expects, and takes them in."""
-    spec, actor = tiny_spec("qwen2_tied"), ParallelLayout(2, 2, 1)
-    factory = GroupFactory(timeout_s=60.0)
-    for tp in (1, 2, 4):
-        layout = EngineLayout.inside(actor, tp)
-        engine = NativeEngine(
-            spec,
-            factory.engine_groups(layout).tp,
-            torch.device("cpu"),
-            torch.float32,
-            4,
-            max_length=16,
-            max_prefill_tokens=16,
-        )
-        source = {r: role_pieces(spec, actor, r) for r in range(4)}
-        target = {r: engine_pieces(spec, layout, r) for r in range(4)}
-        slots = make_slots(source[rank])
-        fill(slots, full_tensors(spec))
-        Resharder(plan(source, target, 4), slots, engine, rank, BUCKET_BYTES, verify=True).run()
-        assert [piece for pieces in engine.parameter_pieces().values() for piece in pieces] == target[rank]
-        _assert_holds(engine, full_tensors(spec))
-        engine.commit(1)
+    """The real engine has the pieces that the plan expects, and takes them in; padding rows are zero."""
+    for kv_heads in (4, 2, 1):
+        spec, actor = replace(tiny_spec("qwen2_tied"), num_kv_heads=kv_heads), ParallelLayout(min(2, kv_heads), 2, 1)
+        actor = ParallelLayout.for_world("actor", 4, actor.tp, 4 // actor.tp)
+        for tp in (1, 2, 4):
+            engine = NativeWeights(spec, rank % tp, tp)
+            slots = make_slots(role_pieces(spec, actor, rank))
+            fill(slots, full_tensors(spec))
+            Resharder(_plan_of(spec, actor, tp, 4), slots, engine, rank, BUCKET_BYTES, verify=True).run()
+            pieces = engine_pieces(spec, EngineLayout.inside(actor, tp), rank)
+            assert [piece for held in engine.parameter_pieces().values() for piece in held] == pieces
+            _assert_holds(engine, full_tensors(spec))
+            rows = engine.parameters["embedding.word_embeddings.weight"]
+            assert rows.shape[0] == -(-37 // tp)
+            if tp == 4:
+                assert (rows[-3:].eq(0).all().item()) == (rank == 3)
+            if (tp, kv_heads) == (4, 2):
+                qkv = engine.parameters["decoder.layers.1.self_attention.linear_qkv.weight"]
+                assert torch.equal(qkv, _two_groups_on_four_ranks(full_tensors(spec), "model.layers.1.self_attn", rank))
+
+
+def _two_groups_on_four_ranks(full: dict[str, Tensor], prefix: str, rank: int) -> Tensor:
+    """8 query heads of 4 rows, 2 KV heads: two query heads a rank; ranks 0 and 1 hold KV head 0, 2 and 3 hold 1."""
+    q, k, v = (full[f"{prefix}.{name}_proj.weight"] for name in "qkv")
+    head = rank // 2
+    return torch.cat([q[8 * rank : 8 * rank + 8], k[4 * head : 4 * head + 4], v[4 * head : 4 * head + 4]])
 
 
 def _body(rank: int, world_size: int) -> None:
@@ -171,6 +256,9 @@ def _body(rank: int, world_size: int) -> None:
     _one_group_alone(rank)
     _native_engine(rank)
     _damage_is_noticed(rank)
+    _storage_may_change(rank)
+    _no_room_falls_back(rank)
+    _a_rank_that_does_not_come_is_named(rank)
 
 
 @pytest.mark.timeout(280)

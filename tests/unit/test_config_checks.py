@@ -25,6 +25,7 @@ from mrlhf.rewards.rules import RULES
 from mrlhf.rl import advantages, kl, losses, shaping
 
 FACTS = {
+    "hidden_size": 64,
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -134,9 +135,9 @@ def test_configurations_that_fit_pass():
             "uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0",
         ),
         (
-            {"rollout__max_prefill_tokens": 39},
-            "rollout.max_prefill_tokens 39 is less than data.max_prompt_length 40; set rollout.max_prefill_tokens "
-            "to at least that",
+            {"rollout__kv_cache_mb": 64, "rollout__gpu_memory_utilization": 0.5},
+            "rollout.kv_cache_mb 64 and rollout.gpu_memory_utilization 0.5 both size the KV cache; set "
+            "rollout.kv_cache_mb to null or leave rollout.gpu_memory_utilization at 0.9",
         ),
         (
             {"actor__use_kl_loss": True, "actor__kl_loss_type": "full", "reference__pp": 1},
@@ -187,6 +188,9 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
         {"data__val_files": "v.jsonl", "trainer__test_freq": 5, "trainer__val_sampled": True},
         {"trainer__critic_warmup": 10},
+        {"rollout__max_prefill_tokens": 1},  # longer prompts are computed in chunks
+        {"rollout__kv_cache_mb": 64},
+        {"rollout__gpu_memory_utilization": 0.5, "rollout__stop": ["</answer>", "\n\n"]},
     ],
 )
 def test_what_resembles_a_mistake_passes(changes):
@@ -235,6 +239,21 @@ def test_check_model():
     ]
 
 
+def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
+    sizes = {"num_layers": 6, "num_heads": 12, "num_kv_heads": 2, "ffn_size": 96, "replicates_kv_heads": True}
+    for tp in (1, 2, 4, 6, 12):
+        check_model("rollout", tp, 1, **sizes)
+    with pytest.raises(ConfigError) as caught:
+        check_model("rollout", 3, 1, **sizes)
+    assert str(caught.value) == (
+        "rollout.tp 3 neither divides the model's key and value heads 2 nor is a multiple of them; use one of "
+        "1, 2, 4, 6, 12"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_model("rollout", 8, 1, **sizes)
+    assert str(caught.value) == "rollout.tp 8 does not divide the model's attention heads 12; use one of 1, 2, 3, 4, 6"
+
+
 def model_dir(tmp_path, **changes):
     facts = {**FACTS, **changes}
     (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value != "absent"}))
@@ -246,8 +265,9 @@ def test_check_models_reads_config_json(tmp_path):
     assert check_models(ppo(actor__path=path, critic__path="none")) == ["critic"]
     with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
         check_models(ppo(actor__path=path, actor__pp=4))
-    with pytest.raises(ConfigError, match=r"rollout\.tp 8 does not divide the model's key and value heads 4"):
-        check_models(ppo(actor__path=path, rollout__tp=8))
+    assert check_models(ppo(actor__path=path, rollout__tp=8)) == []
+    with pytest.raises(ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"):
+        check_models(ppo(actor__path=path, rollout__tp=16))
     with pytest.raises(ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"):
         check_models(ppo(actor__path=path, data__max_response_length=217))
 
@@ -260,14 +280,35 @@ def test_config_json_without_groups_or_without_sense(tmp_path):
         check_models(supervised(SFTConfig, model__path=path))
 
 
+def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
+    path = model_dir(tmp_path, num_hidden_layers=64, head_dim=256)
+    changes = {"actor__path": path, "critic__path": "none", "rollout__block_size": 16}
+    with pytest.raises(ConfigError) as caught:
+        check_models(ppo(**changes, rollout__kv_cache_mb=13))
+    # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; dtype and device are unknown: bfloat16
+    assert str(caught.value) == (
+        "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x 2 KV heads x 256 x "
+        "2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at least 14 or lower the data's maximum "
+        "lengths"
+    )
+    check_models(ppo(**changes, rollout__kv_cache_mb=14))
+    for float32 in ({"actor__dtype": "float32"}, {"distributed__device": "cpu"}):
+        with pytest.raises(ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"):
+            check_models(ppo(**changes, **float32, rollout__kv_cache_mb=14))
+    # with more ranks than heads, each rank holds one head
+    with pytest.raises(ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7340032 bytes"):
+        check_models(ppo(**changes, rollout__tp=8, rollout__kv_cache_mb=6))
+
+
 def test_describe_ppo():
     assert describe(ppo(trainer__critic_warmup=3, actor__ppo_epochs=2), 8).splitlines() == [
         "PPO on 8 ranks",
         "  actor        tp 2 x pp 2 x dp 2, 512 tokens a micro-batch",
         "  critic       tp 2 x pp 1 x dp 4, 512 tokens a micro-batch",
-        "  rollout      tp 2 x 4 replicas",
+        "  rollout      tp 2 x 4 replicas, native engine",
         "each training step",
         "  64 prompts x 2 = 128 samples, 32 a replica, 256 decoded at once",
+        "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 a sample",
         "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
         "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",
         "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 16 a data-parallel rank "
@@ -297,6 +338,11 @@ def test_describe_supervised():
 def test_dry_run_checks_first(tmp_path):
     text = dry_run(ppo(actor__path=model_dir(tmp_path), critic__path="none"), 8)
     assert text.endswith("not checked, no config.json here: critic\nconfiguration fits 8 ranks")
+    assert (
+        "the KV cache of a rank\n"
+        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 bytes\n"
+        "  rollout.kv_cache_mb 1 = 1048576 bytes: 24 samples at full length\n"
+    ) in dry_run(ppo(actor__path=model_dir(tmp_path), critic__path="none", rollout__kv_cache_mb=1), 8)
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
 

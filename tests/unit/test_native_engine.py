@@ -262,7 +262,9 @@ def test_a_cache_of_old_weights_is_never_read():
     engine.generate(PROMPTS, UIDS, GREEDY)
     fill(engine.weight_slots(), second)
     engine.commit(2)
-    assert_same(engine.generate(PROMPTS, UIDS, GREEDY), make_engine(second, block_size=4).generate(PROMPTS, UIDS, GREEDY), 0)
+    assert_same(
+        engine.generate(PROMPTS, UIDS, GREEDY), make_engine(second, block_size=4).generate(PROMPTS, UIDS, GREEDY), 0
+    )
 
 
 def test_a_thousand_requests_of_random_lengths_come_back_once_each():

@@ -14,6 +14,7 @@ from mrlhf.errors import WeightError
 from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.reshard.chunks import chunks_of
 from mrlhf.reshard.plan import Move, ReshardPlan, plan, split
 from mrlhf.weights.shard import Piece, Rule, pieces_of
 from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
@@ -208,3 +209,28 @@ def test_what_nobody_holds_is_refused() -> None:
     cut = {rank: pieces for rank, pieces in source.items() if rank != 3}
     with pytest.raises(WeightError, match=re.escape("no rank holds model.layers.2.self_attn.o_proj.weight[16:32]")):
         plan(cut, target, 4)
+
+
+def _move(name: str, start: int, stop: int, source_rank: int, target_rank: int) -> Move:
+    piece = Piece(name, (12, 2), 0, 0, 12, name, offset=0, block=12, period=12)
+    return Move(source_rank, target_rank, piece, piece, start, stop)
+
+
+def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
+    moves = [_move("a", 0, 6, 0, 1), _move("b", 0, 2, 0, 1), _move("a", 0, 6, 0, 3), _move("b", 2, 3, 0, 2)]
+    chunks = chunks_of(moves, capacity=8)
+    found = [
+        (chunk.readers, [(p.offset, p.moves[0].source.name, p.moves[0].start, len(p.moves)) for p in chunk.parcels])
+        for chunk in chunks
+    ]
+    assert found == [
+        ((1, 3), [(0, "a", 0, 2)]),
+        ((1, 3), [(0, "a", 4, 2), (4, "b", 0, 1)]),
+        ((2,), [(0, "b", 2, 1)]),
+    ]
+    assert [chunk.elements for chunk in chunks] == [8, 8, 2]
+    assert chunks_of([], capacity=8) == []
+
+
+def test_a_row_longer_than_a_chunk_is_a_chunk() -> None:
+    assert [chunk.elements for chunk in chunks_of([_move("a", 0, 3, 0, 1)], capacity=1)] == [2, 2, 2]

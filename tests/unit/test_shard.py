@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from mrlhf.errors import WeightError
 from mrlhf.models.families import rule_of, tensor_shapes
-from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.weights.shard import Piece, Rule, Slot, local_shape, pieces_of
 from tests.shards import MODELS, full_tensors, tiny_config, tiny_spec
 
 
@@ -99,13 +103,60 @@ def test_views_write_through() -> None:
     assert parameter.tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4 + [0.0] * 8 + [1.0] * 4 + [0.0] * 4
 
 
+QKV = {"q": (24, 2), "k": (4, 2), "v": (4, 2)}  # two KV heads of 2 rows
+
+
+@pytest.mark.parametrize(
+    ("periods", "tp", "expected"),
+    [
+        # (name, start, stop, offset, block, period) on each rank.
+        (2, 4, [[("q", 0, 6, 0, 6, 10), ("k", 0, 2, 6, 2, 10), ("v", 0, 2, 8, 2, 10)],
+                [("q", 6, 12, 0, 6, 10), ("k", 0, 2, 6, 2, 10), ("v", 0, 2, 8, 2, 10)],
+                [("q", 12, 18, 0, 6, 10), ("k", 2, 4, 6, 2, 10), ("v", 2, 4, 8, 2, 10)],
+                [("q", 18, 24, 0, 6, 10), ("k", 2, 4, 6, 2, 10), ("v", 2, 4, 8, 2, 10)]]),
+        (2, 1, [[("q", 0, 24, 0, 12, 16), ("k", 0, 4, 12, 2, 16), ("v", 0, 4, 14, 2, 16)]]),
+        (None, 1, [[("q", 0, 24, 0, 24, 32), ("k", 0, 4, 24, 4, 32), ("v", 0, 4, 28, 4, 32)]]),
+        (None, 2, [[("q", 0, 12, 0, 12, 16), ("k", 0, 2, 12, 2, 16), ("v", 0, 2, 14, 2, 16)],
+                   [("q", 12, 24, 0, 12, 16), ("k", 2, 4, 12, 2, 16), ("v", 2, 4, 14, 2, 16)]]),
+    ],
+)  # fmt: skip
+def test_kv_heads_are_shared_by_neighbouring_ranks(periods: int | None, tp: int, expected: list) -> None:
+    rule = Rule(("q", "k", "v"), 0, periods, shares=2)
+    for tp_rank in range(tp):
+        pieces = pieces_of("qkv", rule, QKV, tp_rank, tp)
+        assert [(p.name, p.start, p.stop, p.offset, p.block, p.period) for p in pieces] == expected[tp_rank]
+        assert local_shape(rule, QKV, tp) == ((32 if tp == 1 else {2: 16, 4: 10}[tp]), 2)
+
+
+def test_only_an_engine_shares_kv_heads() -> None:
+    spec = replace(tiny_spec("qwen2"), num_kv_heads=2)
+    engine = EngineLayout(4, ((0, 1, 2, 3),))
+    held = [
+        (piece.start, piece.stop)
+        for rank in range(4)
+        for piece in engine_pieces(spec, engine, rank)
+        if piece.name == "model.layers.0.self_attn.v_proj.bias"
+    ]
+    assert held == [(0, 4), (0, 4), (4, 8), (4, 8)]
+    with pytest.raises(
+        WeightError, match="in 2 groups do not divide over tensor-parallel size 4; use a tp that divides 2"
+    ):
+        role_pieces(spec, ParallelLayout(4, 1, 1), 0)
+
+
 def test_what_does_not_divide_is_refused() -> None:
     spec = tiny_spec("llama")
     qkv = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight", 0)
-    with pytest.raises(WeightError, match="4 periods do not divide over tensor-parallel size 8"):
+    with pytest.raises(
+        WeightError, match=r"k_proj.weight \(16 rows\), .* 4 groups do not divide .* size 8; use a tp that"
+    ):
         pieces_of("qkv", qkv, tensor_shapes(spec), 0, 8)
+    with pytest.raises(WeightError, match="size 6; use a tp that divides 4, or a multiple of 4 that divides the rows"):
+        pieces_of("qkv", replace(qkv, shares=4), tensor_shapes(spec), 0, 6)
+    with pytest.raises(WeightError, match="size 64; use a tp that divides 4, or a multiple of 4"):
+        local_shape(replace(qkv, shares=4), tensor_shapes(spec), 64)
     fc1 = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
-    with pytest.raises(WeightError, match="tensor-parallel size 16"):
+    with pytest.raises(WeightError, match="tensor-parallel size 16; use a smaller tp"):
         pieces_of("fc1", fc1, tensor_shapes(spec), 0, 16)
 
 

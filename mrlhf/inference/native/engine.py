@@ -21,7 +21,7 @@ from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.native.model import Decoder, make_operators
-from mrlhf.inference.native.operators import StepInputs
+from mrlhf.inference.native.operators import PAGE, StepInputs
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.scheduler import Scheduler, Step
@@ -30,6 +30,9 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
+
+# Two vectors of 8 numbers: small enough to share prefixes, large enough for the attention kernel.
+_HOST_BLOCK = 16
 
 
 class NativeEngine:
@@ -60,6 +63,7 @@ class NativeEngine:
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
         self._spec, self._device, self._limits, self._decode = spec, device, limits, decode
         self._dtype = compute_dtype(dtype, device)
+        self._block_size = limits.block_size or (PAGE if device.type == "cuda" else _HOST_BLOCK)
         self._parallel = TensorParallel(tp_group)
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
         self._operators = make_operators(spec, self._dtype, device, limits.max_length)
@@ -269,10 +273,6 @@ class NativeEngine:
                     f"{self._spec.vocab_size}; use the tokenizer that belongs to the model"
                 )
         return self._decoder
-
-    @property
-    def _block_size(self) -> int:
-        return self._limits.block_size
 
     @property
     def _block_bytes(self) -> int:

@@ -7,6 +7,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class DecodeGraphs:
         self._forward, self._sizes = forward, bucket_sizes(most)
         self._width, self._spare, self._block_size = table_width, spare_block, block_size
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of the memory that all graphs share
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Logits [batch, vocab_shard] of a step in which every sequence computes one token."""

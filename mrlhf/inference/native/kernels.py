@@ -1,7 +1,7 @@
 """Compiles `kernels.cpp` for this machine, once, and calls it on tensors.
 
 The library is kept in the user's cache folder under a name that changes with source, compiler and processor. Where
-there is no compiler, `load` says so once and the engine runs on torch's own operators. It knows shapes; it knows no model.
+there is no compiler, `load` says so once and the engine runs on torch's own operators. It knows shapes, and no model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _COLUMNS = 128
 
@@ -56,9 +66,7 @@ class Kernels:
         tokens, size = hidden.shape
         threads = _threads(hidden.numel())
         addend = None if delta is None else delta.data_ptr()
-        self._add_rms_norm(
-            hidden.data_ptr(), addend, weight.data_ptr(), out.data_ptr(), tokens, size, eps, threads
-        )
+        self._add_rms_norm(hidden.data_ptr(), addend, weight.data_ptr(), out.data_ptr(), tokens, size, eps, threads)
         return out
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -119,7 +127,7 @@ class Kernels:
             lengths: int32 [sequences], cached tokens.
             window: tokens that a token sees, itself included; None for all.
         """
-        tokens, heads, dim = q.shape
+        _, heads, dim = q.shape
         _, block_size, groups, _ = cache[0].shape
         out = torch.empty_like(q)
         self._attend(

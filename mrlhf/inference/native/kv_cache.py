@@ -40,8 +40,8 @@ class KVCache:
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             wanted = num_layers * int(np.prod(shape)) * dtype.itemsize
             raise EngineError(
-                f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower rollout.kv_cache_mb (on a "
-                f"CPU) or rollout.gpu_memory_utilization (on a GPU)"
+                f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower rollout.kv_cache_mb "
+                f"(on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
         self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
         self.nbytes = sum(pair.nbytes for pair in pairs)
@@ -68,8 +68,8 @@ def blocks_for(limits: EngineLimits, block_size: int, block_bytes: int, device: 
     if blocks < per_sequence:
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
         raise EngineError(
-            f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and one sequence may have "
-            f"{limits.max_length} tokens = {per_sequence * block_bytes / 2**20:.1f} MiB: raise {key}, or lower "
+            f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and one sequence may "
+            f"have {limits.max_length} tokens = {per_sequence * block_bytes / 2**20:.1f} MiB: raise {key}, or lower "
             f"data.max_prompt_length or data.max_response_length"
         )
     return blocks

@@ -1,7 +1,7 @@
 """Matrix products with weights laid out for the machine, and the dtype they are best computed in.
 
-On a host, oneDNN's packed layout is up to twice as fast as the plain one for the few dozen rows of a decode step, and no
-better for one row or for the hundreds of a prefill. It knows matrices, and no model.
+On a host, oneDNN's packed layout is up to twice as fast as the plain one for the few dozen rows of a decode step, and
+no better for one row or for the hundreds of a prefill. It knows matrices, and no model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
 
-# Measured on two x86 hosts' worth of shapes: see docs/generation.md.
+# Measured: see docs/generation.md.
 _PACKED_ROWS = range(2, 129)
 _PACKED_ELEMENTS = 2**16
 _TYPICAL_ROWS = 32

@@ -93,7 +93,9 @@ class Decoder:
 def _layer(spec: ModelSpec, number: int, tensor: Callable[[str], Tensor]) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
-    norms = (tensor(attention + "q_layernorm.weight"), tensor(attention + "k_layernorm.weight")) if spec.qk_norm else None
+    norms = (
+        (tensor(attention + "q_layernorm.weight"), tensor(attention + "k_layernorm.weight")) if spec.qk_norm else None
+    )
     bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
     return DecoderLayer(
         input_norm=tensor(prefix + "input_layernorm.weight"),

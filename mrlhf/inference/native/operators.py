@@ -6,8 +6,11 @@ of the cache, and no model.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +68,17 @@ class Operators(Protocol):
         """silu(gate) * up."""
 
 
+@cache
+def _paged_attention() -> Callable[..., Tensor] | None:
+    """torch's attention with a block table, where this torch has it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    paged = "block_table" in inspect.signature(varlen_attn).parameters
+    return cast(Callable[..., Tensor], varlen_attn) if paged else None
+
+
 class TorchOperators:
     """The steps of a layer of one model."""
 
@@ -95,8 +109,8 @@ class TorchOperators:
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
         """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
-        if q.is_cuda and layer[0].shape[1] % PAGE == 0 and q.dtype != torch.float32:
-            return self._attend_paged(q, layer, inputs)
+        if q.is_cuda and layer[0].shape[1] % PAGE == 0 and q.dtype != torch.float32 and (paged := _paged_attention()):
+            return self._attend_paged(paged, q, layer, inputs)
         blocks = -(-inputs.longest // layer[0].shape[1])
         tables = inputs.block_tables[:, :blocks].long()
         keys, values = (store[tables].flatten(1, 2).transpose(1, 2) for store in layer)
@@ -121,15 +135,12 @@ class TorchOperators:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def _attend_paged(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # not in every torch that the package works with
-
-        out: Tensor = varlen_attn(
+    def _attend_paged(self, attention: Callable[..., Tensor], q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+        return attention(
             q, *layer, inputs.query_starts, None, inputs.most_queries, inputs.longest,
             window_size=(-1 if self._window is None else self._window - 1, 0), enable_gqa=True,
             seqused_k=inputs.lengths, block_table=inputs.block_tables,
         )  # fmt: skip
-        return out
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as transformers has it: the normalised value is rounded to its dtype, then scaled."""
@@ -156,15 +167,11 @@ class HostOperators:
 
     def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
         """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q [tokens, heads, dim]."""
-        return self._kernels.rotate_store(
-            qkv, norms, self._eps, self._tables, inputs.positions, inputs.slots, layer
-        )
+        return self._kernels.rotate_store(qkv, norms, self._eps, self._tables, inputs.positions, inputs.slots, layer)
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
         """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
-        return self._kernels.attend(
-            q, layer, inputs.block_tables, inputs.query_starts, inputs.lengths, self._window
-        )
+        return self._kernels.attend(q, layer, inputs.block_tables, inputs.query_starts, inputs.lengths, self._window)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of [tokens, 2 * ffn] as [tokens, ffn]."""

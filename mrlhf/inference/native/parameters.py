@@ -6,27 +6,14 @@ arrive or what is computed from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from mrlhf.errors import EngineError
-from mrlhf.models.families import rule_of, tensor_shapes
-from mrlhf.models.parameters import parameter_names
+from mrlhf.models.families import tensor_shapes
+from mrlhf.models.parameters import engine_rules
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.weights.shard import Piece, Rule, Shape, Slot, pieces_of
-
-
-def local_shape(rule: Rule, shapes: Mapping[str, Shape], tp_size: int) -> Shape:
-    """The shape of a parameter on each of `tp_size` ranks, vocabulary padding included."""
-    full = shapes[rule.names[0]]
-    if rule.dim is None:
-        return full
-    periods = rule.periods or tp_size
-    rows = sum(-(-shapes[name][rule.dim] // periods) for name in rule.names) * (periods // tp_size)
-    return (*full[: rule.dim], rows, *full[rule.dim + 1 :])
+from mrlhf.weights.shard import Piece, Slot, local_shape, pieces_of
 
 
 class Parameters:
@@ -34,9 +21,7 @@ class Parameters:
 
     def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        names = parameter_names(spec, ParallelLayout(tp=tp_size, pp=1, dp=1), stage=0)
-        rules = {name: rule_of(spec, name, layer_offset=0) for name in names}
-        shapes = tensor_shapes(spec)
+        rules, shapes = engine_rules(spec, tp_size), tensor_shapes(spec)
         self.pieces: dict[str, tuple[Piece, ...]] = {
             name: pieces_of(name, rule, shapes, tp_rank, tp_size) for name, rule in rules.items()
         }

@@ -8,7 +8,6 @@ through once: what the ranks tell each other is a few numbers a row. It knows ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -47,21 +46,6 @@ def sample_keys(seed: int, uids: Sequence[int], samples: Sequence[range]) -> Wor
 def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """The numbers in [0, 1), 53 bits each, for token `positions` [batch] of the samples with these `keys` [batch]."""
     return (splitmix64(keys ^ positions.view(np.uint64)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One pass over this rank's columns: block by block the highest scaled logit and the sum of exp(logit - that).
-
-    Attributes:
-        highest: float32 [batch, blocks].
-        sums: float32 [batch, blocks].
-        likeliest: int64 [batch], first column with the highest logit of all.
-    """
-
-    highest: Tensor
-    sums: Tensor
-    likeliest: Tensor
 
 
 class Sampler:
@@ -104,11 +88,11 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
-        shard = self._kernels.logit_blocks(logits, scale) if self._kernels is not None else _logit_blocks(logits, scale)
-        shard = _Shard(*shard)
-        top = shard.highest.amax(dim=1)
-        mass = ((shard.highest - top[:, None]).double().exp() * shard.sums).sum(dim=1)
-        mine = torch.stack([top.double(), mass, (shard.likeliest + vocab_start).double()])
+        blocks = self._kernels.logit_blocks if self._kernels is not None else _logit_blocks
+        highest, sums, likeliest = blocks(logits, scale)
+        top = highest.amax(dim=1)
+        mass = ((highest - top[:, None]).double().exp() * sums).sum(dim=1)
+        mine = torch.stack([top.double(), mass, (likeliest + vocab_start).double()])
         tops, masses, likeliest = self._parallel.gather(mine).unbind(dim=1)
         top = tops.amax(dim=0)
         masses = masses * (tops - top).exp()
@@ -122,8 +106,8 @@ class Sampler:
         owner = torch.minimum((ends <= target).sum(dim=0), (masses > 0).cumsum(dim=0).argmax(dim=0))
         local = target - (ends - masses)[self._parallel.rank]
         local = torch.where(owner == self._parallel.rank, local.clamp_min(0.0), -1.0)
-        arguments = (logits, scale, shard.highest, shard.sums, top.float(), local)
-        columns, chosen = self._kernels.pick(*arguments) if self._kernels is not None else _pick(*arguments)
+        pick = self._kernels.pick if self._kernels is not None else _pick
+        columns, chosen = pick(logits, scale, highest, sums, top.float(), local)
         found = columns >= 0
         drawn = torch.stack([torch.where(found, columns + vocab_start, 0).double(), chosen.double()])
         tokens, chosen = self._parallel.sum(drawn)

@@ -1,9 +1,9 @@
 """Who runs in the next pass through the model, how many tokens of each, and in which blocks of the cache.
 
-Samples are rows, numbered prompt after prompt. Every pass takes one token of each row that decodes, and as many prompt
-tokens as the budget allows: prompts go in chunks, and rows enter while there are blocks. Where blocks run out, the row
-that entered last gives its own back and is computed again later. Pure arithmetic on lengths and token ids, so every rank
-of a replica comes to the same schedule alone; it knows no tensors of the model.
+Samples are rows, numbered prompt after prompt. Every pass takes one token of each row that has one left to compute, and
+of the others as many prompt tokens as the budget allows: prompts go in chunks, and rows enter while there are blocks.
+Where blocks run out, the row that entered last gives its own back and is computed again later. Pure arithmetic on
+lengths and token ids, so every rank of a replica comes to the same schedule alone; it knows no tensors of the model.
 """
 
 from __future__ import annotations

@@ -1,0 +1,53 @@
+"""The slices of one side of a reshard, as views into the tensors that store them now.
+
+Working out where a slice lies takes longer than copying a small one, so it is done once. The tensors themselves are
+looked up in every run and not kept: weights may be freed, or put elsewhere, between two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mrlhf.weights.shard import Key, Piece, Slot
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a slice lies in a parameter with these strides: the arguments of `as_strided`."""
+
+    parameter_strides: Strides
+    shape: tuple[int, ...]
+    strides: Strides
+    offset: int
+
+
+Places = dict[tuple[Key, int, int], _Place]
+
+
+class Views:
+    """The slots of one rank and one side, for the length of one run."""
+
+    def __init__(self, slots: Sequence[Slot], places: Places) -> None:
+        """Args:
+        slots: where each piece is stored.
+        places: what earlier runs found out, which this one adds to; its own for each side.
+        """
+        self._parameters = {slot.piece.key: slot.parameter.detach() for slot in slots}
+        self._places = places
+
+    def __call__(self, piece: Piece, start: int, stop: int) -> Tensor:
+        """What `Slot.view` gives for the slot of `piece`."""
+        key = piece.key
+        parameter = self._parameters[key]
+        place = self._places.get((key, start, stop))
+        if place is None or place.parameter_strides != parameter.stride():
+            view = Slot(piece, parameter).view(start, stop)
+            offset = int(view.storage_offset() - parameter.storage_offset())
+            place = _Place(parameter.stride(), tuple(view.shape), view.stride(), offset)
+            self._places[key, start, stop] = place
+        return parameter.as_strided(place.shape, place.strides, parameter.storage_offset() + place.offset)
