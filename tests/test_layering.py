@@ -30,7 +30,7 @@ DOORS = {
     "safetensors": {"weights"},
     "transformers": {"data", "models"},
     "wandb": {"log"},
-    "vllm": set(),
+    "vllm": {"inference"},
 }
 MODULES = sorted((ROOT / "mrlhf").rglob("*.py"))
 
@@ -71,6 +71,11 @@ def test_third_parties_have_doors(path: Path) -> None:
     for name in _imports(path):
         allowed = DOORS.get(name.split(".")[0])
         assert allowed is None or _package(path) in allowed, f"{path} imports {name}"
+
+
+def test_vllm_has_a_package_of_its_own() -> None:
+    users = {path.parent for path in MODULES if any(name.split(".")[0] == "vllm" for name in _imports(path))}
+    assert users == {ROOT / "mrlhf" / "inference" / "vllm"}
 
 
 def test_every_package_has_a_layer() -> None:

@@ -1,17 +1,15 @@
-"""What must hold between keys, and between keys, world size and model; all of it before anything is built.
+"""What must hold between keys, and between keys and world size; all of it before anything is built.
 
-Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration, except that
-`check_models` reads the `config.json` of each model that is there.
+Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration; what must hold
+between keys and models is in `model_files`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.sections import ActorSection, CriticSection, OptimSection
+from mrlhf.config.sections import UTILIZATION, ActorSection, CriticSection, OptimSection
 from mrlhf.errors import ConfigError
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
@@ -105,10 +103,11 @@ def _rollout_problems(config: PPOConfig) -> Iterator[str]:
             f"rollout.top_k {rollout.top_k}, rollout.top_p {rollout.top_p}: truncated sampling breaks PPO's "
             "probability ratio, because training uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
         )
-    if rollout.max_prefill_tokens < config.data.max_prompt_length:
+    if rollout.kv_cache_mb is not None and rollout.gpu_memory_utilization != UTILIZATION:
         yield (
-            f"rollout.max_prefill_tokens {rollout.max_prefill_tokens} is less than data.max_prompt_length "
-            f"{config.data.max_prompt_length}; set rollout.max_prefill_tokens to at least that"
+            f"rollout.kv_cache_mb {rollout.kv_cache_mb} and rollout.gpu_memory_utilization "
+            f"{rollout.gpu_memory_utilization} both size the KV cache; set rollout.kv_cache_mb to null or leave "
+            f"rollout.gpu_memory_utilization at {UTILIZATION}"
         )
 
 
@@ -166,79 +165,3 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
                 f"{name}.lr_warmup_steps {optim.lr_warmup_steps} is not below trainer.total_steps "
                 f"{trainer.total_steps}; lower the first or raise the second"
             )
-
-
-def check_model(
-    role: str, tp: int, pp: int, *, num_layers: int, num_heads: int, num_kv_heads: int, ffn_size: int
-) -> None:
-    """Refuse a layout that does not divide a model; the vocabulary is padded and so divides always.
-
-    Args:
-        role: section that holds `tp` and `pp`, for the message.
-        tp: tensor-parallel size, ranks.
-        pp: pipeline-parallel size, ranks.
-        num_layers: transformer layers.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        ffn_size: width of the MLP.
-
-    Raises:
-        ConfigError: one line a mistake.
-    """
-    sizes = (
-        ("layers", num_layers, "pp", pp),
-        ("attention heads", num_heads, "tp", tp),
-        ("key and value heads", num_kv_heads, "tp", tp),
-        ("intermediate size", ffn_size, "tp", tp),
-    )
-    problems = []
-    for what, size, key, parts in sizes:
-        if size % parts:
-            fits = ", ".join(str(d) for d in range(1, parts) if size % d == 0)
-            problems.append(f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of {fits}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def check_models(config: AnyConfig) -> list[str]:
-    """Check each role's layout, and the engine's, against its model's `config.json`.
-
-    Returns:
-        The names of the roles whose `config.json` is not on this machine, which are not checked.
-
-    Raises:
-        ConfigError: one line a mistake.
-    """
-    layouts = {name: (role.path, role.tp, role.pp) for name, role in config.roles().items()}
-    if isinstance(config, PPOConfig):
-        layouts["rollout"] = (config.actor.path, config.rollout.tp, 1)
-    absent, problems = [], []
-    for name, (path, tp, pp) in layouts.items():
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            absent.append(name)
-            continue
-        try:
-            _check_file(name, file, tp, pp, longest=config.data.max_length)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return absent
-
-
-def _check_file(name: str, file: Path, tp: int, pp: int, longest: int) -> None:
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        heads = int(facts["num_attention_heads"])
-        layers, ffn = int(facts["num_hidden_layers"]), int(facts["intermediate_size"])
-        kv_heads = heads if facts.get("num_key_value_heads") is None else int(facts["num_key_value_heads"])
-        positions = facts.get("max_position_embeddings")
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ConfigError(f"{name}: {file} does not describe a decoder: {type(error).__name__}: {error}") from None
-    check_model(name, tp, pp, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn_size=ffn)
-    if positions is not None and int(positions) < longest:
-        raise ConfigError(
-            f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's max_position_embeddings "
-            f"{positions} ({file}); lower the data's maximum lengths"
-        )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrlhf.config.checks import AnyConfig, check, check_models, longest_unit
+from mrlhf.config.checks import AnyConfig, check, longest_unit
+from mrlhf.config.model_files import MEBIBYTE, cache_needs, check_models, read_facts
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 
@@ -26,8 +27,12 @@ def dry_run(config: AnyConfig, world_size: int) -> str:
     """
     check(config, world_size)
     absent = check_models(config)
-    note = f"\nnot checked, no config.json here: {', '.join(absent)}" if absent else ""
-    return f"{describe(config, world_size)}{note}\nconfiguration fits {_count(world_size, 'rank')}"
+    lines = [describe(config, world_size)]
+    if isinstance(config, PPOConfig):
+        lines += _cache(config)
+    if absent:
+        lines.append(f"not checked, no config.json here: {', '.join(absent)}")
+    return "\n".join([*lines, f"configuration fits {_count(world_size, 'rank')}"])
 
 
 def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) -> str:
@@ -49,6 +54,19 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
     return "\n".join([*lines, *_run(config, num_rows)])
 
 
+def _cache(config: PPOConfig) -> Iterator[str]:
+    """What the KV cache of one rank has to hold, where the model is known."""
+    facts = read_facts("rollout", config.actor.path)
+    if facts is None:
+        return
+    needs, megabytes = cache_needs(config, facts), config.rollout.kv_cache_mb
+    yield "the KV cache of a rank"
+    yield f"  a sample at full length: {needs}"
+    if megabytes is not None:
+        fits = _count(megabytes * MEBIBYTE // needs.bytes, "sample")
+        yield f"  rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes: {fits} at full length"
+
+
 def _count(number: int, noun: str) -> str:
     plural = "es" if noun.endswith("batch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
@@ -60,7 +78,8 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
         yield f"  {name:<12} tp {role.tp} x pp {role.pp} x dp {dp}, {role.micro_batch_tokens} tokens a micro-batch"
     if isinstance(config, PPOConfig):
         replicas = world_size // config.rollout.tp
-        yield f"  {'rollout':<12} tp {config.rollout.tp} x {_count(replicas, 'replica')}"
+        name = f"{config.rollout.engine} engine"
+        yield f"  {'rollout':<12} tp {config.rollout.tp} x {_count(replicas, 'replica')}, {name}"
 
 
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
@@ -77,6 +96,10 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
     yield (
         f"  {_count(data.train_batch_size, 'prompt')} x {n} = {_count(samples, 'sample')}, "
         f"{-(-samples // replicas)} a replica, {config.rollout.max_num_seqs} decoded at once"
+    )
+    yield (
+        f"  prompts are computed in steps of <= {config.rollout.max_prefill_tokens} tokens; KV cache in blocks of "
+        f"{config.rollout.block_size} tokens, <= {-(-data.max_length // config.rollout.block_size)} a sample"
     )
     yield (
         f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = {data.max_length} "

@@ -25,6 +25,8 @@ AdvEstimator = Literal["gae"]
 Overlong = Literal["error", "drop"]
 RewardName = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format", "reward_model"]
 
+UTILIZATION = 0.9  # default of rollout.gpu_memory_utilization
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -33,11 +35,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 def _one_or_many(value: object) -> object:
-    """A single file name stands for a list of one."""
+    """A single text stands for a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 Files = Annotated[list[str], BeforeValidator(_one_or_many)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)]
 
 
 class Section(BaseModel):
@@ -188,14 +191,25 @@ class RewardSection(Section):
 class RolloutSection(Section):
     """Generation."""
 
-    engine: Literal["native"] = Field("native", description="inference engine")
+    engine: Literal["native", "vllm"] = Field("native", description="inference engine; vllm needs the package")
     tp: Count = Field(1, description="ranks that share one engine replica; divides actor.tp x actor.pp")
     n: Count = Field(1, description="samples a prompt")
     temperature: Positive = Field(1.0, description="logits are divided by this, in the engine and in training")
     top_k: int = Field(-1, description="sample from the k likeliest tokens; -1: off")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from this much probability; 1: off")
     max_num_seqs: Count = Field(256, description="sequences decoded at once in one replica")
-    max_prefill_tokens: Count = Field(8192, description="prompt tokens of one prefill call in one replica")
+    max_prefill_tokens: Count = Field(
+        8192, description="prompt tokens computed in one step of one replica; longer prompts are computed in chunks"
+    )
+    stop: Texts = Field(default_factory=list, description="a response ends where its text contains one of these")
+    block_size: Count = Field(16, description="tokens of a block of the KV cache")
+    kv_cache_mb: Count | None = Field(
+        None, description="KV cache of one rank, MiB; null: up to half of the free memory, on cuda the next key's"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        UTILIZATION, description="share of a GPU's memory that is in use, everything counted, with the KV cache"
+    )
+    enforce_eager: bool = Field(False, description="capture no CUDA graphs")
     verify_reshard: bool = Field(False, description="compare checksums of every moved weight slice")
     reshard_bucket_mb: Count = Field(64, description="largest transfer buffer while weights move, MiB")
     dump_freq: CountOrZero = Field(0, description="write the rollouts as jsonl every so many steps; 0: never")

@@ -75,7 +75,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Inference replicas: groups of `tp` ranks, each inside one model-parallel group of the actor.
+    """Inference replicas: groups of `tp` ranks.
 
     Attributes:
         tp: tensor-parallel size of the engine.
@@ -99,6 +99,25 @@ class EngineLayout:
             )
         replicas = [group[i : i + tp] for group in actor.groups("tp", "pp") for i in range(0, len(group), tp)]
         return cls(tp=tp, replicas=tuple(tuple(replica) for replica in replicas))
+
+    @classmethod
+    def consecutive(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
+        """Cut the ranks of the job into replicas of `tp` consecutive ones, whatever the actor's groups are.
+
+        Raises:
+            ConfigError: tp does not divide the world size.
+        """
+        if actor.world_size % tp:
+            raise ConfigError(
+                f"rollout.tp {tp} does not divide the world size {actor.world_size}; choose a divisor of it"
+            )
+        ranks = range(actor.world_size)
+        return cls(tp=tp, replicas=tuple(tuple(ranks[i : i + tp]) for i in range(0, actor.world_size, tp)))
+
+    def is_inside(self, actor: ParallelLayout) -> bool:
+        """Whether each replica lies in one model-parallel group of `actor`."""
+        groups = [set(group) for group in actor.groups("tp", "pp")]
+        return all(any(group.issuperset(replica) for group in groups) for replica in self.replicas)
 
     def place(self, rank: int) -> tuple[int, int]:
         """(number of the replica, tensor-parallel rank in it) of global rank `rank`."""

@@ -49,6 +49,7 @@ class PPOTrainer:
             top_p=config.rollout.top_p,
             max_tokens=config.data.max_response_length,
             stop_token_ids=(parts.tokenizer.eos_id,),
+            stop=tuple(config.rollout.stop),
             seed=config.seed,
         )
 
@@ -78,8 +79,9 @@ class PPOTrainer:
             with timer("reshard"):
                 handover = parts.generator.take_weights(version=number - 1)
             with timer("gen"):
-                rollout = parts.generator.generate(prompts, self.sampling, stream=f"train {number}")
+                rollout = parts.generator.generate(prompts, self.sampling, stream="train", step=number)
                 parts.generator.rest()
+            metrics |= parts.generator.metrics
             with timer("reward"):
                 scores = parts.scorer.score(rollout)
             experience = self.evaluate_rollout(rollout, scores, timer, metrics)
@@ -140,6 +142,7 @@ class PPOTrainer:
             temperature=0.0,
             max_tokens=self.sampling.max_tokens,
             stop_token_ids=self.sampling.stop_token_ids,
+            stop=self.sampling.stop,
             seed=self.config.seed,
         )
         metrics = {f"val/{k}": v for k, v in evaluate(parts.generator, parts.scorer, parts.held_out, greedy).items()}

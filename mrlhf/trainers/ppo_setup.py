@@ -5,6 +5,7 @@ It knows which configuration key goes to which part; it runs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mrlhf.batch import Prompts, Rollout
@@ -12,10 +13,14 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.inference.base import EngineLimits, InferenceEngine
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.vllm.engine import VllmEngine, require_vllm
+from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import engine_pieces, role_pieces
-from mrlhf.parallel.layout import EngineLayout
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.parallel.microbatch import MiniBatch
 from mrlhf.reshard.execute import Resharder
 from mrlhf.reshard.plan import plan
@@ -25,6 +30,30 @@ from mrlhf.roles.frozen import Reference, RewardModel
 from mrlhf.trainers.generation import Generator
 from mrlhf.trainers.scoring import Scorer
 from mrlhf.trainers.startup import Run, check_vocabulary
+from mrlhf.weights.shard import Piece
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """What differs between inference engines before they are built.
+
+    Attributes:
+        engine: its constructor.
+        require: refuses a machine that lacks what it needs.
+        layout: its replicas, from the actor's layout and `rollout.tp`.
+        pieces: the named slices that a rank of them holds.
+    """
+
+    engine: Callable[..., InferenceEngine]
+    require: Callable[[], None]
+    layout: Callable[[ParallelLayout, int], EngineLayout]
+    pieces: Callable[[ModelSpec, EngineLayout, int], list[Piece]]
+
+
+_BACKENDS = {
+    "native": _Backend(NativeEngine, lambda: None, EngineLayout.inside, engine_pieces),
+    "vllm": _Backend(VllmEngine, require_vllm, EngineLayout.consecutive, vllm_pieces),
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +96,7 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     Raises:
         ConfigError, DataError, WeightError, RewardError: an input is missing or does not fit.
     """
+    _BACKENDS[config.rollout.engine].require()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
@@ -87,7 +117,7 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
         actor=actor,
         critic=critic,
         reference=reference,
-        generator=_generator(config, run, actor),
+        generator=_generator(config, run, actor, tokenizer),
         scorer=scorer,
         samples_per_mini_batch={
             "actor": config.actor.ppo_mini_batch_size * config.rollout.n,
@@ -131,35 +161,37 @@ def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
     return model
 
 
-def _generator(config: PPOConfig, run: Run, actor: Actor) -> Generator:
+def _generator(config: PPOConfig, run: Run, actor: Actor, tokenizer: Tokenizer) -> Generator:
     """The engine, and the way of the actor's weights into it.
 
-    Replicas lie inside the model-parallel groups, so a plan for the ranks of this one is a whole plan.
+    Where the replicas lie inside the model-parallel groups, a plan for the ranks of this one is a whole plan.
     """
-    layout = actor.groups.layout
-    engines = EngineLayout.inside(layout, config.rollout.tp)
+    rollout, layout, backend = config.rollout, actor.groups.layout, _BACKENDS[config.rollout.engine]
+    engines = backend.layout(layout, rollout.tp)
     groups = run.factory.engine_groups(engines)
-    engine = NativeEngine(
-        actor.spec,
-        groups.tp,
-        run.device.torch_device,
-        actor.dtype,
-        max_num_seqs=config.rollout.max_num_seqs,
-        max_length=config.data.max_length,
-        max_prefill_tokens=config.rollout.max_prefill_tokens,
+    engine = backend.engine(
+        actor.spec, groups.tp, run.device.torch_device, actor.dtype, _limits(config), decode=tokenizer.decode
     )
-    ranks = next(group for group in layout.groups("tp", "pp") if run.rank in group)
+    if engines.is_inside(layout):
+        ranks, group = next(ranks for ranks in layout.groups("tp", "pp") if run.rank in ranks), actor.groups.mp
+    else:
+        ranks, group = list(range(run.world_size)), actor.groups.world
     source = {rank: role_pieces(actor.spec, layout, rank) for rank in ranks}
-    target = {rank: engine_pieces(actor.spec, engines, rank) for rank in ranks}
+    target = {rank: backend.pieces(actor.spec, engines, rank) for rank in ranks}
     way = plan(source, target, actor.dtype.itemsize)
-    rollout = config.rollout
-    resharder = Resharder(
-        way,
-        actor.slots,
-        engine,
-        run.rank,
-        rollout.reshard_bucket_mb << 20,
-        verify=rollout.verify_reshard,
-        group=actor.groups.mp,
-    )
+    bucket_bytes = rollout.reshard_bucket_mb << 20
+    resharder = Resharder(way, actor.slots, engine, run.rank, bucket_bytes, verify=rollout.verify_reshard, group=group)
     return Generator(engine, groups, resharder, config.seed)
+
+
+def _limits(config: PPOConfig) -> EngineLimits:
+    rollout = config.rollout
+    return EngineLimits(
+        max_num_seqs=rollout.max_num_seqs,
+        max_length=config.data.max_length,
+        max_prefill_tokens=rollout.max_prefill_tokens,
+        block_size=rollout.block_size,
+        cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb << 20,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+    )

@@ -47,6 +47,7 @@ OTHERS: dict[str, list[str]] = {
     "warmup": ["actor.tp=2", "actor.pp=2", "trainer.critic_warmup=2"],
     "custom": ["reward.terms=[{name: CUSTOM:letters, weight: 2.0}]", "reward_model=null"],
     "raising": ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"],
+    "stop": ["rollout.stop=['1', '2', '3', '4', '5', '+']"],
     "full KL, tp2 pp2": ["actor.tp=2", "actor.pp=2", *FULL_KL],
     "full KL, dp4": FULL_KL,
 }
@@ -164,7 +165,7 @@ def ranks(root: Path) -> list[dict[str, Any]]:
 
 def _comparable(metrics: dict[str, float]) -> dict[str, float]:
     """Without what a layout may change."""
-    return {k: v for k, v in metrics.items() if not k.startswith(("timing", "perf/", "reshard/"))}
+    return {k: v for k, v in metrics.items() if not k.startswith(("timing", "perf/", "reshard/", "rollout/"))}
 
 
 def _responses(experience: Experience) -> list[list[int]]:
@@ -287,6 +288,24 @@ def test_a_users_function_scores(ranks: list[dict[str, Any]], root: Path) -> Non
         assert step["metrics"]["reward/letters"] == pytest.approx(sum(letters) / 16)
         digits = [sum(character.isdigit() for character in row["response"]) for row in dumped]
         assert step["metrics"]["reward/letters/digits"] == pytest.approx(sum(digits) / 16)
+
+
+def test_a_stop_string_ends_a_response_as_a_stop_token_does(ranks: list[dict[str, Any]], root: Path) -> None:
+    by_string = 0
+    for number, step in enumerate(ranks[0]["stop"], start=1):
+        rows = (root / "runs" / "stop" / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
+        dumped = [json.loads(row) for row in rows]
+        for row in dumped:
+            first = next((i for i, character in enumerate(row["response"]) if character in "12345+"), None)
+            assert first is None or row["stopped"], row
+            by_string += first is not None
+        rollout = step["experience"].rollout
+        lengths = rollout.response_lengths
+        cut = sum(not row["stopped"] for row in dumped) / len(dumped)
+        assert step["metrics"]["response_length/clip_ratio"] == pytest.approx(cut)
+        assert all(length == 5 for length, stopped in zip(lengths, rollout.stopped, strict=True) if not stopped)
+    assert by_string > 4
+    assert _responses(ranks[0]["stop"][0]["experience"]) != _responses(ranks[0]["dp4"][0]["experience"])
 
 
 def test_a_users_function_that_raises_is_named(ranks: list[dict[str, Any]], root: Path) -> None:

@@ -94,7 +94,7 @@ class VllmEngine:
         self._spec, self._device, self._dtype, self._limits, self._decode = spec, device, dtype, limits, decode
         tp_rank, tp_size = dist.get_rank(tp_group), len(ranks)
         pieces, shapes = parameter_pieces(spec, tp_rank, tp_size), parameter_shapes(spec, tp_size)
-        self._block_size = limits.block_size if device.type == "cuda" else -(-limits.block_size // _CPU_BLOCK) * 32
+        self._block_size = _block_size(limits.block_size, device)
         kv_heads = max(1, spec.num_kv_heads // tp_size)
         block_bytes = 2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize * self._block_size
         self._cache_bytes = self._choose_cache_bytes(block_bytes)
@@ -267,6 +267,13 @@ class VllmEngine:
                     f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is "
                     f"{self._spec.vocab_size}; use the tokenizer that belongs to the model"
                 )
+
+
+def _block_size(wanted: int | None, device: torch.device) -> int:
+    """Tokens of a block: what is wanted, on a CPU rounded up to what its attention can do."""
+    if device.type == "cuda":
+        return wanted or 16
+    return -(-(wanted or _CPU_BLOCK) // _CPU_BLOCK) * _CPU_BLOCK
 
 
 def _check_model(spec: ModelSpec, device: torch.device) -> None:

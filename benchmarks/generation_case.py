@@ -1,0 +1,191 @@
+"""Measures one model size, dtype and number of threads: all contenders in one process, alternating.
+
+Started by `generate.py`, since threads are fixed when a process starts. Case and result are JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from generation_contenders import CONTENDERS, Contender, Setting
+from generation_limits import gemm_flops, read_bandwidth, work
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mrlhf.inference.base import SamplingParams
+
+SIZES: dict[str, dict[str, int]] = {
+    "3M": {
+        "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4,
+    },
+    "110M": {
+        "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GREEDY_TOKENS = 8
+MAX_POSITIONS = 1024
+
+
+def main() -> None:
+    """Measure a case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", help="JSON: size, dtype, threads, workloads, contenders, repeats")
+    parser.add_argument("out", help="JSON file to write")
+    arguments = parser.parse_args()
+    case = json.loads(arguments.case)
+    torch.set_num_threads(case["threads"])
+    with tempfile.TemporaryDirectory() as directory:
+        result = _measure(case, Path(directory))
+    Path(arguments.out).write_text(json.dumps(result))
+
+
+def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[case["dtype"]]
+    config = _write_model(case["size"], dtype, directory)
+    workloads = case["workloads"]
+    longest = max(workload["prompt_length"] + workload["max_tokens"] for workload in workloads)
+    setting = Setting(directory, device, dtype, max(workload["prompts"] for workload in workloads), longest)
+    # Where the processor has no bfloat16 instructions, float32 is what it multiplies fastest.
+    speeds = [gemm_flops(config, workloads[0]["prompts"], device, kind) for kind in (dtype, torch.float32)]
+    limits = {"gemm_flops": max(speeds)}
+    limits["read_bandwidth"] = read_bandwidth(device)
+    contenders, failed = {}, {}
+    for name in case["contenders"]:
+        try:
+            contenders[name] = CONTENDERS[name](setting)
+        except Exception as error:  # a contender that is absent or cannot run here is told, the others are measured
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            sys.stderr.write(f"{name} is left out: {failed[name]}\n")
+    return {
+        **case,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "parameters": sum(p.numel() for p in LlamaForCausalLM(config).parameters()),
+        "limits": limits,
+        "failed": failed,
+        "greedy_agreement": _agreement(contenders, workloads[0], config),
+        "workloads": [_compare(contenders, workload, config, limits, case["repeats"]) for workload in workloads],
+    }
+
+
+def _write_model(size: str, dtype: torch.dtype, directory: Path) -> LlamaConfig:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SIZES[size],
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype=dtype,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
+    return config
+
+
+def _prompts(workload: Mapping[str, Any], config: LlamaConfig) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (workload["prompts"], workload["prompt_length"])
+    rows: list[list[int]] = torch.randint(1, config.vocab_size, shape, generator=generator).tolist()
+    return rows
+
+
+def _sampling(workload: Mapping[str, Any], config: LlamaConfig) -> SamplingParams:
+    """Temperature 1; with a mean length, so many stop tokens that each token is one with probability 1 / mean."""
+    stops: tuple[int, ...] = ()
+    if workload["mean_tokens"] is not None:
+        generator = torch.Generator().manual_seed(2)
+        count = round(config.vocab_size / workload["mean_tokens"])
+        stops = tuple(torch.randperm(config.vocab_size, generator=generator)[:count].tolist())
+    return SamplingParams(temperature=1.0, max_tokens=workload["max_tokens"], stop_token_ids=stops, seed=0)
+
+
+def _agreement(
+    contenders: Mapping[str, Contender], workload: Mapping[str, Any], config: LlamaConfig
+) -> dict[str, float]:
+    """Share of the first greedy tokens that are those of transformers, up to each response's first difference."""
+    prompts = _prompts(workload, config)
+    sampling = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, seed=0)
+    found = {}
+    for name, contender in contenders.items():
+        contender.prepare()
+        found[name] = contender.generate(prompts, sampling)
+    if "transformers" not in found:
+        return {}
+    return {name: statistics.fmean(map(_common, rows, found["transformers"])) for name, rows in found.items()}
+
+
+def _common(one: list[int], other: list[int]) -> float:
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return same / len(other)
+
+
+def _compare(
+    contenders: Mapping[str, Contender],
+    workload: Mapping[str, Any],
+    config: LlamaConfig,
+    limits: Mapping[str, float],
+    repeats: int,
+) -> dict[str, Any]:
+    """Tokens a second of each contender; every repeat has other random numbers and all contenders in turn."""
+    prompts, sampling = _prompts(workload, config), _sampling(workload, config)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for repeat in range(repeats):
+        for name, contender in contenders.items():
+            contender.prepare()
+            torch.manual_seed(repeat)
+            began = time.perf_counter()
+            responses = contender.generate(prompts, replace(sampling, seed=repeat))
+            seconds = time.perf_counter() - began
+            lengths = [len(tokens) for tokens in responses]
+            _check(name, lengths, workload)
+            runs[name].append(_summary(lengths, seconds, workload, config, limits))
+    return {**workload, "contenders": {name: _median(found) for name, found in runs.items()}}
+
+
+def _check(name: str, lengths: list[int], workload: Mapping[str, Any]) -> None:
+    """All contenders do the work that the workload asks for."""
+    longest, spread = workload["max_tokens"], max(lengths) / min(lengths)
+    if workload["mean_tokens"] is None and set(lengths) != {longest}:
+        raise SystemExit(f"{name} stopped early: {min(lengths)} of {longest} tokens")
+    if workload["mean_tokens"] is not None and spread < 10:
+        raise SystemExit(f"{name}: response lengths from {min(lengths)} to {max(lengths)} do not spread tenfold")
+
+
+def _summary(
+    lengths: list[int], seconds: float, workload: Mapping[str, Any], config: LlamaConfig, limits: Mapping[str, float]
+) -> dict[str, Any]:
+    itemsize = DTYPES[str(config.dtype).removeprefix("torch.")].itemsize
+    operations, read = work(config, workload["prompt_length"], lengths, itemsize)
+    return {
+        "tokens": sum(lengths),
+        "seconds": seconds,
+        "tokens_per_second": sum(lengths) / seconds,
+        "gemm_share": operations / limits["gemm_flops"] / seconds,
+        "memory_share": read / limits["read_bandwidth"] / seconds,
+        "shortest": min(lengths),
+        "longest": max(lengths),
+    }
+
+
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run of median speed, with the speeds of all."""
+    speeds = [run["tokens_per_second"] for run in runs]
+    middle = sorted(runs, key=lambda run: run["tokens_per_second"])[len(runs) // 2]
+    return {**middle, "tokens_per_second": statistics.median(speeds), "all": speeds}
+
+
+if __name__ == "__main__":
+    main()

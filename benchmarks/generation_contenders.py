@@ -1,0 +1,168 @@
+"""The engines that `generate.py` compares, behind one call: prompts in, tokens out. It measures nothing.
+
+All hold the weights of one Hugging Face directory. Ours and vLLM give the log-prob of each token that they draw, as
+training needs it; `transformers` gives tokens alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.models.families import load_spec, tensor_shapes
+from mrlhf.weights.hf import read_weights
+
+MAX_PREFILL_TOKENS = 8192
+CACHE_BYTES = 2**30
+# vLLM on a GPU counts memory that others hold, and all contenders share one.
+GPU_MEMORY_UTILIZATION = 0.3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a contender is built for.
+
+    Attributes:
+        directory: of config.json and safetensors.
+        device: "cpu" or "cuda".
+        dtype: of weights, activations and cache.
+        max_num_seqs: sequences decoded at once.
+        max_length: longest prompt and response together, tokens.
+    """
+
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_length: int
+
+
+class Contender(Protocol):
+    """An engine that holds the weights."""
+
+    def prepare(self) -> None:
+        """Forget what was computed for earlier calls; not measured."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+        """Responses, stop token included."""
+        ...
+
+
+class Native:
+    """mrlhf's own engine."""
+
+    def __init__(self, setting: Setting) -> None:
+        spec = load_spec(str(setting.directory), "lm")
+        limits = EngineLimits(
+            max_num_seqs=setting.max_num_seqs,
+            max_length=setting.max_length,
+            max_prefill_tokens=MAX_PREFILL_TOKENS,
+            cache_bytes=CACHE_BYTES,
+        )
+        self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
+        self._engine.wake()
+        read_weights(setting.directory, self._engine.weight_slots(), tensor_shapes(spec))
+
+    def prepare(self) -> None:
+        """A new version of the weights drops what was cached."""
+        self._engine.commit(0)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+        """Responses, stop token included."""
+        return [s.token_ids for s in self._engine.generate(prompts, range(len(prompts)), sampling)]
+
+
+class Transformers:
+    """`generate` of transformers: one padded batch that lasts as long as its longest response."""
+
+    def __init__(self, setting: Setting) -> None:
+        model = AutoModelForCausalLM.from_pretrained(setting.directory, dtype=setting.dtype)
+        self._model, self._device = model.to(setting.device).eval(), setting.device
+
+    def prepare(self) -> None:
+        """It keeps nothing."""
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+        """Responses, stop token included; prompts are of one length."""
+        ids = torch.tensor(prompts, device=self._device)
+        stops = list(sampling.stop_token_ids)
+        how: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature:
+            how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+        output = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=stops or None,
+            pad_token_id=0,
+            **how,
+        )
+        return [_until(row, set(stops)) for row in output[:, ids.shape[1] :].tolist()]
+
+
+class VLLM:
+    """vLLM's own `LLM`, in process, without compilation on a CPU (it gains some 6 % for half a minute of start)."""
+
+    def __init__(self, setting: Setting) -> None:
+        quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        # Threads are those of OMP_NUM_THREADS, as for the others.
+        os.environ.update(quiet, VLLM_CPU_OMP_THREADS_BIND="nobind")
+        logging.getLogger("vllm").setLevel(logging.ERROR)
+        import vllm
+
+        self._vllm = vllm
+        on_cpu = setting.device.type == "cpu"
+        memory: dict[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
+        if on_cpu:
+            memory = {"kv_cache_memory_bytes": CACHE_BYTES}
+        self._llm = vllm.LLM(
+            model=str(setting.directory),
+            skip_tokenizer_init=True,
+            enforce_eager=on_cpu,
+            dtype=str(setting.dtype).removeprefix("torch."),
+            max_model_len=setting.max_length,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=MAX_PREFILL_TOKENS,
+            logprobs_mode="processed_logprobs",
+            **memory,
+        )
+
+    def prepare(self) -> None:
+        """Drop the prefix cache."""
+        self._llm.reset_prefix_cache()
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+        """Responses, stop token included."""
+        asked = self._vllm.SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+        outputs = self._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+CONTENDERS: dict[str, type[Native] | type[VLLM] | type[Transformers]] = {
+    "native": Native,
+    "vllm": VLLM,
+    "transformers": Transformers,
+}
+
+
+def _until(tokens: list[int], stops: set[int]) -> list[int]:
+    """The tokens up to and including the first stop token."""
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)

@@ -1,0 +1,71 @@
+"""What the machine allows a generation: its speed of matrix products at the decode shape, its memory bandwidth.
+
+Both are measured, and turned into the least seconds that a workload can take. It knows no engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+_SECONDS = 0.5
+_STREAM_BYTES = 2**28
+
+
+def gemm_flops(config: PretrainedConfig, batch: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of [batch, hidden] x [hidden, intermediate], the weight as hot as it gets."""
+    x = torch.randn(batch, config.hidden_size, device=device).to(dtype)
+    weight = torch.randn(config.intermediate_size, config.hidden_size, device=device).to(dtype)
+    seconds = _fastest(lambda: torch.nn.functional.linear(x, weight), device)
+    return 2 * batch * weight.numel() / seconds
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of reading more than the caches hold; the faster of a sum and a product with a vector."""
+    numbers = torch.ones(_STREAM_BYTES // 4 // 1024, 1024, dtype=torch.float32, device=device)
+    vector = torch.ones(1024, dtype=torch.float32, device=device)
+    ways: list[Callable[[], Tensor]] = [numbers.sum, lambda: numbers @ vector]
+    return numbers.nbytes / min(_fastest(way, device) for way in ways)
+
+
+def work(config: PretrainedConfig, prompt_length: int, responses: Sequence[int], itemsize: int) -> tuple[float, float]:
+    """Operations, and bytes to be read, for one workload.
+
+    Each weight is read once a step, all responses advancing together; the embedding is read as the output layer.
+
+    Args:
+        config: of the model.
+        prompt_length: tokens of each prompt.
+        responses: tokens of each response.
+        itemsize: bytes of a number.
+    """
+    head_dim = config.hidden_size // config.num_attention_heads
+    kv_width = config.num_key_value_heads * head_dim
+    layer = config.hidden_size * (2 * config.hidden_size + 2 * kv_width + 3 * config.intermediate_size)
+    body, output = config.num_hidden_layers * layer, config.vocab_size * config.hidden_size
+    operations = read = 0.0
+    for length in responses:
+        tokens = prompt_length + length - 1  # the last token is drawn and not computed
+        seen = tokens * (tokens + 1) / 2
+        operations += 2 * body * tokens + 2 * output * length
+        operations += 4 * config.num_hidden_layers * config.hidden_size * seen
+        decoded = seen - prompt_length * (prompt_length + 1) / 2
+        read += 2 * config.num_hidden_layers * kv_width * itemsize * decoded
+    return operations, read + max(responses) * (body + output) * itemsize
+
+
+def _fastest(call: Callable[[], Tensor], device: torch.device) -> float:
+    """Seconds of the fastest of many calls."""
+    end, best = time.perf_counter() + _SECONDS, float("inf")
+    while time.perf_counter() < end:
+        began = time.perf_counter()
+        for _ in range(4):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, (time.perf_counter() - began) / 4)
+    return best

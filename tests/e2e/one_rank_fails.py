@@ -1,0 +1,40 @@
+"""A launcher whose engine raises on rank 1 while all others wait for its samples; a program for `test_failure`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mrlhf.batch import Prompts
+from mrlhf.config import PPOConfig
+from mrlhf.errors import EngineError
+from mrlhf.inference.base import Sample, SamplingParams
+from mrlhf.parallel.layout import EngineLayout
+from mrlhf.reshard.execute import ReshardStats
+from mrlhf.trainers.generation import Generator
+from mrlhf.trainers.program import main
+from mrlhf.trainers.startup import start
+from tests.fake_engine import FakeEngine, FakeResharder
+
+
+class Raising(FakeEngine):
+    def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[Sample]:
+        raise EngineError(f"no room for {len(prompts)} prompts; raise rollout.kv_cache_mb")
+
+
+def train(config: PPOConfig) -> None:
+    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
+    layout = run.groups("actor", config.actor).layout
+    engine = Raising() if run.rank == 1 else FakeEngine()
+    groups = run.factory.engine_groups(EngineLayout.inside(layout, config.rollout.tp))
+    generator = Generator(engine, groups, FakeResharder(engine, ReshardStats(0, 0, 0, 0.0)), config.seed)  # type: ignore[arg-type]
+    generator.take_weights(version=0)
+    texts = ["a", "b", "c", "d"]
+    prompts = Prompts([[1], [2], [3], [4]], [1, 2, 3, 4], texts, texts, texts, [{} for _ in texts])
+    generator.generate(prompts, SamplingParams(temperature=1.0, max_tokens=4, seed=0), "train", step=1)
+    print("a rank went on without the others")
+
+
+if __name__ == "__main__":
+    sys.exit(main(PPOConfig, train, sys.argv[1:]))

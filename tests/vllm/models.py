@@ -1,0 +1,79 @@
+"""Tiny models that vLLM has attention for on a CPU, and what transformers says about a response."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mrlhf.inference.base import Sample
+from mrlhf.models.families import FAMILIES
+from mrlhf.models.spec import ModelSpec
+
+_FOUND = importlib.util.find_spec("vllm")  # this folder may be found under that name, but has no origin
+needs_vllm = pytest.mark.skipif(_FOUND is None or _FOUND.origin is None, reason="vLLM is not installed: make vllm")
+
+VOCABULARY = 131  # vLLM pads it to 192
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen2-tied": lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "mistral-window": lambda: transformers.MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=6),
+}
+
+
+def hf_model(name: str, seed: int = 0) -> Any:
+    """The model `name` with random float32 weights, the same in every process."""
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for key, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
+    return model
+
+
+def spec_of(model: Any) -> ModelSpec:
+    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+
+
+@torch.no_grad()
+def hf_greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """The likeliest continuations."""
+    answers = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(max_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        answers.append(tokens[len(prompt) :])
+    return answers
+
+
+@torch.no_grad()
+def hf_difference(model: Any, prompts: list[list[int]], samples: list[Sample], temperature: float = 1.0) -> float:
+    """Largest difference between the samples' log-probs and those of a forward pass over the whole sequence."""
+    worst = 0.0
+    for sample in samples:
+        prompt = prompts[sample.prompt_index]
+        logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        wanted = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert len(sample.logprobs) == len(sample.token_ids)
+        worst = max(worst, float((wanted - torch.tensor(sample.logprobs)).abs().max()))
+    return worst
+
+
+def make_prompts(count: int = 6, length: int = 12) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCABULARY, (length + i,), generator=generator).tolist() for i in range(count)]

@@ -1,0 +1,179 @@
+"""VllmEngine against transformers: log-probs, greedy tokens, sampling, stops, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrlhf.errors import ConfigError, EngineError
+from mrlhf.inference.base import EngineLimits, Sample, SamplingParams
+from mrlhf.inference.vllm import engine as engine_module
+from mrlhf.inference.vllm.engine import VllmEngine, require_vllm
+from tests.ranks import run_ranks
+from tests.shards import fill
+from tests.vllm.models import CONFIGS, VOCABULARY, hf_difference, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
+
+pytestmark = [needs_vllm, pytest.mark.timeout(300)]
+
+LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=0)
+PROMPTS = make_prompts()
+UIDS = list(range(len(PROMPTS)))
+
+
+def _decode(tokens: Any) -> str:
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def _make(model: Any, **limits: Any) -> VllmEngine:
+    changed = dataclasses.replace(LIMITS, **limits)
+    return VllmEngine(spec_of(model), dist.group.WORLD, torch.device("cpu"), torch.float32, changed, decode=_decode)
+
+
+def _refuses(engine: VllmEngine) -> None:
+    with pytest.raises(EngineError, match="no weights yet"):
+        engine.generate(PROMPTS, UIDS, GREEDY)
+    with pytest.raises(EngineError, match="neither bound nor in weight_slots"):
+        engine.commit(1)
+    with pytest.raises(EngineError, match="no parameter 'lm_head'"):
+        engine.bind("lm_head", torch.zeros(1))
+    with pytest.raises(EngineError, match="cannot be bound"):
+        engine.bind("model.norm.weight", torch.zeros(3))
+
+
+def _refuses_prompts(engine: VllmEngine) -> None:
+    for prompt, match in (
+        ([], "prompt 0 is empty"),
+        ([1] * 121, r"121 tokens \+ max_tokens 8 exceed the engine's max_length 128"),
+        ([VOCABULARY], "token ids from 131 to 131"),
+    ):
+        with pytest.raises(EngineError, match=match):
+            engine.generate([prompt], [0], GREEDY)
+    engine.sleep()
+    with pytest.raises(EngineError, match="sleeps"):
+        engine.generate(PROMPTS, UIDS, GREEDY)
+    engine.wake()
+
+
+def _samples_as_asked(engine: VllmEngine, model: Any) -> None:
+    """Log-probs are those at the temperature over the whole vocabulary, truncated or not."""
+    for changes in ({"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 0.6, "top_k": 4, "top_p": 0.9}):
+        sampling = SamplingParams(n=3, max_tokens=8, seed=1, **changes)
+        samples = engine.generate(PROMPTS, UIDS, sampling)
+        assert [(s.prompt_index, s.sample_index) for s in samples] == [(p, i) for p in UIDS for i in range(3)]
+        assert hf_difference(model, PROMPTS, samples, changes["temperature"]) < 1e-4
+        assert all(len(s.token_ids) == 8 and not s.stopped for s in samples)
+        if "top_k" in changes:
+            assert _are_among_the_likeliest(model, samples, 4)
+    stats = engine.stats()
+    assert stats.generated_tokens == 18 * 8 and stats.prompt_tokens == 3 * sum(map(len, PROMPTS))
+    assert stats.steps >= 24 and stats.cache_bytes >= stats.peak_cache_bytes > 0  # 18 samples, 8 at once
+
+
+def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> bool:
+    for sample in samples:
+        prompt = PROMPTS[sample.prompt_index]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        likeliest = logits.topk(count).indices.tolist()
+        if any(token not in allowed for token, allowed in zip(sample.token_ids, likeliest, strict=True)):
+            return False
+    return True
+
+
+def _draws_follow_the_distribution(engine: VllmEngine, model: Any) -> None:
+    """Of 600 first tokens after one prompt, the frequencies of the likely ones are near their probabilities."""
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
+    drawn = engine.generate([PROMPTS[0]], [3], SamplingParams(n=600, temperature=1.0, max_tokens=1, seed=2))
+    found = torch.bincount(torch.tensor([s.token_ids[0] for s in drawn]), minlength=VOCABULARY) / 600
+    assert float((found - wanted).abs().max()) < 0.08  # four standard deviations of a fair coin
+
+
+def _stops(engine: VllmEngine) -> None:
+    plain = engine.generate(PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4))
+    third = plain[0].token_ids[2]
+    by_token = engine.generate(
+        PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop_token_ids=(third,))
+    )
+    # A stop string that begins in one token and ends in the next.
+    text = f"{plain[0].token_ids[1]}><{third}"
+    by_text = engine.generate(PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop=(text,)))
+    for stopped in (by_token[0], by_text[0]):
+        assert stopped.token_ids == plain[0].token_ids[:3] and stopped.stopped
+        assert stopped.logprobs == pytest.approx(plain[0].logprobs[:3], abs=1e-5)
+    for before, after in zip(plain[1:], by_text[1:], strict=True):
+        assert after.token_ids == before.token_ids and not after.stopped
+    assert engine.stats().generated_tokens == sum(len(s.token_ids) for s in by_text)
+
+
+def _leaves_the_host_alone(before: dict[str, str]) -> None:
+    # torch's own compiler names its cache where the sampler is compiled.
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_"))}
+    assert own == before, set(own.items()) ^ set(before.items())
+    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
+
+
+def _preempts(model: Any) -> None:
+    """With room for few sequences the answers are those that there are with room for all."""
+    prompts = make_prompts(count=6, length=60)
+    one = 2 * 2 * 2 * 32 * 4 * 32  # bytes of a block: k and v, layers, heads, head_dim, float32, tokens
+    engine = _make(model, cache_bytes=8 * one)
+    fill(engine.weight_slots(), model.state_dict())
+    engine.commit(1)
+    samples = engine.generate(prompts, UIDS, SamplingParams(temperature=0.0, max_tokens=40, seed=0))
+    assert [s.token_ids for s in samples] == hf_greedy(model, prompts, 40)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().cache_bytes == 8 * one
+
+
+def _body(rank: int, world_size: int) -> None:
+    before = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    for name in CONFIGS:
+        model = hf_model(name)
+        engine = _make(model)
+        if name == "llama":
+            _refuses(engine)
+        fill(engine.weight_slots(), model.state_dict())
+        engine.commit(1)
+        greedy = engine.generate(PROMPTS, UIDS, GREEDY)
+        assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8), name
+        assert hf_difference(model, PROMPTS, greedy) < 1e-4, name
+        if name == "llama":
+            _samples_as_asked(engine, model)
+            _draws_follow_the_distribution(engine, model)
+            _stops(engine)
+            _refuses_prompts(engine)
+            _leaves_the_host_alone(before)
+        del engine
+    _preempts(hf_model("llama"))
+
+
+def test_one_rank_against_transformers() -> None:
+    run_ranks(1, _body)
+
+
+def _unsupported(rank: int, world_size: int) -> str:
+    spec = dataclasses.replace(spec_of(hf_model("llama")), head_dim=16)
+    with pytest.raises(ConfigError) as caught:
+        VllmEngine(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, LIMITS)
+    return str(caught.value)
+
+
+def test_head_size_without_attention_is_refused() -> None:
+    (message,) = run_ranks(1, _unsupported)
+    assert message.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64") and "\n" not in message
+
+
+def test_absent_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"vllm, which is not installed; run 'make vllm' .*pip install 'mrlhf\[vllm\]'"
+    ):
+        require_vllm()

@@ -1,0 +1,168 @@
+"""Each guard: the damage that vLLM does without it is there when the guard is taken away, and gone when it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.vllm import guards
+from mrlhf.inference.vllm.engine import VllmEngine
+from tests.ranks import run_ranks
+from tests.shards import fill
+from tests.vllm.models import hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
+
+pytestmark = [needs_vllm, pytest.mark.timeout(300)]
+LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0)
+LONG_PROMPTS = make_prompts(count=3, length=70)  # more than a block each
+
+
+def _engine(model: Any, group: Any = None, weights: Any = None) -> VllmEngine:
+    engine = VllmEngine(spec_of(model), group or dist.group.WORLD, torch.device("cpu"), torch.float32, LIMITS)
+    _update(engine, model if weights is None else weights)
+    return engine
+
+
+def _update(engine: VllmEngine, model: Any, version: int = 1) -> None:
+    fill(engine.weight_slots(), model.state_dict())
+    engine.commit(version)
+
+
+@contextlib.contextmanager
+def without(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Within, `owner.name` is the stand-in."""
+    guard = getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, guard)
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _host_randomness_is_untouched() -> bool:
+    model, prompts = hf_model("llama"), make_prompts()
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    _engine(model).generate(prompts, [0] * len(prompts), SamplingParams(temperature=1.0, max_tokens=4, seed=0))
+    return torch.equal(before, torch.get_rng_state())
+
+
+def _tied_output_follows(engine: VllmEngine) -> bool:
+    new = hf_model("qwen2-tied", seed=7)
+    _update(engine, new, 2)
+    prompts = make_prompts()
+    return [s.token_ids for s in engine.generate(prompts, [0] * 6, GREEDY)] == hf_greedy(new, prompts, 6)
+
+
+def _prefixes_are_forgotten(engine: VllmEngine) -> bool:
+    """New weights are answered with, though the prompts have been seen under the old ones."""
+    for version in (3, 4):
+        new = hf_model("qwen2-tied", seed=version)
+        _update(engine, new, version)
+        answers = [s.token_ids for s in engine.generate(LONG_PROMPTS, [0] * 3, GREEDY)]
+    return answers == hf_greedy(new, LONG_PROMPTS, 6)
+
+
+def _draws_ignore_the_batch(engine: VllmEngine) -> bool:
+    """A sample depends on its uid and index, not on what is computed beside it or on its place."""
+    sampling = SamplingParams(n=2, temperature=1.0, max_tokens=8, seed=5)
+    prompts, uids = [make_prompts()[0]] * 3, [11, 12, 13]
+    forward = engine.generate(prompts, uids, sampling)
+    backward = engine.generate(prompts, uids[::-1], sampling)
+    (alone,) = engine.generate(prompts[:1], [12], sampling, samples=[range(1, 2)])
+    assert len({tuple(s.token_ids) for s in forward}) == 6, "samples of one prompt are alike"
+    by_uid = {(uids[s.prompt_index], s.sample_index): s.token_ids for s in forward}
+    return alone.token_ids == by_uid[12, 1] and all(
+        s.token_ids == by_uid[uids[2 - s.prompt_index], s.sample_index] for s in backward
+    )
+
+
+def _default_group_survives() -> bool:
+    engine = _engine(hf_model("llama"))
+    del engine
+    gc.collect()
+    return dist.is_initialized()
+
+
+def _one_rank(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
+    """For each guard, whether all is well with it and without."""
+    found = {}
+    tied = _engine(hf_model("qwen2-tied"))
+    for name, stand_in, check in (
+        ("repack_output_layer", _nothing, _tied_output_follows),
+        ("drop_prefix_cache", _nothing, _prefixes_are_forgotten),
+        ("request_seed", lambda seed, uid, index: None, _draws_ignore_the_batch),
+    ):
+        with without(guards, name, stand_in):
+            broken = check(tied)
+        # The next commit must not meet what was left stale.
+        _update(tied, hf_model("qwen2-tied"), 9)
+        found[name] = check(tied), broken
+    del tied
+    gc.collect()
+    guarded = _host_randomness_is_untouched()
+    gc.collect()
+    with without(guards.SeparateRandomness, "active", lambda self: contextlib.nullcontext()):
+        found["SeparateRandomness"] = guarded, _host_randomness_is_untouched()
+    gc.collect()
+    guarded = _default_group_survives()
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = cleanup_dist_env_and_memory
+    with without(guards, "keep_default_group", _nothing):
+        found["keep_default_group"] = guarded, _default_group_survives()
+    if not dist.is_initialized():  # the end of the rank needs a group
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_guards_of_one_rank() -> None:
+    (found,) = run_ranks(1, _one_rank)
+    assert found == {
+        "repack_output_layer": (True, False),
+        "drop_prefix_cache": (True, False),
+        "request_seed": (True, False),
+        "SeparateRandomness": (True, False),
+        "keep_default_group": (True, False),
+    }
+
+
+def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
+    """Whether two ranks agree with transformers, and the names of shared memory in two jobs: guarded, unguarded."""
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
+    unguarded = shared.__dict__["make_group_name"].__func__
+    model, prompts = hf_model("llama"), make_prompts()
+    equal, names, names_without = True, [], []
+    for _ in range(2):
+        engine = _engine(model)
+        answers = [s.token_ids for s in engine.generate(prompts, [0] * 6, GREEDY)]
+        equal = equal and answers == hf_greedy(model, prompts, 6)
+        names.append(shared.make_group_name(communicator))
+        names_without.append(unguarded(communicator))
+        del engine
+        gc.collect()
+    return equal, names, names_without
+
+
+def test_shared_memory_has_a_name_of_its_own() -> None:
+    """A name that two jobs share makes the second fail, where vLLM's build for the processor exchanges data so."""
+    (equal, names, names_without), (equal_too, names_too, _) = run_ranks(2, _two_ranks)
+    assert equal and equal_too
+    assert names == names_too and names[0] != names[1]
+    assert names_without[0] == names_without[1]
