@@ -36,9 +36,9 @@ inline float rounded(float x) {
     return widen(stored);
 }
 
-// e^x to about 1e-7 relative (a degree-6 polynomial after removing powers of two), 0-like below -87; NaN stays.
-inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x;
+// e^x to about 1e-7 relative (a degree-6 polynomial after removing powers of two), 0 below -87; NaN stays.
+inline float exponential(float y) {
+    float x = y < -87.0f ? -87.0f : y;
     x = x > 88.0f ? 88.0f : x;
     const float n = std::nearbyint(x * 1.44269504088896341f);
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -52,7 +52,7 @@ inline float exponential(float x) {
     const int32_t bits = (int32_t(n) + 127) << 23;
     float scale;
     std::memcpy(&scale, &bits, 4);
-    return p * scale;
+    return y < -87.0f ? 0.0f : p * scale;
 }
 
 template <typename T>
@@ -168,114 +168,161 @@ inline Lanes load(const bfloat16* from) {
 }
 inline void save(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
-// scores[j] = query . key of token j, for a block whose keys are stored [dim, block_size].
-template <typename T>
-inline void score_block(const float* query, const T* keys, float* scores, int64_t dim, int64_t block_size) {
+// Rows are worked on up to four at a time, so that a key or value is loaded once for all of them. With one row there is
+// more to be done at once along the other axes instead.
+
+// scores[r][j] = query[r] . key of token j, for a block whose keys are stored [dim, block_size].
+template <typename T, int kRows>
+inline void score_rows(const float* query, const T* keys, float* scores, int64_t dim, int64_t block_size) {
+    constexpr int kChains = kRows == 1 ? 2 : 1;
     int64_t j = 0;
     for (; j + 2 * kLanes <= block_size; j += 2 * kLanes) {
-        Lanes even[2] = {}, odd[2] = {};
-        int64_t i = 0;
-        for (; i + 2 <= dim; i += 2) {
-            const T* row = keys + i * block_size + j;
-            even[0] += query[i] * load(row);
-            even[1] += query[i] * load(row + kLanes);
-            odd[0] += query[i + 1] * load(row + block_size);
-            odd[1] += query[i + 1] * load(row + block_size + kLanes);
-        }
-        if (i < dim) {
-            even[0] += query[i] * load(keys + i * block_size + j);
-            even[1] += query[i] * load(keys + i * block_size + j + kLanes);
-        }
-        save(scores + j, even[0] + odd[0]);
-        save(scores + j + kLanes, even[1] + odd[1]);
+        Lanes sums[kChains][kRows][2] = {};
+        for (int64_t i = 0; i + kChains <= dim; i += kChains)
+#pragma GCC unroll 2
+            for (int c = 0; c < kChains; ++c) {
+                const Lanes first = load(keys + (i + c) * block_size + j);
+                const Lanes second = load(keys + (i + c) * block_size + j + kLanes);
+#pragma GCC unroll 4
+                for (int r = 0; r < kRows; ++r) {
+                    sums[c][r][0] += query[r * dim + i + c] * first;
+                    sums[c][r][1] += query[r * dim + i + c] * second;
+                }
+            }
+        for (int r = 0; r < kRows; ++r)
+            for (int half = 0; half < 2; ++half) {
+                Lanes sum = sums[0][r][half];
+                if (kChains == 2) sum += sums[kChains - 1][r][half];
+                if (dim % kChains) sum += query[r * dim + dim - 1] * load(keys + (dim - 1) * block_size + j + half * kLanes);
+                save(scores + r * block_size + j + half * kLanes, sum);
+            }
     }
-    for (; j < block_size; ++j) {
-        float sum = 0.0f;
-        for (int64_t i = 0; i < dim; ++i) sum += query[i] * widen(keys[i * block_size + j]);
-        scores[j] = sum;
-    }
+    for (; j < block_size; ++j)
+        for (int r = 0; r < kRows; ++r) {
+            float sum = 0.0f;
+            for (int64_t i = 0; i < dim; ++i) sum += query[r * dim + i] * widen(keys[i * block_size + j]);
+            scores[r * block_size + j] = sum;
+        }
 }
 
-// sums = sums * shrink + weights[low .. high) . values, for values stored [token, dim].
-template <typename T>
-inline void add_values(float* sums, float shrink, const float* weights, const T* values, int64_t low, int64_t high,
-                       int64_t stride, int64_t dim) {
+// sums[r] = sums[r] * shrinks[r] + weights[r][low .. high) . values, for values stored [token, dim].
+template <typename T, int kRows>
+inline void add_rows(float* sums, const float* shrinks, const float* weights, const T* values, int64_t low, int64_t high,
+                     int64_t stride, int64_t dim, int64_t block_size) {
+    constexpr int kWide = kRows == 1 ? 4 : 2;
     int64_t i = 0;
-    for (; i + 4 * kLanes <= dim; i += 4 * kLanes) {
-        Lanes a = load(sums + i) * shrink, b = load(sums + i + kLanes) * shrink;
-        Lanes c = load(sums + i + 2 * kLanes) * shrink, d = load(sums + i + 3 * kLanes) * shrink;
+    for (; i + kWide * kLanes <= dim; i += kWide * kLanes) {
+        Lanes tiles[kRows][kWide];
+        for (int r = 0; r < kRows; ++r)
+            for (int w = 0; w < kWide; ++w) tiles[r][w] = load(sums + r * dim + i + w * kLanes) * shrinks[r];
         for (int64_t j = low; j < high; ++j) {
-            const T* value = values + j * stride + i;
-            const float weight = weights[j];
-            a += weight * load(value);
-            b += weight * load(value + kLanes);
-            c += weight * load(value + 2 * kLanes);
-            d += weight * load(value + 3 * kLanes);
+#pragma GCC unroll 4
+            for (int w = 0; w < kWide; ++w) {
+                const Lanes value = load(values + j * stride + i + w * kLanes);
+#pragma GCC unroll 4
+                for (int r = 0; r < kRows; ++r) tiles[r][w] += weights[r * block_size + j] * value;
+            }
         }
-        save(sums + i, a);
-        save(sums + i + kLanes, b);
-        save(sums + i + 2 * kLanes, c);
-        save(sums + i + 3 * kLanes, d);
+        for (int r = 0; r < kRows; ++r)
+            for (int w = 0; w < kWide; ++w) save(sums + r * dim + i + w * kLanes, tiles[r][w]);
     }
-    for (; i + kLanes <= dim; i += kLanes) {
-        Lanes a = load(sums + i) * shrink;
-        for (int64_t j = low; j < high; ++j) a += weights[j] * load(values + j * stride + i);
-        save(sums + i, a);
-    }
-    for (; i < dim; ++i) {
-        float sum = sums[i] * shrink;
-        for (int64_t j = low; j < high; ++j) sum += weights[j] * widen(values[j * stride + i]);
-        sums[i] = sum;
-    }
+    for (; i < dim; ++i)
+        for (int r = 0; r < kRows; ++r) {
+            float sum = sums[r * dim + i] * shrinks[r];
+            for (int64_t j = low; j < high; ++j) sum += weights[r * block_size + j] * widen(values[j * stride + i]);
+            sums[r * dim + i] = sum;
+        }
 }
 
 struct Cut {
     int64_t sequence, first, count;  // queries of one sequence: flat number of the first, and how many
 };
 
+struct Shape {
+    int64_t groups, per_group, dim, block_size, window;
+};
+
+// What the rows of one key group have seen so far: row n * per_group + p is head p of query n.
+struct Rows {
+    float *query, *sums, *highest, *totals;
+};
+
+// kRows rows of one group meet one block; `first_position` is that of query 0, counted from the block's beginning.
+template <typename T, int kRows>
+inline void meet_block(const Rows& rows, int64_t row, const T* keys, const T* values, int64_t first_position,
+                       const Shape& shape, float* scores) {
+    const int64_t dim = shape.dim, block_size = shape.block_size;
+    score_rows<T, kRows>(rows.query + row * dim, keys, scores, dim, block_size);
+    float shrinks[kRows];
+    int64_t lowest = block_size, furthest = 0;
+    for (int r = 0; r < kRows; ++r) {
+        const int64_t position = first_position + (row + r) / shape.per_group;
+        const int64_t low = shape.window > 0 ? std::max<int64_t>(0, position - shape.window + 1) : 0;
+        const int64_t high = std::min(block_size, position + 1);
+        float* score = scores + r * block_size;
+        shrinks[r] = 1.0f;
+        if (low >= high) {
+            std::fill(score, score + block_size, 0.0f);
+            continue;
+        }
+        std::fill(score, score + low, -INFINITY);
+        std::fill(score + high, score + block_size, -INFINITY);
+        float top = rows.highest[row + r];
+#pragma omp simd reduction(max : top)
+        for (int64_t j = 0; j < block_size; ++j) top = score[j] > top ? score[j] : top;
+        float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+        for (int64_t j = 0; j < block_size; ++j) {
+            score[j] = exponential(score[j] - top);
+            total += score[j];
+        }
+        shrinks[r] = exponential(rows.highest[row + r] - top);
+        rows.highest[row + r] = top;
+        rows.totals[row + r] = rows.totals[row + r] * shrinks[r] + total;
+        lowest = std::min(lowest, low), furthest = std::max(furthest, high);
+    }
+    add_rows<T, kRows>(rows.sums + row * dim, shrinks, scores, values, lowest, furthest, shape.groups * dim, dim,
+                       block_size);
+}
+
 // Attention of up to kQueries queries of one sequence to the blocks in `table`, with a running maximum.
 template <typename T>
 void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table, int64_t first_position, T* out,
-                const Cut& cut, int64_t groups, int64_t per_group, int64_t dim, int64_t block_size, int64_t window,
-                float scale, float* scratch) {
-    const int64_t heads = groups * per_group, rows = cut.count * heads;
-    float* query = scratch;
-    float* sums = query + rows * dim;
-    float* highest = sums + rows * dim;
-    float* totals = highest + rows;
-    float* scores = totals + rows;
-    for (int64_t i = 0; i < rows * dim; ++i) query[i] = widen(q[cut.first * heads * dim + i]) * scale;
-    std::fill(sums, sums + rows * dim, 0.0f);
-    std::fill(highest, highest + rows, -INFINITY);
-    std::fill(totals, totals + rows, 0.0f);
-    const int64_t last_position = first_position + cut.count - 1;
-    const int64_t from = window > 0 ? std::max<int64_t>(0, first_position - window + 1) / block_size : 0;
-    for (int64_t b = from; b <= last_position / block_size; ++b) {
-        const T* k = keys + int64_t(table[b]) * block_size * groups * dim;
-        const T* v = values + int64_t(table[b]) * block_size * groups * dim;
-        for (int64_t row = 0; row < rows; ++row) {
-            const int64_t g = row % heads / per_group, position = first_position + row / heads;
-            const int64_t low = window > 0 ? std::max<int64_t>(0, position - window + 1 - b * block_size) : 0;
-            const int64_t high = std::min(block_size, position + 1 - b * block_size);
-            if (low >= high) continue;
-            score_block(query + row * dim, k + g * dim * block_size, scores, dim, block_size);
-            float top = highest[row];
-            for (int64_t j = low; j < high; ++j) top = scores[j] > top ? scores[j] : top;
-            const float shrink = exponential(highest[row] - top);
-            highest[row] = top;
-            float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-            for (int64_t j = low; j < high; ++j) {
-                scores[j] = exponential(scores[j] - top);
-                total += scores[j];
+                const Cut& cut, const Shape& shape, float scale, float* scratch) {
+    const int64_t dim = shape.dim, block_size = shape.block_size, heads = shape.groups * shape.per_group;
+    const int64_t count = cut.count * shape.per_group;
+    const int64_t all = count * shape.groups;
+    const Rows rows = {scratch, scratch + all * dim, scratch + 2 * all * dim, scratch + (2 * dim + 1) * all};
+    float* scores = rows.totals + all;
+    const auto place = [&](int64_t row) {  // of a row's head among the heads of all tokens
+        const int64_t g = row / count, n = row % count / shape.per_group, p = row % shape.per_group;
+        return ((cut.first + n) * heads + g * shape.per_group + p) * dim;
+    };
+    for (int64_t row = 0; row < all; ++row)
+        for (int64_t i = 0, at = place(row); i < dim; ++i) rows.query[row * dim + i] = widen(q[at + i]) * scale;
+    std::fill(rows.sums, rows.sums + all * dim, 0.0f);
+    std::fill(rows.highest, rows.highest + all, -INFINITY);
+    std::fill(rows.totals, rows.totals + all, 0.0f);
+    const int64_t last_block = (first_position + cut.count - 1) / block_size;
+    const int64_t first_seen = shape.window > 0 ? std::max<int64_t>(0, first_position - shape.window + 1) : 0;
+    for (int64_t b = first_seen / block_size; b <= last_block; ++b)
+        for (int64_t g = 0; g < shape.groups; ++g) {
+            const T* k = keys + (int64_t(table[b]) * shape.groups + g) * dim * block_size;
+            const T* v = values + (int64_t(table[b]) * block_size * shape.groups + g) * dim;
+            const Rows group = {rows.query + g * count * dim, rows.sums + g * count * dim, rows.highest + g * count,
+                                rows.totals + g * count};
+            const int64_t position = first_position - b * block_size;
+            int64_t row = 0;
+            for (; row + 4 <= count; row += 4) meet_block<T, 4>(group, row, k, v, position, shape, scores);
+            switch (count - row) {
+                case 3: meet_block<T, 3>(group, row, k, v, position, shape, scores); break;
+                case 2: meet_block<T, 2>(group, row, k, v, position, shape, scores); break;
+                case 1: meet_block<T, 1>(group, row, k, v, position, shape, scores); break;
             }
-            totals[row] = totals[row] * shrink + total;
-            add_values(sums + row * dim, shrink, scores, v + g * dim, low, high, groups * dim, dim);
         }
-    }
-    for (int64_t row = 0; row < rows; ++row) {
-        const float share = 1.0f / totals[row];
-        for (int64_t i = 0; i < dim; ++i) store(out + (cut.first * heads + row) * dim + i, sums[row * dim + i] * share);
+    for (int64_t row = 0; row < all; ++row) {
+        const float share = 1.0f / rows.totals[row];
+        for (int64_t i = 0, at = place(row); i < dim; ++i) store(out + at + i, rows.sums[row * dim + i] * share);
     }
 }
 
@@ -287,16 +334,16 @@ void attend(const T* q, const T* keys, const T* values, const int32_t* tables, i
     for (int64_t s = 0; s < sequences; ++s)
         for (int64_t first = query_starts[s]; first < query_starts[s + 1]; first += kQueries)
             cuts.push_back({s, first, std::min<int64_t>(kQueries, query_starts[s + 1] - first)});
-    const int64_t heads = groups * per_group;
+    const Shape shape = {groups, per_group, dim, block_size, window};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::vector<float> scratch(kQueries * heads * (2 * dim + 2) + block_size);
+        std::vector<float> scratch(kQueries * groups * per_group * (2 * dim + 2) + 4 * block_size);
 #pragma omp for schedule(dynamic)
         for (size_t c = 0; c < cuts.size(); ++c) {
             const int64_t s = cuts[c].sequence;
             const int64_t position = lengths[s] - (query_starts[s + 1] - cuts[c].first);
-            attend_cut(q, keys, values, tables + s * table_stride, position, out, cuts[c], groups, per_group,
-                                dim, block_size, window, scale, scratch.data());
+            attend_cut(q, keys, values, tables + s * table_stride, position, out, cuts[c], shape, scale,
+                       scratch.data());
         }
     }
 }
