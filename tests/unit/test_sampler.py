@@ -38,6 +38,7 @@ def sample(logits, uniform, sampling):
     """By compiled kernels and by torch's operators, which agree."""
     alone = TensorParallel(None)
     results = [Sampler(alone, k).draw(logits, 0, uniform, sampling) for k in (kernels.load(torch.float32), None)]
+    assert logits.is_contiguous()
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
     return results[0]

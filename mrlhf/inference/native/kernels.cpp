@@ -305,7 +305,14 @@ void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table
     std::fill(rows.totals, rows.totals + all, 0.0f);
     const int64_t last_block = (first_position + cut.count - 1) / block_size;
     const int64_t first_seen = shape.window > 0 ? std::max<int64_t>(0, first_position - shape.window + 1) : 0;
-    for (int64_t b = first_seen / block_size; b <= last_block; ++b)
+    for (int64_t b = first_seen / block_size; b <= last_block; ++b) {
+        if (b < last_block) {
+            const int64_t size = shape.groups * dim * block_size;
+            for (int64_t i = 0; i < size; i += int64_t(64 / sizeof(T))) {
+                __builtin_prefetch(keys + table[b + 1] * size + i);
+                __builtin_prefetch(values + table[b + 1] * size + i);
+            }
+        }
         for (int64_t g = 0; g < shape.groups; ++g) {
             const T* k = keys + (int64_t(table[b]) * shape.groups + g) * dim * block_size;
             const T* v = values + (int64_t(table[b]) * block_size * shape.groups + g) * dim;
@@ -320,6 +327,7 @@ void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table
                 case 1: meet_block<T, 1>(group, row, k, v, position, shape, scores); break;
             }
         }
+    }
     for (int64_t row = 0; row < all; ++row) {
         const float share = 1.0f / rows.totals[row];
         for (int64_t i = 0, at = place(row); i < dim; ++i) store(out + at + i, rows.sums[row * dim + i] * share);
@@ -350,74 +358,107 @@ void attend(const T* q, const T* keys, const T* values, const int32_t* tables, i
 
 constexpr int64_t kColumns = 128;  // of the vocabulary, summed together
 
-// One pass over a shard of the logits: by row the highest scaled logit and where it is, and by row and block of columns
-// the sum of exp(logit - highest of the block), and that highest.
+// One pass over a row of logits: where the highest scaled one is, and by block of columns the sum of
+// exp(logit - highest of the block), and that highest.
 template <typename T>
-void logit_blocks(const T* logits, float inverse_temperature, float* block_highest, float* block_sums,
-                  int64_t* likeliest, int64_t rows, int64_t columns, int threads) {
+int64_t blocks_of_row(const T* logits, float scale, float* block_highest, float* block_sums, int64_t columns) {
+    float best = -INFINITY;
+    int64_t best_start = 0;
+    for (int64_t start = 0, b = 0; start < columns; start += kColumns, ++b) {
+        const T* x = logits + start;
+        const int64_t count = std::min(kColumns, columns - start);
+        float scaled[kColumns];
+        float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < count; ++i) {
+            scaled[i] = widen(x[i]) * scale;
+            top = scaled[i] > top ? scaled[i] : top;
+        }
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < count; ++i) sum += exponential(scaled[i] - top);
+        block_highest[b] = top;
+        block_sums[b] = sum;
+        if (top > best) best = top, best_start = start;
+    }
+    int64_t found = best_start;
+    while (found + 1 < std::min(columns, best_start + kColumns) && widen(logits[found]) * scale != best) ++found;
+    return found;
+}
+
+// The column at which the running sum of exp(logit - top) passes `target`; -1 where nothing has any weight.
+template <typename T>
+int64_t pick_in_row(const T* logits, float scale, const float* block_highest, const float* block_sums, float top,
+                    double target, int64_t columns) {
+    double before = 0.0, weight = 0.0;
+    int64_t chosen = -1;
+    for (int64_t start = 0, b = 0; start < columns; start += kColumns, ++b) {
+        const double mass = double(block_sums[b]) * std::exp(double(block_highest[b]) - double(top));
+        if (!(mass > 0.0)) continue;
+        before += weight;
+        chosen = b, weight = mass;
+        if (before + weight > target) break;
+    }  // where rounding leaves a rest, the last block that has weight is taken, and its last column that has
+    if (chosen < 0) return -1;
+    const double highest = std::exp(double(block_highest[chosen]) - double(top));
+    int64_t column = -1;
+    for (int64_t i = chosen * kColumns; i < std::min(columns, (chosen + 1) * kColumns); ++i) {
+        const double mass = double(exponential(widen(logits[i]) * scale - block_highest[chosen])) * highest;
+        if (!(mass > 0.0)) continue;
+        column = i;
+        before += mass;
+        if (before > target) break;
+    }
+    return column;
+}
+
+template <typename T>
+void logit_blocks(const T* logits, float scale, float* block_highest, float* block_sums, int64_t* likeliest,
+                  int64_t rows, int64_t columns, int threads) {
+    const int64_t blocks = (columns + kColumns - 1) / kColumns;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t r = 0; r < rows; ++r)
+        likeliest[r] = blocks_of_row(logits + r * columns, scale, block_highest + r * blocks, block_sums + r * blocks,
+                                     columns);
+}
+
+// Rows with a target below 0 are not looked at: -1.
+template <typename T>
+void pick(const T* logits, float scale, const float* block_highest, const float* block_sums, const float* tops,
+          const double* targets, int64_t* tokens, float* chosen, int64_t rows, int64_t columns, int threads) {
     const int64_t blocks = (columns + kColumns - 1) / kColumns;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t r = 0; r < rows; ++r) {
-        float best = -INFINITY;
-        int64_t best_block = 0;
-        for (int64_t b = 0; b < blocks; ++b) {
-            const T* x = logits + r * columns + b * kColumns;
-            const int64_t count = std::min(kColumns, columns - b * kColumns);
-            float scaled[kColumns];
-            float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-            for (int64_t i = 0; i < count; ++i) {
-                scaled[i] = widen(x[i]) * inverse_temperature;
-                top = scaled[i] > top ? scaled[i] : top;
-            }
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < count; ++i) sum += exponential(scaled[i] - top);
-            block_highest[r * blocks + b] = top;
-            block_sums[r * blocks + b] = sum;
-            if (top > best) best = top, best_block = b;
-        }
-        const T* x = logits + r * columns + best_block * kColumns;
-        const int64_t count = std::min(kColumns, columns - best_block * kColumns);
-        int64_t found = 0;
-        while (found + 1 < count && widen(x[found]) * inverse_temperature != best) ++found;
-        likeliest[r] = best_block * kColumns + found;
+        const T* x = logits + r * columns;
+        tokens[r] = targets[r] < 0 ? -1
+                                   : pick_in_row(x, scale, block_highest + r * blocks, block_sums + r * blocks, tops[r],
+                                                 targets[r], columns);
+        chosen[r] = tokens[r] < 0 ? 0.0f : widen(x[tokens[r]]) * scale;
     }
 }
 
-// The column at which the running sum of exp(logit - top) passes `targets` (below 0: the row is not looked at, -1).
+// Both at once, for logits that are not cut: a token a row and its log-probability. A `uniform` below 0 takes the
+// likeliest token.
 template <typename T>
-void pick(const T* logits, float inverse_temperature, const float* block_highest, const float* block_sums,
-          const float* tops, const double* targets, int64_t* tokens, float* chosen, int64_t rows, int64_t columns,
-          int threads) {
+void draw(const T* logits, float scale, const double* uniform, int64_t* tokens, float* logprobs, int64_t rows,
+          int64_t columns, int threads) {
     const int64_t blocks = (columns + kColumns - 1) / kColumns;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < rows; ++r) {
-        tokens[r] = -1;
-        chosen[r] = 0.0f;
-        if (targets[r] < 0) continue;
-        const T* x = logits + r * columns;
-        double before = 0.0;
-        int64_t block = -1;
-        double weight = 0.0;
-        for (int64_t b = 0; b < blocks; ++b) {  // the last block that has weight is taken where rounding leaves a rest
-            const double scale = std::exp(double(block_highest[r * blocks + b]) - double(tops[r]));
-            const double mass = double(block_sums[r * blocks + b]) * scale;
-            if (!(mass > 0.0)) continue;
-            if (block >= 0) before += weight;
-            block = b, weight = mass;
-            if (before + weight > targets[r]) break;
-        }
-        if (block < 0) continue;
-        const double scale = std::exp(double(block_highest[r * blocks + block]) - double(tops[r]));
-        for (int64_t i = block * kColumns; i < std::min(columns, (block + 1) * kColumns); ++i) {
-            const float scaled = widen(x[i]) * inverse_temperature;
-            const double mass = double(exponential(scaled - block_highest[r * blocks + block])) * scale;
-            if (!(mass > 0.0)) continue;
-            tokens[r] = i;
-            chosen[r] = scaled;
-            before += mass;
-            if (before > targets[r]) break;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        std::vector<float> highest(blocks), sums(blocks);
+#pragma omp for
+        for (int64_t r = 0; r < rows; ++r) {
+            const T* x = logits + r * columns;
+            const int64_t likeliest = blocks_of_row(x, scale, highest.data(), sums.data(), columns);
+            const float top = widen(x[likeliest]) * scale;
+            double total = 0.0;
+            for (int64_t b = 0; b < blocks; ++b)
+                total += double(sums[b]) * std::exp(double(highest[b]) - double(top));
+            const int64_t token = uniform[r] < 0 ? likeliest
+                                                 : pick_in_row(x, scale, highest.data(), sums.data(), top,
+                                                               uniform[r] * total, columns);
+            tokens[r] = std::max<int64_t>(0, token);
+            logprobs[r] = float(double(widen(x[tokens[r]]) * scale) - double(top) - std::log(total));
         }
     }
 }
@@ -446,16 +487,20 @@ void pick(const T* logits, float inverse_temperature, const float* block_highest
         attend<T>(q, keys, values, tables, table_stride, query_starts, lengths, out, sequences, groups,       \
                       per_group, dim, block_size, window, scale, threads);                                             \
     }                                                                                                                  \
-    extern "C" void logit_blocks_##SUFFIX(const T* logits, float inverse_temperature, float* block_highest,            \
+    extern "C" void logit_blocks_##SUFFIX(const T* logits, float scale, float* block_highest,            \
                                           float* block_sums, int64_t* likeliest, int64_t rows, int64_t columns,        \
                                           int threads) {                                                               \
-        logit_blocks<T>(logits, inverse_temperature, block_highest, block_sums, likeliest, rows, columns, threads);    \
+        logit_blocks<T>(logits, scale, block_highest, block_sums, likeliest, rows, columns, threads);    \
     }                                                                                                                  \
-    extern "C" void pick_##SUFFIX(const T* logits, float inverse_temperature, const float* block_highest,              \
+    extern "C" void pick_##SUFFIX(const T* logits, float scale, const float* block_highest,              \
                                   const float* block_sums, const float* tops, const double* targets, int64_t* tokens,  \
                                   float* chosen, int64_t rows, int64_t columns, int threads) {                         \
-        pick<T>(logits, inverse_temperature, block_highest, block_sums, tops, targets, tokens, chosen, rows, columns,  \
+        pick<T>(logits, scale, block_highest, block_sums, tops, targets, tokens, chosen, rows, columns,  \
                 threads);                                                                                              \
+    }                                                                                                                  \
+    extern "C" void draw_##SUFFIX(const T* logits, float scale, const double* uniform, int64_t* tokens,                \
+                                  float* logprobs, int64_t rows, int64_t columns, int threads) {                       \
+        draw<T>(logits, scale, uniform, tokens, logprobs, rows, columns, threads);                                     \
     }
 
 MRLHF_KERNELS(float, float32)

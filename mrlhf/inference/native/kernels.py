@@ -46,6 +46,7 @@ _SIGNATURES = {
     "attend": (_P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _N),
     "logit_blocks": (_P, _F, _P, _P, _P, _I, _I, _N),
     "pick": (_P, _F, _P, _P, _P, _P, _P, _P, _I, _I, _N),
+    "draw": (_P, _F, _P, _P, _P, _I, _I, _N),
 }
 
 
@@ -59,6 +60,7 @@ class Kernels:
         self._add_rms_norm, self._gated = functions["add_rms_norm"], functions["gated"]
         self._rotate_store, self._attend = functions["rotate_store"], functions["attend"]
         self._logit_blocks, self._pick = functions["logit_blocks"], functions["pick"]
+        self._draw = functions["draw"]
 
     def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
@@ -137,8 +139,8 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def logit_blocks(self, logits: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over logits [batch, vocab_shard], scaled by `inverse_temperature`.
+    def logit_blocks(self, logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        """One pass over logits [batch, vocab_shard], scaled by `scale`.
 
         Returns:
             The highest of each block of columns and the sum of exp(logit - that), float32 [batch, blocks] each, and the
@@ -149,7 +151,7 @@ class Kernels:
         highest, sums = torch.empty((2, rows, blocks), dtype=torch.float32)
         likeliest = torch.empty(rows, dtype=torch.int64)
         self._logit_blocks(
-            logits.data_ptr(), inverse_temperature, highest.data_ptr(), sums.data_ptr(), likeliest.data_ptr(), rows,
+            logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), likeliest.data_ptr(), rows,
             columns, _threads(logits.numel()),
         )  # fmt: skip
         return highest, sums, likeliest
@@ -157,7 +159,7 @@ class Kernels:
     def pick(
         self,
         logits: Tensor,
-        inverse_temperature: float,
+        scale: float,
         highest: Tensor,
         sums: Tensor,
         tops: Tensor,
@@ -167,7 +169,7 @@ class Kernels:
 
         Args:
             logits: [batch, vocab_shard].
-            inverse_temperature: scales them.
+            scale: scales them.
             highest: as `logit_blocks` returned it.
             sums: likewise.
             tops: float32 [batch].
@@ -180,10 +182,30 @@ class Kernels:
         tokens = torch.empty(rows, dtype=torch.int64)
         chosen = torch.empty(rows, dtype=torch.float32)
         self._pick(
-            logits.data_ptr(), inverse_temperature, highest.data_ptr(), sums.data_ptr(), tops.data_ptr(),
+            logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), tops.data_ptr(),
             targets.data_ptr(), tokens.data_ptr(), chosen.data_ptr(), rows, columns, _threads(64 * rows),
         )  # fmt: skip
         return tokens, chosen
+
+    def draw(self, logits: Tensor, scale: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """`logit_blocks` and `pick` at once, for logits [batch, vocab] that are not cut.
+
+        Args:
+            logits: [batch, vocab].
+            scale: multiplies them.
+            uniform: float64 [batch] in [0, 1); a negative one takes the likeliest token.
+
+        Returns:
+            int64 [batch] tokens, and float32 [batch] log-probabilities; not-a-number where the logits are not finite.
+        """
+        rows, columns = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        logprobs = torch.empty(rows, dtype=torch.float32)
+        self._draw(
+            logits.data_ptr(), scale, uniform.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(), rows, columns,
+            _threads(logits.numel()),
+        )  # fmt: skip
+        return tokens, logprobs
 
 
 def _threads(elements: int) -> int:

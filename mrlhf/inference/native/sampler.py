@@ -88,6 +88,8 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
+        if self._kernels is not None and self._parallel.size == 1:
+            return self._kernels.draw(logits, scale, torch.full_like(uniform, -1.0) if greedy else uniform)
         blocks = self._kernels.logit_blocks if self._kernels is not None else _logit_blocks
         highest, sums, likeliest = blocks(logits, scale)
         top = highest.amax(dim=1)
