@@ -94,6 +94,11 @@ def read_launch() -> Launch:
     return Launch(rank, world_size, local_rank)
 
 
+def processes_on_this_machine() -> int:
+    """How many processes of the job share this machine; 1 where no launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_first_process() -> bool:
     """Whether this process is the one to tell what every process sees, such as a mistake on the command line."""
     return os.environ.get("RANK", "0") == "0"

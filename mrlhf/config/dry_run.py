@@ -99,7 +99,7 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
     )
     yield (
         f"  prompts are computed in steps of <= {config.rollout.max_prefill_tokens} tokens; KV cache in blocks of "
-        f"{config.rollout.block_size} tokens, <= {-(-data.max_length // config.rollout.block_size)} a sample"
+        f"{config.rollout.cache_block} tokens, <= {-(-data.max_length // config.rollout.cache_block)} a sample"
     )
     yield (
         f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = {data.max_length} "

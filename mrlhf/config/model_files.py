@@ -137,7 +137,7 @@ def cache_needs(config: PPOConfig, facts: ModelFacts) -> CacheNeeds:
         kv_heads=max(1, facts.num_kv_heads // rollout.tp),
         head_dim=facts.head_dim,
         itemsize=4 if float32 else 2,
-        tokens=-(-config.data.max_length // rollout.block_size) * rollout.block_size,
+        tokens=-(-config.data.max_length // rollout.cache_block) * rollout.cache_block,
     )
 
 

@@ -202,7 +202,9 @@ class RolloutSection(Section):
         8192, description="prompt tokens computed in one step of one replica; longer prompts are computed in chunks"
     )
     stop: Texts = Field(default_factory=list, description="a response ends where its text contains one of these")
-    block_size: Count = Field(16, description="tokens of a block of the KV cache")
+    block_size: Count | None = Field(
+        None, description="tokens of a block of the KV cache; null: 16 on a CPU, what the kernels need on a GPU"
+    )
     kv_cache_mb: Count | None = Field(
         None, description="KV cache of one rank, MiB; null: up to half of the free memory, on cuda the next key's"
     )
@@ -211,7 +213,7 @@ class RolloutSection(Section):
     )
     enforce_eager: bool = Field(False, description="capture no CUDA graphs")
     verify_reshard: bool = Field(False, description="compare checksums of every moved weight slice")
-    reshard_bucket_mb: Count = Field(64, description="largest transfer buffer while weights move, MiB")
+    reshard_bucket_mb: Count = Field(64, description="all transfer buffers of one rank while weights move, MiB")
     dump_freq: CountOrZero = Field(0, description="write the rollouts as jsonl every so many steps; 0: never")
 
     @model_validator(mode="after")
@@ -224,6 +226,11 @@ class RolloutSection(Section):
     def truncates(self) -> bool:
         """Whether tokens are drawn from less than the whole distribution."""
         return self.top_k != -1 or self.top_p < 1.0
+
+    @property
+    def cache_block(self) -> int:
+        """Tokens of a block of the KV cache, on a CPU where nothing is set."""
+        return self.block_size or 16
 
 
 class PromptDataSection(Section):

@@ -84,8 +84,8 @@ class EngineLimits:
         max_length: longest prompt and response together, tokens.
         max_prefill_tokens: prompt tokens computed in one step; longer prompts are computed in chunks.
         block_size: tokens of a block of the KV cache; None for what the device's kernels like best.
-        cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a GPU, and up to half
-            of the free memory elsewhere.
+        cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a GPU, and elsewhere
+            for up to half of the free memory, shared with the other processes of the machine.
         gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with the KV cache.
         enforce_eager: capture no CUDA graphs.
     """

@@ -15,7 +15,7 @@ from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.inference.base import EngineLimits, InferenceEngine
 from mrlhf.inference.native.engine import NativeEngine
-from mrlhf.inference.vllm.engine import VllmEngine, require_vllm
+from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import engine_pieces, role_pieces
@@ -39,20 +39,18 @@ class _Backend:
 
     Attributes:
         engine: its constructor.
-        require: refuses a machine that lacks what it needs.
         layout: its replicas, from the actor's layout and `rollout.tp`.
         pieces: the named slices that a rank of them holds.
     """
 
     engine: Callable[..., InferenceEngine]
-    require: Callable[[], None]
     layout: Callable[[ParallelLayout, int], EngineLayout]
     pieces: Callable[[ModelSpec, EngineLayout, int], list[Piece]]
 
 
 _BACKENDS = {
-    "native": _Backend(NativeEngine, lambda: None, EngineLayout.inside, engine_pieces),
-    "vllm": _Backend(VllmEngine, require_vllm, EngineLayout.consecutive, vllm_pieces),
+    "native": _Backend(NativeEngine, EngineLayout.inside, engine_pieces),
+    "vllm": _Backend(VllmEngine, EngineLayout.consecutive, vllm_pieces),
 }
 
 
@@ -96,7 +94,6 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     Raises:
         ConfigError, DataError, WeightError, RewardError: an input is missing or does not fit.
     """
-    _BACKENDS[config.rollout.engine].require()
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
@@ -180,7 +177,16 @@ def _generator(config: PPOConfig, run: Run, actor: Actor, tokenizer: Tokenizer) 
     target = {rank: backend.pieces(actor.spec, engines, rank) for rank in ranks}
     way = plan(source, target, actor.dtype.itemsize)
     bucket_bytes = rollout.reshard_bucket_mb << 20
-    resharder = Resharder(way, actor.slots, engine, run.rank, bucket_bytes, verify=rollout.verify_reshard, group=group)
+    resharder = Resharder(
+        way,
+        actor.slots,
+        engine,
+        run.rank,
+        bucket_bytes,
+        verify=rollout.verify_reshard,
+        group=group,
+        timeout_s=config.distributed.timeout_s,
+    )
     return Generator(engine, groups, resharder, config.seed)
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, check, check_models, describe, dry_run, parse_args
+from mrlhf.config.installed import require_engine
 from mrlhf.device import is_first_process, read_launch
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.log import configure_logging
@@ -39,6 +40,8 @@ def main(root_class: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequ
         configure_logging(launch.rank)
         check(config, launch.world_size)
         check_models(config)
+        if isinstance(config, PPOConfig):
+            require_engine(config.rollout.engine)
     except ConfigError as error:
         # Every rank sees the same arguments; one of them says what is wrong with them.
         if is_first_process():

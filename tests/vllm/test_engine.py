@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Sample, SamplingParams
-from mrlhf.inference.vllm import engine as engine_module
-from mrlhf.inference.vllm.engine import VllmEngine, require_vllm
+from mrlhf.inference.vllm.engine import VllmEngine
 from tests.ranks import run_ranks
 from tests.shards import fill
 from tests.vllm.models import CONFIGS, VOCABULARY, hf_difference, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
@@ -169,11 +168,3 @@ def _unsupported(rank: int, world_size: int) -> str:
 def test_head_size_without_attention_is_refused() -> None:
     (message,) = run_ranks(1, _unsupported)
     assert message.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64") and "\n" not in message
-
-
-def test_absent_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"vllm, which is not installed; run 'make vllm' .*pip install 'mrlhf\[vllm\]'"
-    ):
-        require_vllm()

