@@ -1,4 +1,4 @@
-# Set-up, the two example runs and the tests, on any machine with Python >= 3.10, gcc and make.
+# Set-up, the two example runs and the tests, on any machine with Python >= 3.10, g++ and make.
 #   make demo     PPO on arithmetic, a few minutes on two CPU cores
 #   make gsm8k DATA=dir
 #   make test

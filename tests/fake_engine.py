@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -87,6 +87,9 @@ class FakeEngine:
     def wake(self) -> None:
         self.calls.append("wake")
 
+    def take_cache(self) -> None:
+        self.calls.append("take_cache")
+
 
 class FakeResharder:
     """Moves nothing and says what it is told to."""
@@ -94,6 +97,7 @@ class FakeResharder:
     def __init__(self, engine: FakeEngine, stats: ReshardStats) -> None:
         self._engine, self._stats = engine, stats
 
-    def run(self) -> ReshardStats:
+    def run(self, meanwhile: Callable[[], None]) -> ReshardStats:
         self._engine.calls.append("reshard")
+        meanwhile()
         return self._stats

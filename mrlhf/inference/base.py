@@ -125,8 +125,8 @@ class EngineStats:
 class InferenceEngine(Protocol):
     """A generator of text whose weights are written from outside.
 
-    The order of a step: `wake`, then `bind` or fill `weight_slots`, then `commit`, then `generate`, then `sleep`. All
-    ranks of one replica make the same calls with the same arguments.
+    The order of a step: `wake`, then `bind` or fill `weight_slots`, `take_cache` while they are being filled, then
+    `commit`, then `generate`, then `sleep`. All ranks of one replica make the same calls with the same arguments.
     """
 
     @property
@@ -172,5 +172,9 @@ class InferenceEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`, so that weights can arrive."""
+        ...
+
+    def take_cache(self) -> None:
+        """Take the memory of the KV cache, if that need not wait for `commit` or `generate`; waits for no rank."""
         ...

@@ -62,7 +62,7 @@ class Generator:
         """
         with _named_memory_error("waking the engine and handing over the weights"):
             self.engine.wake()
-            stats = self.resharder.run()
+            stats = self.resharder.run(meanwhile=self.engine.take_cache)
             self.engine.commit(version)
         mine = torch.tensor(astuple(stats), dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -145,7 +145,7 @@ def test_replicas_share_the_work_and_keep_samples_together(ranks: list[dict[str,
 
 def test_the_order_of_calls_and_what_is_told(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["2 of tp 2"]["calls"][:5] == ["wake", "reshard", "commit", "generate", "sleep"]
+        assert rank["2 of tp 2"]["calls"][:5] == ["wake", "reshard", "take_cache", "commit", "generate"]
         assert rank["2 of tp 2"]["stats"] == ReshardStats(0 + 1 + 2 + 3, 4, 30, 1.5)
         metrics = rank["4 replicas"]["few metrics"]  # one prompt of two tokens, one sample: three replicas are idle
         steps = len(response(mix_seed(SEED, "validation"), 9, 0, LIMIT))

@@ -24,6 +24,16 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
     return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
 
 
+def hf_greedy(model, prompt: list[int]) -> list[int]:
+    """The 14 tokens that transformers generates."""
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    output = model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=14, eos_token_id=None, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
 def assert_same(samples: list[Sample], others: list[Sample], tolerance: float = 1e-5) -> None:
     assert len(samples) == len(others)
     for one, other in zip(samples, others, strict=True):
@@ -36,16 +46,7 @@ def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = make_engine(model).generate(PROMPTS, UIDS, GREEDY)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
-        ids = torch.tensor([prompt])
-        wanted = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=14,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert sample.token_ids == wanted[0, len(prompt) :].tolist() and not sample.stopped
+        assert sample.token_ids == hf_greedy(model, prompt) and not sample.stopped
         logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
@@ -241,6 +242,8 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
         assert stats.peak_cache_bytes <= stats.cache_bytes
         seen |= {"preempted"} if stats.preemptions else set()
         seen |= {"chunked"} if stats.steps > 60 else set()
+        greedy = engine.generate(prompts, uids, GREEDY)
+        assert [sample.token_ids for sample in greedy] == [hf_greedy(model, prompt) for prompt in prompts]
     assert seen == {"preempted", "chunked"}
 
 

@@ -66,6 +66,7 @@ class NativeEngine:
         self._dtype = compute_dtype(dtype, device)
         self._block_size = limits.block_size or (PAGE if device.type == "cuda" else _HOST_BLOCK)
         self._parallel = TensorParallel(tp_group)
+        self._groups = max(1, spec.num_kv_heads // self._parallel.size)
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
         self._operators = make_operators(spec, self._dtype, device, limits.max_length)
         self._sampler = Sampler(self._parallel, kernels.load(self._dtype) if device.type == "cpu" else None)
@@ -128,8 +129,21 @@ class NativeEngine:
         self._awake = False
 
     def wake(self) -> None:
-        """Allow `commit` and `generate` again; the cache is taken when it is first needed."""
+        """Allow `commit` and `generate` again."""
         self._awake = True
+
+    def take_cache(self) -> None:
+        """Take the memory of the KV cache, unless there is one; `generate` does so otherwise.
+
+        Raises:
+            EngineError: there is not enough.
+        """
+        if self._cache is None:
+            spec, size = self._spec, self._block_size
+            blocks = blocks_for(self._limits, size, self._block_bytes, self._device)
+            # One more, which padding of captured steps writes to.
+            shape = (spec.num_layers, blocks + 1, size, self._groups, spec.head_dim)
+            self._cache = KVCache(*shape, self._dtype, self._device)
 
     def stats(self) -> EngineStats:
         """What the last call of `generate` did."""
@@ -231,22 +245,16 @@ class NativeEngine:
         return sequences.record(step.draws, tokens.cpu().numpy(), logprobs.cpu().numpy())
 
     def _ready_cache(self, decoder: Decoder) -> tuple[KVCache, BlockManager]:
-        if self._cache is None:
-            spec, size = self._spec, self._block_size
-            blocks = blocks_for(self._limits, size, self._block_bytes, self._device)
-            blocks = self._parallel.least(blocks, self._device)
-            # One more, which padding of captured steps writes to.
-            self._cache = KVCache(
-                spec.num_layers, blocks + 1, size, decoder.groups, spec.head_dim, self._dtype, self._device
-            )
-            self._blocks = blocks
+        self.take_cache()
+        assert self._cache is not None
         if self._manager is None:
-            self._manager = BlockManager(self._blocks, self._block_size)
+            layers = self._cache.layers
+            blocks = self._parallel.least(self._cache.blocks - 1)
+            self._manager = BlockManager(blocks, self._block_size)
             if self._device.type == "cuda" and not self._limits.enforce_eager:
-                layers = self._cache.layers
                 self._graphs = DecodeGraphs(
                     lambda inputs: decoder.forward(inputs, layers), self._limits.max_num_seqs,
-                    -(-self._limits.max_length // self._block_size), self._blocks, self._block_size,
+                    -(-self._limits.max_length // self._block_size), blocks, self._block_size,
                 )  # fmt: skip
         return self._cache, self._manager
 
@@ -278,9 +286,8 @@ class NativeEngine:
 
     @property
     def _block_bytes(self) -> int:
-        groups = max(1, self._spec.num_kv_heads // self._parallel.size)
         tokens = self._spec.num_layers * self._block_size
-        return 2 * tokens * groups * self._spec.head_dim * self._dtype.itemsize
+        return 2 * tokens * self._groups * self._spec.head_dim * self._dtype.itemsize
 
     def _send(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)

@@ -45,6 +45,7 @@ class KVCache:
                 f"(on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
         self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
+        self.blocks = blocks
         self.nbytes = sum(pair.nbytes for pair in pairs)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:

@@ -48,8 +48,8 @@ class Decoder:
     ) -> None:
         """Lay the weights out for this machine; those that stay as they are share the memory of `parameters`."""
         self._spec, self._parallel, self._operators = spec, parallel, operators
-        self.groups = max(1, spec.num_kv_heads // parallel.size)
-        self._heads_per_group = spec.num_heads // parallel.size // self.groups
+        self._groups = max(1, spec.num_kv_heads // parallel.size)
+        self._heads_per_group = spec.num_heads // parallel.size // self._groups
 
         def tensor(name: str) -> Tensor:
             return parameters[name].to(dtype)
@@ -65,7 +65,7 @@ class Decoder:
     def forward(self, inputs: StepInputs, cache: list[Layer]) -> Tensor:
         """Logits [rows, vocab_shard] after the tokens `inputs.last`: this rank's columns, those of padding cut."""
         operators, parallel = self._operators, self._parallel
-        shape = (len(inputs.tokens), self.groups, self._heads_per_group + 2, self._spec.head_dim)
+        shape = (len(inputs.tokens), self._groups, self._heads_per_group + 2, self._spec.head_dim)
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
         for layer, store in zip(self._layers, cache, strict=True):

@@ -42,8 +42,8 @@ class TensorParallel:
         parts = self.gather(padded)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
-    def least(self, number: int, device: torch.device) -> int:
+    def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""
         if self.size == 1:
             return number
-        return int(self.gather(torch.tensor([number], dtype=torch.int64, device=device)).min())
+        return int(self.gather(torch.tensor([number], dtype=torch.int64)).min())

@@ -169,6 +169,9 @@ class VllmEngine:
         else:
             self._awake = True
 
+    def take_cache(self) -> None:
+        """Do nothing: vLLM has its cache from the start on a CPU, and takes it back in `commit` on a GPU."""
+
     def _build(self, tp_size: int, seed: int) -> Any:
         """Construct vLLM from a directory that holds the model's `config.json` and nothing else."""
         job = guards.job_name()
