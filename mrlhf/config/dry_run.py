@@ -95,7 +95,7 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
     yield "each training step"
     yield (
         f"  {_count(data.train_batch_size, 'prompt')} x {n} = {_count(samples, 'sample')}, "
-        f"{-(-samples // replicas)} a replica, {config.rollout.max_num_seqs} decoded at once"
+        f"{-(-samples // replicas)} a replica if equally long, {config.rollout.max_num_seqs} decoded at once"
     )
     yield (
         f"  prompts are computed in steps of <= {config.rollout.max_prefill_tokens} tokens; KV cache in blocks of "

@@ -128,16 +128,19 @@ def read_facts(name: str, path: str) -> ModelFacts | None:
 def cache_needs(config: PPOConfig, facts: ModelFacts) -> CacheNeeds:
     """What a sequence of `data.max_length` tokens takes of the KV cache of one rank of the engine.
 
-    Where dtype and device are both "auto", the smaller dtype, bfloat16, is assumed.
+    Where dtype and device are both "auto", a GPU and bfloat16 are assumed. On a CPU bfloat16 may be widened to float32,
+    and vLLM's blocks there are of 32 tokens, one of them of no use.
     """
     rollout = config.rollout
-    float32 = config.actor.dtype == "float32" or (config.actor.dtype == "auto" and config.distributed.device == "cpu")
+    float32 = config.actor.dtype == "float32" or config.distributed.device == "cpu"
+    vllm_on_cpu = rollout.engine == "vllm" and config.distributed.device != "cuda"
+    block = -(-rollout.cache_block // 32) * 32 if vllm_on_cpu else rollout.cache_block
     return CacheNeeds(
         num_layers=facts.num_layers,
         kv_heads=max(1, facts.num_kv_heads // rollout.tp),
         head_dim=facts.head_dim,
         itemsize=4 if float32 else 2,
-        tokens=-(-config.data.max_length // rollout.cache_block) * rollout.cache_block,
+        tokens=(-(-config.data.max_length // block) + vllm_on_cpu) * block,
     )
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from mrlhf.errors import ConfigError
 from mrlhf.weights.shard import Piece, Slot
 
+# Below it, logits divided by the temperature leave the range of float32.
+MIN_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -43,8 +46,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
             raise ConfigError(f"n {self.n} and max_tokens {self.max_tokens} must each be at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature {self.temperature} must be 0 (greedy) or a positive number")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError(f"top_k {self.top_k} must be -1 (off) or at least 1")
         if not 0 < self.top_p <= 1:

@@ -8,6 +8,7 @@ weights.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from mrlhf.reshard.plan import ReshardPlan
 from mrlhf.reshard.shared_memory import SharedRings
 from mrlhf.reshard.views import Places, Views
 from mrlhf.weights.shard import Piece, Slot
+
+logger = logging.getLogger(__name__)
 
 
 class Carrier(Protocol):
@@ -110,6 +113,7 @@ class Resharder:
         self._dtype, self._device = source_slots[0].parameter.dtype, source_slots[0].parameter.device
         assert self._dtype.itemsize == plan.itemsize, "the plan is of another dtype"
         assert all(slot.parameter.dtype == self._dtype for slot in source_slots), "the parameters have several dtypes"
+        self._under_way = False
         self.carrier: Carrier | None = None
         if plan.moves:
             connect(group, self._device)
@@ -117,6 +121,12 @@ class Resharder:
             if shared_memory and self._device.type == "cpu" and rings.open(group):
                 self.carrier = rings
             else:
+                if shared_memory and self._device.type == "cpu" and rank == min(plan.minimum):
+                    logger.warning(
+                        "ranks %s share no memory (several machines, or too little room in /dev/shm: give a container "
+                        "more with --shm-size), so weights travel over gloo, which is slower",
+                        sorted(plan.minimum),
+                    )
                 self.carrier = LinkBuckets(plan.moves, rank, bucket_bytes, self._dtype, self._device, group)
 
     @torch.no_grad()
@@ -128,8 +138,12 @@ class Resharder:
                 touch the engine's weights.
 
         Raises:
-            WeightError: `verify` is on and a slice did not arrive as it was sent, or a rank did not come.
+            WeightError: `verify` is on and a slice did not arrive as it was sent, a rank did not come, or an earlier
+                run failed half-way: what ranks then have of each other's messages is of no use.
         """
+        if self._under_way:
+            raise WeightError("an earlier hand-over of weights failed half-way on this rank; start the job again")
+        self._under_way = True
         began = self._now()
         for alias in self._aliases:
             self._engine.bind(alias.parameter, self._parameters[alias.pieces[0].key].detach())
@@ -144,6 +158,7 @@ class Resharder:
         else:
             moved, peak = self.carrier.carry(source, target, work), self.carrier.peak_bytes
         seconds = self._now() - began
+        self._under_way = False
         if self._verify:
             self._compare(source, target)
         return ReshardStats(moved, self._minimum, peak, seconds)

@@ -17,6 +17,7 @@ from mrlhf.errors import WeightError
 
 Message = tuple[int, int, int, int]
 _FORMAT = struct.Struct("<iiii")
+_LONGEST_WAIT = 2**31 - 1  # milliseconds: poll counts in 32 bits
 _MOST_BYTES = 4096 * _FORMAT.size
 
 
@@ -59,6 +60,6 @@ class Mailbox:
 
     def receive(self, timeout_s: float) -> list[Message]:
         """All messages that are there, in order of arrival; waits at most `timeout_s` seconds for the first."""
-        if not self._poll.poll(timeout_s * 1000):
+        if not self._poll.poll(min(timeout_s * 1000, _LONGEST_WAIT)):
             return []
         return list(_FORMAT.iter_unpack(self._inbox.read(_MOST_BYTES) or b""))

@@ -3,8 +3,8 @@
 Each rank packs what it sends into a small ring of chunks in POSIX shared memory, once for all who need it, and they
 unpack it from there straight into their engines. Packing and unpacking overlap, nothing is copied in between, and
 chunks that fit into the processor's cache cost little more than copying each number once. The names of the memory are
-gone before the first weight moves, so a job that is killed leaves nothing behind. The ring is kept between runs: to
-take its pages anew each time costs as long as moving several times its size.
+gone before the first weight moves, so a job that is killed later leaves nothing behind. The ring is kept between runs:
+to take its pages anew each time costs as long as moving several times its size.
 
 It knows moves and views; it does not know plans or engines.
 """
@@ -160,11 +160,13 @@ class SharedRings:
         return moved
 
     def _make(self, own_ring: Path, own_inbox: Path) -> bool:
+        if not (hasattr(os, "posix_fallocate") and hasattr(os, "mkfifo")):  # not every system has them
+            return False
         try:
             self._mailbox = Mailbox(own_inbox)
             if self._own is not None:
                 self._own.open(own_ring, create=True)
-        except (OSError, AttributeError):  # some systems lack part of what this needs
+        except OSError:  # no room, or a system without named pipes
             return False
         return True
 

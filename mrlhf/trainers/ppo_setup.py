@@ -5,21 +5,26 @@ It knows which configuration key goes to which part; it runs nothing.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.errors import ConfigError
 from mrlhf.inference.base import EngineLimits, InferenceEngine
 from mrlhf.inference.native.engine import NativeEngine
-from mrlhf.inference.vllm.engine import VllmEngine
+from mrlhf.inference.vllm.engine import VllmEngine, check_support
 from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.parallel.microbatch import MiniBatch
 from mrlhf.reshard.execute import Resharder
@@ -39,18 +44,20 @@ class _Backend:
 
     Attributes:
         engine: its constructor.
+        check: refuses a model, engine tp and device that it cannot serve.
         layout: its replicas, from the actor's layout and `rollout.tp`.
         pieces: the named slices that a rank of them holds.
     """
 
     engine: Callable[..., InferenceEngine]
+    check: Callable[[ModelSpec, int, torch.device], None]
     layout: Callable[[ParallelLayout, int], EngineLayout]
     pieces: Callable[[ModelSpec, EngineLayout, int], list[Piece]]
 
 
 _BACKENDS = {
-    "native": _Backend(NativeEngine, EngineLayout.inside, engine_pieces),
-    "vllm": _Backend(VllmEngine, EngineLayout.consecutive, vllm_pieces),
+    "native": _Backend(NativeEngine, lambda spec, tp, device: None, EngineLayout.inside, engine_pieces),
+    "vllm": _Backend(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
 }
 
 
@@ -95,6 +102,9 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
         ConfigError, DataError, WeightError, RewardError: an input is missing or does not fit.
     """
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    actor_spec = load_spec(config.actor.path, "lm")
+    _BACKENDS[config.rollout.engine].check(actor_spec, config.rollout.tp, run.device.torch_device)
+    _check_stop(config.rollout.stop, tokenizer)
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
     sampler = StatefulSampler(len(prompts), config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle)
@@ -121,6 +131,16 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
             "critic": config.critic.ppo_mini_batch_size * config.rollout.n,
         },
     )
+
+
+def _check_stop(stop: list[str], tokenizer: Tokenizer) -> None:
+    """Refuse stop strings that no response's text can contain: special tokens have none."""
+    for string in stop:
+        if string not in tokenizer.decode(tokenizer.encode(string)):
+            raise ConfigError(
+                f"rollout.stop holds {string!r}, which the tokenizer's decoded text never shows (a special token?); "
+                f"responses end at the tokenizer's eos token by themselves, so leave it out"
+            )
 
 
 def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> PromptDataset:
@@ -175,7 +195,11 @@ def _generator(config: PPOConfig, run: Run, actor: Actor, tokenizer: Tokenizer) 
         ranks, group = list(range(run.world_size)), actor.groups.world
     source = {rank: role_pieces(actor.spec, layout, rank) for rank in ranks}
     target = {rank: backend.pieces(actor.spec, engines, rank) for rank in ranks}
-    way = plan(source, target, actor.dtype.itemsize)
+    # Among several holders of a slice, one on the same machine goes first.
+    machines: dict[str, list[int]] = {}
+    for rank, machine in enumerate(all_gather_objects(platform.node(), actor.groups.world)):
+        machines.setdefault(machine, []).append(rank)
+    way = plan(source, target, actor.dtype.itemsize, list(machines.values()))
     bucket_bytes = rollout.reshard_bucket_mb << 20
     resharder = Resharder(
         way,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -138,6 +140,8 @@ def _a_rank_that_does_not_come_is_named(rank: int) -> None:
     if rank != 2:
         with pytest.raises(WeightError, match=rf"rank {rank} waited 0.5 s for ranks \[.*2.*\] to move weights"):
             resharder.run()
+        with pytest.raises(WeightError, match="failed half-way"):
+            resharder.run()
     dist.barrier()
 
 
@@ -152,6 +156,17 @@ def _no_room_falls_back(rank: int) -> None:
     resharder.run()
     _assert_holds(engine, full_tensors(spec))
     shared_memory.DIRECTORY = DIRECTORY
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(os, "posix_fallocate", _full)
+        resharder, _, engine = _make(spec, actor, 2, rank, torch.float32)
+    assert isinstance(resharder.carrier, LinkBuckets)
+    dist.barrier()
+    assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
+
+
+def _full(*_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:

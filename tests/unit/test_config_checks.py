@@ -307,7 +307,7 @@ def test_describe_ppo():
         "  critic       tp 2 x pp 1 x dp 4, 512 tokens a micro-batch",
         "  rollout      tp 2 x 4 replicas, native engine",
         "each training step",
-        "  64 prompts x 2 = 128 samples, 32 a replica, 256 decoded at once",
+        "  64 prompts x 2 = 128 samples, 32 a replica if equally long, 256 decoded at once",
         "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 a sample",
         "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
         "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",

@@ -8,7 +8,9 @@ import torch
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import InferenceEngine, Sample, SamplingParams
+from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
+from mrlhf.inference.native.sequences import Sequences
 from tests.engine_models import MODELS, VOCABULARY, empty_engine, fill, hf_model, make_engine, make_prompts, spec_of
 
 PROMPTS = make_prompts()
@@ -222,7 +224,7 @@ def test_weights_that_are_not_finite_are_named(temperature):
 
 
 def tight(model, blocks: int, block_size: int = 4, **changes):
-    """An engine whose cache has so many blocks (one more than counted is for padding)."""
+    """An engine whose cache has so many blocks."""
     spec = spec_of(model)
     block_bytes = 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * 4
     return make_engine(model, block_size=block_size, cache_bytes=blocks * block_bytes, **changes)
@@ -240,6 +242,7 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
         assert_same(engine.generate(prompts, uids, SAMPLED), whole)
         stats = engine.stats()
         assert stats.peak_cache_bytes <= stats.cache_bytes
+        assert stats.computed_prompt_tokens <= stats.prompt_tokens
         seen |= {"preempted"} if stats.preemptions else set()
         seen |= {"chunked"} if stats.steps > 60 else set()
         greedy = engine.generate(prompts, uids, GREEDY)
@@ -329,3 +332,36 @@ def test_an_error_in_the_middle_leaves_an_engine_that_works():
     with pytest.raises(ZeroDivisionError):
         engine.generate(PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",)))
     assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before)
+
+
+def test_a_stop_string_around_tokens_without_text_is_found():
+    def decode(token_ids):
+        return "".join({0: "EN", 1: "D"}.get(token, "") for token in token_ids)
+
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=0, stop=("END",))
+    sequences = Sequences([[5]], [0], [range(1)], sampling, decode)
+    zero = np.zeros(1, dtype=np.float32)
+    drawn = [0, *[9] * 30, 1]
+    ended = [sequences.record(np.array([0]), np.array([token]), zero) for token in drawn]
+    assert ended == [[]] * 31 + [[0]] and sequences.samples()[0].stopped
+
+
+def test_weights_that_were_not_finite_leave_nothing_behind():
+    model = hf_model("llama")
+    engine = make_engine(model)
+    good = engine.weight_slots()[0].parameter.clone()
+    engine.weight_slots()[0].parameter.fill_(float("nan"))
+    engine.commit(2)
+    with pytest.raises(EngineError, match="NaN or inf"):
+        engine.generate([[1] * 16] * 4, range(4), GREEDY)
+    engine.weight_slots()[0].parameter.copy_(good)
+    engine.commit(3)
+    assert_same(engine.generate(PROMPTS, UIDS, GREEDY), make_engine(model).generate(PROMPTS, UIDS, GREEDY), 0)
+
+
+def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):
+    model = hf_model("mistral-window")
+    whole = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
+    monkeypatch.setattr(kernels, "load", lambda dtype: None)
+    for limits in ({}, {"max_prefill_tokens": 5, "block_size": 3}):
+        assert_same(make_engine(model, **limits).generate(PROMPTS, UIDS, SAMPLED), whole)

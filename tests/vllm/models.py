@@ -30,6 +30,9 @@ SIZES: dict[str, Any] = {
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True),
+    "qwen2-tied-whole": lambda: transformers.Qwen2Config(
+        **{**SIZES, "hidden_size": 128, "vocab_size": 192}, tie_word_embeddings=True
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False),
     "mistral-window": lambda: transformers.MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=6),
 }

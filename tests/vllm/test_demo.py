@@ -10,8 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.vllm.engine import VllmEngine
+from mrlhf.models.families import load_spec, tensor_shapes
+from mrlhf.weights.hf import read_weights
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
+from tests.ranks import run_ranks
 from tests.vllm.models import needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -57,6 +67,32 @@ def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
             assert record["reshard/bytes_moved"] == record["reshard/bytes_had_to_move"] > 0
     # The reward of sampled answers, drawn by other random numbers, is near.
     assert abs(native[1]["critic/score/mean"] - vllm[1]["critic/score/mean"]) < 0.2
+
+
+def _greedy(rank: int, world_size: int, root: str) -> dict[str, list[tuple[list[int], list[float]]]]:
+    """Greedy responses of each engine to held-out prompts, and their log-probs."""
+    spec = load_spec(f"{root}/sft/model", "lm")
+    tokenizer = load_tokenizer(f"{root}/data/tokenizer", None)
+    dataset = PromptDataset([f"{root}/data/held_out.jsonl"], tokenizer, max_prompt_length=16, overlong="error")
+    prompts = dataset.batch(range(200))
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(tokenizer.eos_id,), seed=0)
+    limits = EngineLimits(max_num_seqs=64, max_length=64, max_prefill_tokens=512)
+    answers = {}
+    for name, build in (("native", NativeEngine), ("vllm", VllmEngine)):
+        engine = build(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, limits)
+        engine.wake()
+        read_weights(f"{root}/sft/model", engine.weight_slots(), tensor_shapes(spec))
+        engine.commit(1)
+        samples = engine.generate(prompts.token_ids, prompts.uid, sampling)
+        answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]
+    return answers
+
+
+def test_both_engines_give_the_same_greedy_tokens(start: Path) -> None:
+    (answers,) = run_ranks(1, _greedy, str(start))
+    assert len(answers["native"]) == 200 and len({str(tokens) for tokens, _ in answers["native"]}) > 20
+    for (ours, our_logprobs), (theirs, their_logprobs) in zip(answers["native"], answers["vllm"], strict=True):
+        assert ours == theirs and our_logprobs == pytest.approx(their_logprobs, abs=1e-4)
 
 
 def _validation(record: dict[str, Any]) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.errors import EngineError
+from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.blocks import BlockManager
@@ -59,7 +59,7 @@ class NativeEngine:
             decode: text of token ids, for stop strings.
 
         Raises:
-            WeightError: the model's heads or MLP do not divide over the group.
+            WeightError: the model's heads, MLP or vocabulary do not divide over the group.
         """
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
         self._spec, self._device, self._limits, self._decode = spec, device, limits, decode
@@ -67,6 +67,12 @@ class NativeEngine:
         self._block_size = limits.block_size or (PAGE if device.type == "cuda" else _HOST_BLOCK)
         self._parallel = TensorParallel(tp_group)
         self._groups = max(1, spec.num_kv_heads // self._parallel.size)
+        rows = -(-spec.vocab_size // self._parallel.size)
+        if (self._parallel.size - 1) * rows >= spec.vocab_size:
+            raise WeightError(
+                f"a vocabulary of {spec.vocab_size} in parts of {rows} leaves nothing to the last of "
+                f"{self._parallel.size} ranks; use a smaller rollout.tp"
+            )
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
         self._operators = make_operators(spec, self._dtype, device, limits.max_length)
         self._sampler = Sampler(self._parallel, kernels.load(self._dtype) if device.type == "cpu" else None)
@@ -140,9 +146,9 @@ class NativeEngine:
         """
         if self._cache is None:
             spec, size = self._spec, self._block_size
-            blocks = blocks_for(self._limits, size, self._block_bytes, self._device)
-            # One more, which padding of captured steps writes to.
-            shape = (spec.num_layers, blocks + 1, size, self._groups, spec.head_dim)
+            spare = int(self._device.type == "cuda")
+            blocks = blocks_for(self._limits, size, self._block_bytes, self._device, spare)
+            shape = (spec.num_layers, blocks, size, self._groups, spec.head_dim)
             self._cache = KVCache(*shape, self._dtype, self._device)
 
     def stats(self) -> EngineStats:
@@ -192,7 +198,8 @@ class NativeEngine:
                     scheduler.record(step.draws, self._draw(logits, step, decoder, sequences, sampling))
                 steps += 1
         except BaseException:
-            self._manager = None  # what sequences hold of it is lost with them
+            # What sequences hold of the cache is lost with them, and it may hold numbers that are not finite.
+            self._cache = self._manager = self._graphs = None
             raise
         results = sequences.samples()
         self._stats = EngineStats(
@@ -249,9 +256,11 @@ class NativeEngine:
         assert self._cache is not None
         if self._manager is None:
             layers = self._cache.layers
-            blocks = self._parallel.least(self._cache.blocks - 1)
+            captures = self._device.type == "cuda" and not self._limits.enforce_eager
+            # Padding of captured steps writes to a block of its own.
+            blocks = self._parallel.least(self._cache.blocks) - captures
             self._manager = BlockManager(blocks, self._block_size)
-            if self._device.type == "cuda" and not self._limits.enforce_eager:
+            if captures:
                 self._graphs = DecodeGraphs(
                     lambda inputs: decoder.forward(inputs, layers), self._limits.max_num_seqs,
                     -(-self._limits.max_length // self._block_size), blocks, self._block_size,

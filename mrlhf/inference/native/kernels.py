@@ -216,7 +216,7 @@ def _threads(elements: int) -> int:
 @cache
 def load(dtype: torch.dtype) -> Kernels | None:
     """The kernels for `dtype`; None where this machine cannot compile them."""
-    library = _library()
+    library = _library() if dtype in _SUFFIXES else None
     return None if library is None else Kernels(library, dtype)
 
 
@@ -251,13 +251,23 @@ def _compiled(compiler: str) -> Path:
 
 
 def _cache_directory() -> Path:
-    """A folder of this user that can be written to; one in the temporary folder where the home cannot."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"
+    """A folder of this user's alone that can be written to; one in the temporary folder where the home cannot."""
+    temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
+    for directory in (*_home_caches(), temporary):
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
+            return directory
+    raise OSError(f"neither the home's cache folder nor {temporary} can be written to")
+
+
+def _home_caches() -> list[Path]:
     try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        home = Path(tempfile.mkdtemp(prefix="mrlhf-"))
-    return home
+        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"]
+    except RuntimeError:  # this user has no home
+        return []
 
 
 def _processor() -> str:

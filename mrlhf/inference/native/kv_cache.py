@@ -49,7 +49,7 @@ class KVCache:
         self.nbytes = sum(pair.nbytes for pair in pairs)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to) each; no block is in two pairs."""
+        """Copy whole blocks, (from, to) each; no block is copied to twice, or both from and to."""
         if pairs:
             sources, targets = (
                 torch.tensor(side, device=self.layers[0][0].device) for side in zip(*pairs, strict=True)
@@ -58,16 +58,18 @@ class KVCache:
                 store[targets] = store[sources]
 
 
-def blocks_for(limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device) -> int:
+def blocks_for(limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device, spare: int) -> int:
     """How many blocks of `block_bytes` the cache has: what `limits` could ever use, or what there is memory for.
+
+    `spare` of them are for no sequence.
 
     Raises:
         EngineError: that is less than one sequence may need.
     """
     per_sequence = -(-limits.max_length // block_size)
     room = _budget(limits, device)
-    blocks = min(limits.max_num_seqs * per_sequence, room // block_bytes)
-    if blocks < per_sequence:
+    blocks = min(limits.max_num_seqs * per_sequence + spare, room // block_bytes)
+    if blocks < per_sequence + spare:
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
         raise EngineError(
             f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and one sequence may "
@@ -88,12 +90,18 @@ def _budget(limits: EngineLimits, device: torch.device) -> int:
     return _free_host_bytes() // 2 // processes_on_this_machine()
 
 
-def _free_host_bytes() -> int:
-    """What the host could give to programs now without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise EngineError("/proc/meminfo does not tell the free memory: set rollout.kv_cache_mb")
+def _free_host_bytes(root: Path = Path("/")) -> int:
+    """What the host, or the container or batch job on it, could give to programs now without swapping."""
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    groups = root / "sys/fs/cgroup"
+    for limit, usage in (
+        (groups / "memory.max", groups / "memory.current"),
+        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes"),
+    ):
+        if limit.is_file() and usage.is_file() and (text := limit.read_text().strip()) != "max":
+            free = min(free, int(text) - int(usage.read_text()))
+    return max(0, free)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -68,15 +68,37 @@ class Operators(Protocol):
         """silu(gate) * up."""
 
 
+def _paged_attention(q: Tensor, block_size: int) -> Callable[..., Tensor] | None:
+    """torch's attention with a block table, where this torch has it and FlashAttention 2 takes such tensors."""
+    dim = q.shape[-1]
+    fits = q.dtype != torch.float32 and block_size % PAGE == 0 and dim % 8 == 0 and dim <= 256
+    return _variable_length_attention() if fits and torch.cuda.get_device_capability(q.device) >= (8, 0) else None
+
+
 @cache
-def _paged_attention() -> Callable[..., Tensor] | None:
-    """torch's attention with a block table, where this torch has it."""
+def _variable_length_attention() -> Callable[..., Tensor] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    paged = "block_table" in inspect.signature(varlen_attn).parameters
-    return cast(Callable[..., Tensor], varlen_attn) if paged else None
+    known = inspect.signature(varlen_attn).parameters
+    return cast(Callable[..., Tensor], varlen_attn) if {"block_table", "num_splits"} <= set(known) else None
+
+
+def attend_paged(
+    attention: Callable[..., Tensor], q: Tensor, layer: Layer, inputs: StepInputs, window: int | None
+) -> Tensor:
+    """Attention through torch's `varlen_attn`, as `q`.
+
+    FlashAttention 2 wants the beginnings of the keys too, though the table says where they are and `seqused_k` how many
+    there are; and it is not right with pages when it splits the keys of a sequence.
+    """
+    key_starts = torch.arange(len(inputs.lengths) + 1, dtype=torch.int32, device=q.device) * inputs.longest
+    return attention(
+        q, *layer, inputs.query_starts, key_starts, inputs.most_queries, inputs.longest,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=True, seqused_k=inputs.lengths,
+        block_table=inputs.block_tables, num_splits=1,
+    )  # fmt: skip
 
 
 class TorchOperators:
@@ -109,38 +131,40 @@ class TorchOperators:
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
         """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
-        if q.is_cuda and layer[0].shape[1] % PAGE == 0 and q.dtype != torch.float32 and (paged := _paged_attention()):
-            return self._attend_paged(paged, q, layer, inputs)
-        blocks = -(-inputs.longest // layer[0].shape[1])
-        tables = inputs.block_tables[:, :blocks].long()
-        keys, values = (store[tables].flatten(1, 2).transpose(1, 2) for store in layer)
-        sequences = len(inputs.lengths)
-        counts = inputs.query_starts.diff()
-        sequence = torch.repeat_interleave(torch.arange(sequences, device=q.device), counts, output_size=len(q))
-        row = torch.arange(len(q), device=q.device) - inputs.query_starts[sequence]
-        queries = q.new_zeros(sequences, inputs.most_queries, *q.shape[1:])
-        queries[sequence, row] = q
-        positions = (inputs.lengths - counts)[:, None] + torch.arange(inputs.most_queries, device=q.device)
+        if q.is_cuda and (paged := _paged_attention(q, layer[0].shape[1])):
+            return attend_paged(paged, q, layer, inputs, self._window)
+        if inputs.most_queries == 1:
+            return self._attend_gathered(q[:, None], layer, inputs.block_tables, inputs.lengths, inputs.longest)[:, 0]
+        # Sequences with one query go together; a chunk of a prompt goes alone, since padding the others to it would
+        # take more memory than the model.
+        context = torch.empty_like(q)
+        starts, lengths = inputs.query_starts.tolist(), inputs.lengths.tolist()
+        single = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
+        for chosen in [single] * bool(single) + [[s] for s in range(len(lengths)) if s not in set(single)]:
+            rows = torch.tensor([range(starts[s], starts[s + 1]) for s in chosen], device=q.device)
+            longest = max(lengths[s] for s in chosen)
+            arguments = (inputs.block_tables[chosen], inputs.lengths[chosen], longest)
+            context[rows] = self._attend_gathered(q[rows], layer, *arguments)
+        return context
+
+    def _attend_gathered(self, q: Tensor, layer: Layer, tables: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Attention of the last tokens of sequences, q [sequences, queries, heads, head_dim], to gathered blocks."""
+        blocks = -(-longest // layer[0].shape[1])
+        keys, values = (store[tables[:, :blocks].long()].flatten(1, 2).transpose(1, 2) for store in layer)
+        positions = lengths[:, None, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
         places = torch.arange(keys.shape[2], device=q.device)
-        visible = places <= positions[:, :, None]
+        visible = places <= positions
         if self._window is not None:
-            visible &= places > positions[:, :, None] - self._window
+            visible &= places > positions - self._window
         context = F.scaled_dot_product_attention(
-            queries.transpose(1, 2), keys, values, attn_mask=visible[:, None], enable_gqa=True
+            q.transpose(1, 2), keys, values, attn_mask=visible[:, None], enable_gqa=True
         )
-        return context.transpose(1, 2)[sequence, row]
+        return context.transpose(1, 2)
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of [tokens, 2 * ffn] as [tokens, ffn]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def _attend_paged(self, attention: Callable[..., Tensor], q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
-        return attention(
-            q, *layer, inputs.query_starts, None, inputs.most_queries, inputs.longest,
-            window_size=(-1 if self._window is None else self._window - 1, 0), enable_gqa=True,
-            seqused_k=inputs.lengths, block_table=inputs.block_tables,
-        )  # fmt: skip
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as transformers has it: the normalised value is rounded to its dtype, then scaled."""

@@ -86,6 +86,7 @@ class Scheduler:
         longest = int(prompt_lengths.max(initial=0)) + max_tokens
         self.block_tables = np.zeros((rows, -(-longest // block_size)), dtype=np.int32)
         self._computed = np.zeros(rows, dtype=np.int64)
+        self._counted = np.zeros(rows, dtype=np.int64)
         self._held = np.zeros(rows, dtype=np.int64)
         self._running: list[int] = []
         # Rows that wait for another row of their prompt to be computed, by that row.
@@ -148,7 +149,9 @@ class Scheduler:
     def _spread(self, row: int, start: int, place: int, forks: _Forks) -> None:
         """Give others what `row`, computed from `start` on, has of its prompt now."""
         known, computed = int(self.prompt_lengths[row]), int(self._computed[row])
-        self.computed_prompt_tokens += min(known, computed) - start
+        # What is computed again after a preemption was counted before.
+        self.computed_prompt_tokens += max(0, min(known, computed) - max(start, int(self._counted[row])))
+        self._counted[row] = max(int(self._counted[row]), min(known, computed))
         held = self.block_tables[row, : self._held[row]].tolist()
         self._manager.publish(self._prompts[self._prompt_of[row]][:computed], held)
         if computed == self.lengths[row] and row in self._followers:

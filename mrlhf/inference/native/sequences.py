@@ -50,8 +50,7 @@ class Sequences:
         self._logprobs = np.zeros((len(self._owners), sampling.max_tokens), dtype=np.float32)
         self._stopped = np.zeros(len(self._owners), dtype=np.bool_)
         self._stop_tokens = np.array(sampling.stop_token_ids, dtype=np.int64)
-        # A token of text is at least a byte, so a stop string lies within so many of the last tokens.
-        self._tail = max((len(string.encode()) for string in sampling.stop), default=0) + 8
+        self._longest_stop = max(map(len, sampling.stop), default=0)
 
     def tokens_at(self, rows: Ints, positions: Ints) -> Ints:
         """The tokens [tokens] of `rows` at `positions`, prompts included."""
@@ -104,7 +103,10 @@ class Sequences:
         """Whether the newest token completes a stop string: looked for at the end, then made sure of on the whole."""
         assert self._decode is not None
         response = self._response(row).tolist()
-        text = self._decode(response[-self._tail :])
+        count = self._longest_stop
+        # Tokens without text are passed over: the end that is looked at is longer than any stop string.
+        while len(text := self._decode(response[-count:])) <= 2 * self._longest_stop and count < len(response):
+            count *= 2
         if not any(string in text for string in self._sampling.stop):
             return False
         return end_of(response, self._decode, self._sampling.stop, start=len(response)) is not None

@@ -68,8 +68,7 @@ class VllmEngine:
         ranks = dist.get_process_group_ranks(tp_group)
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
             raise ConfigError(f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native")
-        with guards.HostState().kept():  # importing vLLM alters the process, too
-            _check_model(spec, device)
+        check_support(spec, len(ranks), device)
         self._spec, self._device, self._dtype, self._limits, self._decode = spec, device, dtype, limits, decode
         tp_rank, tp_size = dist.get_rank(tp_group), len(ranks)
         pieces, shapes = parameter_pieces(spec, tp_rank, tp_size), parameter_shapes(spec, tp_size)
@@ -83,7 +82,7 @@ class VllmEngine:
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
         blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
-        self._requests = Requests(self._llm.llm_engine, worker.model_runner.sampler, blocks * block_bytes)
+        self._requests = Requests(self._llm.llm_engine, worker.model_runner.sampler, blocks, block_bytes)
         self._version: int | None = None
         self._has_weights, self._awake = False, True
 
@@ -206,12 +205,28 @@ class VllmEngine:
                 enable_chunked_prefill=chunked,
                 block_size=self._block_size,
                 kv_cache_memory_bytes=self._cache_bytes,
-                gpu_memory_utilization=self._limits.gpu_memory_utilization,
+                gpu_memory_utilization=self._share_of_memory(),
                 # Compiling on a CPU takes tens of seconds and gains a few per cent.
                 enforce_eager=self._limits.enforce_eager or self._device.type == "cpu",
                 enable_sleep_mode=self._device.type == "cuda",
                 logprobs_mode="raw_logprobs",
             )
+
+    def _share_of_memory(self) -> float:
+        """vLLM's own `gpu_memory_utilization`: it counts what vLLM itself takes, ours everything on the GPU."""
+        utilization = self._limits.gpu_memory_utilization
+        if self._device.type == "cpu":
+            return utilization
+        if self._limits.cache_bytes is not None:
+            return 0.01  # vLLM asks for so much to be free, and then takes the bytes that it is given
+        free, total = torch.cuda.mem_get_info(self._device)
+        share = free / total - (1 - utilization)
+        if share <= 0:
+            raise ConfigError(
+                f"rollout.gpu_memory_utilization {utilization} leaves vLLM nothing: {(total - free) >> 20} of "
+                f"{total >> 20} MiB are in use; raise it, or make the models' share smaller"
+            )
+        return share
 
     def _choose_cache_bytes(self, block_bytes: int) -> int | None:
         """Of the KV cache: as limited; else on a CPU what all sequences need, up to half of this rank's free memory."""
@@ -258,8 +273,19 @@ def _block_size(wanted: int | None, device: torch.device) -> int:
     return -(-(wanted or _CPU_BLOCK) // _CPU_BLOCK) * _CPU_BLOCK
 
 
-def _check_model(spec: ModelSpec, device: torch.device) -> None:
-    """Refuse what vLLM would refuse in many lines, or not at all."""
+def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:
+    """Refuse what vLLM would refuse in many lines, or not at all.
+
+    Raises:
+        ConfigError: vLLM cannot run this model on this device.
+        WeightError: the model's heads, MLP or vocabulary do not divide over `tp` ranks.
+    """
+    parameter_pieces(spec, 0, tp)
+    with guards.HostState().kept():  # importing vLLM alters the process, too
+        _check_platform(spec, device)
+
+
+def _check_platform(spec: ModelSpec, device: torch.device) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() != (device.type == "cpu"):

@@ -27,40 +27,39 @@ class _Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    peak_usage: float = 0.0
 
 
 class Requests:
     """Runs batches of samples on one vLLM engine."""
 
-    def __init__(self, llm_engine: Any, sampler: Any, cache_bytes: int) -> None:
+    def __init__(self, llm_engine: Any, sampler: Any, blocks: int, block_bytes: int) -> None:
         """Watch the engine's scheduler and take over what its sampler reports.
 
         Args:
             llm_engine: vLLM's engine, its core in this process.
             sampler: vLLM's sampler, reporting raw log-probs.
-            cache_bytes: of the KV cache.
+            blocks: of the KV cache.
+            block_bytes: of one of them.
         """
         self._engine = llm_engine
-        self._scheduler = llm_engine.engine_core.engine_core.scheduler
         self._sampler = sampler
-        self._cache_bytes = cache_bytes
+        self._cache_bytes, self._block_bytes = blocks * block_bytes, block_bytes
         self._counts = _Counts()
-        self._preempted = _count_preemptions(self._scheduler)
+        self._tally = _count(llm_engine.engine_core.engine_core.scheduler)
         assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
 
     @property
     def stats(self) -> EngineStats:
         """What the last `run` did."""
-        counts, cache_bytes = self._counts, self._cache_bytes
+        counts = self._counts
         return EngineStats(
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
             computed_prompt_tokens=counts.prompt_tokens - counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
-            preemptions=self._preempted[0],
-            cache_bytes=cache_bytes,
-            peak_cache_bytes=math.ceil(counts.peak_usage * cache_bytes),
+            preemptions=self._tally.preemptions,
+            cache_bytes=self._cache_bytes,
+            peak_cache_bytes=self._tally.peak_blocks * self._block_bytes,
         )
 
     def run(
@@ -76,16 +75,17 @@ class Requests:
         Raises:
             EngineError: the model's logits are not finite.
         """
-        self._counts, self._preempted[0] = _Counts(), 0
+        self._counts = _Counts()
+        self._tally.preemptions = self._tally.peak_blocks = 0
         # The log-probs that vLLM would report are before temperature or after truncation; ours are in between.
         self._sampler.compute_logprobs = _logprobs_at(sampling.temperature or 1.0)
         order = [(prompt, index) for prompt, indices in enumerate(samples) for index in indices]
-        for number, (prompt, index) in enumerate(order):
-            params = _request_params(sampling, guards.request_seed(sampling.seed, uids[prompt], index))
-            self._engine.add_request(str(number), {"prompt_token_ids": list(prompts[prompt])}, params)
         done: dict[int, Sample] = {}
         known = [0] * len(order)  # tokens of each response that hold no stop string
-        try:
+        try:  # what is left over from a failed call would be answered in the next one's name
+            for number, (prompt, index) in enumerate(order):
+                params = _request_params(sampling, guards.request_seed(sampling.seed, uids[prompt], index))
+                self._engine.add_request(str(number), {"prompt_token_ids": list(prompts[prompt])}, params)
             while self._engine.has_unfinished_requests():
                 self._step(order, known, sampling.stop, decode, done)
         finally:
@@ -103,7 +103,6 @@ class Requests:
         """One pass through the model; adds the samples that it ends to `done`."""
         outputs = self._engine.step()
         self._counts.steps += 1
-        self._counts.peak_usage = max(self._counts.peak_usage, self._scheduler.kv_cache_manager.usage)
         for output in outputs:
             number, (answer,) = int(output.request_id), output.outputs
             if number in done:
@@ -124,20 +123,36 @@ class Requests:
             self._counts.generated_tokens += len(done[number].token_ids)
 
 
-def _count_preemptions(scheduler: Any) -> list[int]:
-    """A list of one number, which grows with each preemption from now on.
+@dataclass
+class _Tally:
+    """What vLLM's scheduler did: preemptions, and the blocks in use when most were."""
+
+    preemptions: int = 0
+    peak_blocks: int = 0
+
+
+def _count(scheduler: Any) -> _Tally:
+    """A tally that grows with what `scheduler` does from now on.
 
     What vLLM holds must not refer to the engine, or that would never be collected.
     """
-    count = [0]
+    tally = _Tally()
     preempt: Callable[..., None] = scheduler._preempt_request
+    schedule: Callable[..., Any] = scheduler.schedule
+    pool = scheduler.kv_cache_manager.block_pool
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        count[0] += 1
+    def counted_preempt(*args: Any, **kwargs: Any) -> None:
+        tally.preemptions += 1
         preempt(*args, **kwargs)
 
-    scheduler._preempt_request = counted
-    return count
+    def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+        scheduled = schedule(*args, **kwargs)
+        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
+        tally.peak_blocks = max(tally.peak_blocks, used)
+        return scheduled
+
+    scheduler._preempt_request, scheduler.schedule = counted_preempt, counted_schedule
+    return tally
 
 
 def _request_params(sampling: SamplingParams, seed: int | None) -> Any:
