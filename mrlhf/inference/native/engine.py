@@ -27,6 +27,7 @@ from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.scheduler import Scheduler, Step
 from mrlhf.inference.native.sequences import Sequences
 from mrlhf.inference.native.tensor_parallel import TensorParallel
+from mrlhf.inference.prompts import check_prompts
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
@@ -278,19 +279,7 @@ class NativeEngine:
         _ = self.version  # raises where there are no weights
         if not self._awake or self._decoder is None:
             raise EngineError("the engine sleeps: call wake() and commit() before generate()")
-        for number, prompt in enumerate(prompts):
-            if not prompt:
-                raise EngineError(f"prompt {number} is empty: give every prompt at least one token")
-            if len(prompt) + sampling.max_tokens > self._limits.max_length:
-                raise EngineError(
-                    f"prompt {number}: {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceed the engine's "
-                    f"max_length {self._limits.max_length}; shorten the prompt or raise data.max_prompt_length"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < self._spec.vocab_size:
-                raise EngineError(
-                    f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is "
-                    f"{self._spec.vocab_size}; use the tokenizer that belongs to the model"
-                )
+        check_prompts(prompts, sampling.max_tokens, self._limits.max_length, self._spec.vocab_size)
         return self._decoder
 
     @property

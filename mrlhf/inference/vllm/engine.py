@@ -18,6 +18,7 @@ from torch import Tensor
 from mrlhf.config.installed import require_engine
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
+from mrlhf.inference.prompts import check_prompts
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
@@ -251,19 +252,7 @@ class VllmEngine:
             raise EngineError("the engine sleeps: call wake(), bring weights and commit() before generate()")
         if sampling.stop and self._decode is None:
             raise EngineError("stop strings need a decoder: give the engine decode, or set rollout.stop=[]")
-        for number, prompt in enumerate(prompts):
-            if not prompt:
-                raise EngineError(f"prompt {number} is empty: give every prompt at least one token")
-            if len(prompt) + sampling.max_tokens > self._limits.max_length:
-                raise EngineError(
-                    f"prompt {number}: {len(prompt)} tokens + max_tokens {sampling.max_tokens} exceed the engine's "
-                    f"max_length {self._limits.max_length}; shorten the prompt or raise data.max_prompt_length"
-                )
-            if not 0 <= min(prompt) <= max(prompt) < self._spec.vocab_size:
-                raise EngineError(
-                    f"prompt {number} has token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary is "
-                    f"{self._spec.vocab_size}; use the tokenizer that belongs to the model"
-                )
+        check_prompts(prompts, sampling.max_tokens, self._limits.max_length, self._spec.vocab_size)
 
 
 def _block_size(wanted: int | None, device: torch.device) -> int:
