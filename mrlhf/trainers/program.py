@@ -5,11 +5,12 @@ It knows no algorithm; the launcher hands one in.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -27,7 +28,7 @@ FAILED = 1
 
 
 def main(root_class: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequence[str]) -> int:
-    """Run `train` as the arguments say; returns the exit code of the process.
+    """Run `train` as the arguments say, and end the process; returns its exit code where there was nothing to run.
 
     A failing rank prints its own error and exits at once with a code other than 0; torchrun then ends the others.
     """
@@ -56,12 +57,15 @@ def main(root_class: type[ConfigT], train: Callable[[ConfigT], None], argv: Sequ
     except Exception:
         logger.exception("this rank failed")
         _leave(FAILED)
+    gc.collect()  # what an engine shares with other processes is given back as it goes
+    dist.barrier()
     dist.destroy_process_group()
-    return 0
+    # Groups that are still referred to would go when the interpreter does, where gloo's threads now and then abort.
+    _leave(0)
 
 
-def _leave(code: int) -> None:
-    """End the process without waiting for the other ranks, which hang in a collective that will never be complete."""
+def _leave(code: int) -> NoReturn:
+    """End the process at once: no destructor runs, and none waits for ranks that hang in a collective."""
     logging.shutdown()
     sys.stderr.flush()
     sys.stdout.flush()

@@ -111,9 +111,13 @@ def _stops(engine: VllmEngine) -> None:
     assert engine.stats().generated_tokens == sum(len(s.token_ids) for s in by_text)
 
 
-def _leaves_the_host_alone(before: dict[str, str]) -> None:
+def _host_environment() -> dict[str, str]:
     # torch's own compiler names its cache where the sampler is compiled.
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_"))}
+    return {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_"))}
+
+
+def _leaves_the_host_alone(before: dict[str, str]) -> None:
+    own = _host_environment()
     assert own == before, set(own.items()) ^ set(before.items())
     torch.set_num_threads(1)
     assert torch.get_num_threads() == 1
@@ -133,7 +137,7 @@ def _preempts(model: Any) -> None:
 
 
 def _body(rank: int, world_size: int) -> None:
-    before = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    before = _host_environment()
     for name in CONFIGS:
         model = hf_model(name)
         engine = _make(model)
