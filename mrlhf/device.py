@@ -16,6 +16,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import random
+import re
 import resource
 import sys
 import warnings
@@ -33,6 +34,33 @@ from mrlhf.errors import ConfigError
 
 T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
+
+# Dense TFLOP/s of matrix products in bfloat16 (tensor cores, sums in float32) and in float32 (no TF32), by what
+# `torch.cuda.get_device_name` says; the longer of two names that fit comes first. From NVIDIA's data sheets of each
+# card, and for GeForce cards the Ampere GA102, Ada and RTX Blackwell whitepapers. Where only figures "with sparsity"
+# are printed, half of them.
+_PEAK_TFLOPS = {
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "GH200": (989.4, 66.9),
+    "H200 NVL": (835.5, 60.0),
+    "H200": (989.4, 66.9),
+    "H100 PCIe": (756.5, 51.2),
+    "H100 NVL": (835.5, 60.0),
+    "H100": (989.4, 66.9),
+    "H20": (148.0, 44.0),
+    "A100": (312.0, 19.5),
+    "A40": (149.7, 37.4),
+    "A30": (165.0, 10.3),
+    "A10": (125.0, 31.2),
+    "L40S": (362.05, 91.6),
+    "L40": (181.05, 90.5),
+    "L4": (121.0, 30.3),
+    "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+}
+_OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
 
 
 @dataclass(frozen=True)
@@ -75,6 +103,28 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch_device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+    def peak_tflops(self, dtype: torch.dtype) -> float | None:
+        """What the device could do at best, as `peak_tflops` knows it; None on a CPU."""
+        return peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype) if self.kind == "cuda" else None
+
+
+def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
+    """Dense peak of matrix products on one GPU, in 10^12 operations a second.
+
+    Args:
+        name: what `torch.cuda.get_device_name` calls it.
+        dtype: of the operands.
+
+    Returns:
+        None where the card, or the part of it that a MIG slice is, or the dtype is not known here.
+    """
+    column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1}
+    if dtype not in column or _OTHER_CARD.search(name):
+        return None
+    known = (peak for card, peak in _PEAK_TFLOPS.items() if re.search(rf"\b{card}\b", name))
+    peak = next(known, None)
+    return None if peak is None else peak[column[dtype]]
 
 
 def read_launch() -> Launch:

@@ -27,3 +27,7 @@ class RewardError(MrlhfError, RuntimeError):
 
 class EngineError(MrlhfError, RuntimeError):
     """The inference engine cannot serve what it was asked for."""
+
+
+class TrainingError(MrlhfError, RuntimeError):
+    """Training cannot go on: its gradients are not usable."""

@@ -91,24 +91,24 @@ class PhaseTimer:
 
 
 def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, float]:
-    """Describe the whole batch of a step: rewards, advantages, values, lengths, and the engine's agreement.
+    """Describe the whole batch of a step: rewards, advantages, values and lengths.
 
     Args:
         experience: the global batch.
         max_prompt_length: tokens; `prompt_length/clip_ratio` is the share of prompts that long.
     """
     rollout = experience.rollout
-    mask = rollout.response_mask
+    mask, values = experience.loss_mask, experience.values
     metrics = {
         **_spread("critic/score", experience.scores),
         **_spread("critic/rewards", experience.token_rewards.sum(dim=1)),
         **_spread("critic/advantages", experience.advantages[mask]),
         **_spread("critic/returns", experience.returns[mask]),
-        **_spread("critic/values", experience.values[mask]),
         **_length_metrics(rollout, max_prompt_length),
-        **_probs_diff_metrics(experience),
     }
-    metrics["critic/vf_explained_var"] = explained_variance(experience.values, experience.returns, mask)
+    if values is not None:
+        metrics |= _spread("critic/values", values[mask])
+        metrics["critic/vf_explained_var"] = explained_variance(values, experience.returns, mask)
     return metrics
 
 
@@ -154,18 +154,6 @@ def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float
         "response_length/clip_ratio": float((~rollout.stopped).double().mean()),
         **_spread("prompt_length", prompt_lengths),
         "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_length).double().mean()),
-    }
-
-
-def _probs_diff_metrics(experience: Experience) -> dict[str, float]:
-    """How far the trainer's probabilities of the drawn tokens are from the engine's."""
-    mask = experience.rollout.response_mask
-    gap = (experience.old_logprobs.double().exp() - experience.rollout.rollout_logprobs.double().exp()).abs()
-    moments = local_moments(gap, mask)
-    return {
-        "training/rollout_probs_diff_mean": moments.mean if moments.count else math.nan,
-        "training/rollout_probs_diff_max": float(gap[mask].max()) if moments.count else math.nan,
-        "training/rollout_probs_diff_std": moments.variance**0.5 if moments.count else math.nan,
     }
 
 

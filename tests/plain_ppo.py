@@ -6,7 +6,7 @@ It is what training has to equal. It shares no code with mrlhf but the batch typ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from mrlhf.batch import Experience, Prompts, Rollout, pad_responses
+from tests.plain_losses import Row, Told, bypass, token_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -31,7 +32,7 @@ RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 10)
 MINI_BATCH = 4
 EPOCHS = 2
 TEMPERATURE = 0.7
-CLIP_LOW, CLIP_HIGH, CLIP_C, CLIP_VALUE = 0.2, 0.3, 3.0, 0.5
+CLIP_VALUE = 0.5
 SCALE = 10.0  # loss_scale_factor
 LR, WEIGHT_DECAY, BETAS = 1e-2, 0.1, (0.9, 0.95)
 # As large as many gradients here. So the step depends on how large a gradient is, which Adam would else divide out, and
@@ -39,14 +40,28 @@ LR, WEIGHT_DECAY, BETAS = 1e-2, 0.1, (0.9, 0.95)
 EPS = 1e-3
 
 
+Tables = dict[str, list[Tensor]]  # numbers of the tokens of a mini-batch, a tensor a sequence
+
+
 @dataclass(frozen=True)
 class Case:
-    """One way of training: the model, how its loss is made, and what the gradient is clipped to (0: not)."""
+    """One way of training: the model, how its loss is made, and what the gradient is clipped to (0: not).
+
+    `corrected` experiences have weights and rejected tokens; `bypass` names a correction of `tests.plain_losses`.
+    """
 
     model: str
     agg: str
     settings: dict[str, Any] = field(default_factory=dict)
     clip_grad: float = 0.0
+    loss: str = "vanilla"
+    corrected: bool = False
+    bypass: str | None = None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained too: the policy's loss is nothing to it."""
+        return self.loss == "vanilla" and self.bypass is None
 
 
 @dataclass(frozen=True)
@@ -116,13 +131,25 @@ def make_experience(model: Path) -> Experience:
     return Experience(
         rollout=rollout,
         scores=torch.zeros(len(rollout)),
+        loss_mask=mask,
         old_logprobs=logprobs + noise(0.7),
         ref_logprobs=evaluate(load(Path(f"{model}-ref")), rollout)[0],
         token_rewards=torch.zeros(mask.shape),
         values=values + noise(0.5),
         advantages=noise(1.0),
         returns=values + noise(1.0),
+        positive=torch.arange(len(rollout)) % 3 == 0,
     )
+
+
+def with_correction(experience: Experience) -> Experience:
+    """The same with weights, some tokens rejected, and one whole response rejected."""
+    generator = torch.Generator().manual_seed(7)
+    mask = experience.rollout.response_mask
+    kept = mask & (torch.rand(mask.shape, generator=generator) < 0.7)
+    kept[2] = False
+    weights = torch.where(mask, 0.5 + torch.rand(mask.shape, generator=generator), 0.0)
+    return replace(experience, loss_mask=kept, weights=weights)
 
 
 @torch.no_grad()
@@ -153,61 +180,87 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
     policy, reference = load(model), load(Path(f"{model}-ref")).requires_grad_(False)
     settings = case.settings
 
-    def sequence(row: int) -> tuple[dict[str, Tensor], Tensor]:
-        log_p = _distribution(policy, experience.rollout, row)
-        length = len(log_p)
-        logprobs = _drawn(log_p, experience.rollout, row)
-        advantages = experience.advantages[row, :length]
-        ratio = (logprobs - experience.old_logprobs[row, :length]).exp()
-        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        worse = torch.maximum(plain, clipped)
-        losses = torch.where(advantages < 0, torch.minimum(worse, -advantages * CLIP_C), worse)
-        terms = {"actor/pg_loss": losses}
-        total = losses
+    def mini_batch(numbers: range) -> Tables:
+        distributions = [_distribution(policy, experience.rollout, row) for row in numbers]
+        rows = [_row(experience, row, log_p) for row, log_p in zip(numbers, distributions, strict=True)]
+        rows = rows if case.bypass is None else bypass(case.bypass, rows)
+        found: Tables = {"kept": [row.kept for row in rows]}
+        told = token_losses(case.loss, rows)
+        found["actor/pg_loss"] = [t.losses * row.weights for t, row in zip(told, rows, strict=True)]
+        total = found["actor/pg_loss"]
         if settings.get("entropy_coeff"):
-            total = total + settings["entropy_coeff"] * (log_p.exp() * log_p).sum(-1)
+            entropies = [-(log_p.exp() * log_p).sum(-1) for log_p in distributions]
+            total = [x - settings["entropy_coeff"] * h for x, h in zip(total, entropies, strict=True)]
         if settings.get("use_kl_loss"):
-            if settings["kl_loss_type"] == "full":
-                kl = _full_kl(log_p, _distribution(reference, experience.rollout, row))
-            else:
-                assert experience.ref_logprobs is not None and settings["kl_loss_type"] == "low_var_kl"
-                log_ratio = experience.ref_logprobs[row, :length] - logprobs
-                kl = (log_ratio.exp() - log_ratio - 1).clamp(max=10)
-            terms["actor/kl_loss"] = kl
-            total = total + settings["kl_loss_coef"] * kl
-        told = {
-            "actor/ppo_kl": -ratio.log(),
-            "actor/pg_clipfrac": (clipped > plain).float(),
-            "actor/pg_clipfrac_lower": ((advantages < 0) & (worse > -advantages * CLIP_C)).float(),
-        }
-        return {**terms, **told}, total
+            found["actor/kl_loss"] = [
+                _kl(settings["kl_loss_type"], experience, row, log_p, reference)
+                for row, log_p in zip(numbers, distributions, strict=True)
+            ]
+            total = [x + settings["kl_loss_coef"] * kl for x, kl in zip(total, found["actor/kl_loss"], strict=True)]
+        found["total"] = total
+        if settings.get("positive_lm_coef"):
+            assert experience.positive is not None
+            right = [row.logprobs for number, row in zip(numbers, rows, strict=True) if experience.positive[number]]
+            found["extra"] = [-settings["positive_lm_coef"] * torch.cat(right).mean()]
+        return found | _told(rows, told)
 
-    losses = ("actor/pg_loss", "actor/kl_loss")
-    return _train("actor", policy, case, sequence, losses)
+    return _train("actor", policy, case, mini_batch, ("actor/pg_loss", "actor/kl_loss"))
+
+
+def _row(experience: Experience, number: int, log_p: Tensor) -> Row:
+    length = len(log_p)
+    weights = torch.ones(length) if experience.weights is None else experience.weights[number, :length]
+    return Row(
+        logprobs=_drawn(log_p, experience.rollout, number),
+        old=experience.old_logprobs[number, :length],
+        advantages=experience.advantages[number, :length],
+        kept=experience.loss_mask[number, :length],
+        weights=weights,
+    )
+
+
+def _told(rows: list[Row], told: list[Told]) -> Tables:
+    return {
+        "actor/ppo_kl": [row.old - row.logprobs for row in rows],
+        "actor/pg_clipfrac": [t.clipped.float() for t in told],
+        "actor/pg_clipfrac_lower": [t.clipped_lower.float() for t in told],
+    }
+
+
+def _kl(kind: str, experience: Experience, row: int, log_p: Tensor, reference: Any) -> Tensor:
+    if kind == "full":
+        return _full_kl(log_p, _distribution(reference, experience.rollout, row))
+    assert experience.ref_logprobs is not None and kind == "low_var_kl"
+    log_ratio = experience.ref_logprobs[row, : len(log_p)] - _drawn(log_p, experience.rollout, row)
+    return (log_ratio.exp() - log_ratio - 1).clamp(max=10)
 
 
 def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
     """The value model's update: `EPOCHS` times each mini-batch."""
     critic = load(Path(f"{model}-critic"))
+    assert experience.values is not None
+    old_values = experience.values
 
-    def sequence(row: int) -> tuple[dict[str, Tensor], Tensor]:
+    def sequence(row: int) -> dict[str, Tensor]:
         values = _values(critic, experience.rollout, row)
-        old, returns = experience.values[row, : len(values)], experience.returns[row, : len(values)]
+        old, returns = old_values[row, : len(values)], experience.returns[row, : len(values)]
         near = torch.minimum(torch.maximum(values, old - CLIP_VALUE), old + CLIP_VALUE)
         plain, clipped = (values - returns) ** 2, (near - returns) ** 2
         losses = 0.5 * torch.maximum(plain, clipped)
         told = {"critic/vf_clipfrac": (clipped > plain).float(), "critic/vpred_mean": values}
-        return {"critic/vf_loss": losses, **told}, losses
+        return {
+            "critic/vf_loss": losses, "total": losses, "kept": experience.loss_mask[row, : len(values)], **told
+        }  # fmt: skip
 
-    return _train("critic", critic, case, sequence, ("critic/vf_loss",))
+    def mini_batch(numbers: range) -> Tables:
+        rows = [sequence(row) for row in numbers]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    return _train("critic", critic, case, mini_batch, ("critic/vf_loss",))
 
 
 def _train(
-    role: str,
-    model: Any,
-    case: Case,
-    sequence: Callable[[int], tuple[dict[str, Tensor], Tensor]],
-    losses: tuple[str, ...],
+    role: str, model: Any, case: Case, mini_batch: Callable[[range], Tables], losses: tuple[str, ...]
 ) -> Outcome:
     """Mini-batches in order; losses are aggregated and averaged over mini-batches, the rest is averaged over tokens."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -217,23 +270,27 @@ def _train(
     told: dict[str, list[float]] = {}
     for _ in range(EPOCHS):
         for first in range(0, len(RESPONSE_LENGTHS), MINI_BATCH):
-            results = [sequence(row) for row in range(first, first + MINI_BATCH)]
+            found = mini_batch(range(first, first + MINI_BATCH))
+            kept = found.pop("kept")
             optimizer.zero_grad()
-            aggregated([total for _, total in results], case.agg).backward()
+            (aggregated(found.pop("total"), kept, case.agg) + sum(found.pop("extra", []))).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad or float("inf"))
             optimizer.step()
             told.setdefault(f"{role}/grad_norm", []).append(norm.item())
-            for name in results[0][0]:
-                rows = [numbers[name].detach() for numbers, _ in results]
+            for name, table in found.items():
+                rows = [row.detach() for row in table]
                 told.setdefault(name, []).extend(
-                    [aggregated(rows, case.agg).item()] if name in losses else torch.cat(rows).tolist()
+                    [aggregated(rows, kept, case.agg).item()]
+                    if name in losses
+                    else torch.cat([row[k] for row, k in zip(rows, kept, strict=True)]).tolist()
                 )
     metrics = {name: sum(numbers) / len(numbers) for name, numbers in told.items()}
     return Outcome(metrics, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
-def aggregated(rows: list[Tensor], mode: str) -> Tensor:
-    """The loss of a mini-batch from the losses of its tokens, a tensor a sequence."""
+def aggregated(rows: list[Tensor], kept: list[Tensor], mode: str) -> Tensor:
+    """The loss of a mini-batch from the losses of its tokens and which of them count, a tensor a sequence."""
+    rows = [row[k] for row, k in zip(rows, kept, strict=True)]
     if mode == "token-mean":
         return torch.cat(rows).mean()
     if mode == "token-sum":
@@ -241,7 +298,7 @@ def aggregated(rows: list[Tensor], mode: str) -> Tensor:
     of_sequence: dict[str, Callable[[Tensor], Tensor]] = {
         "seq-mean-token-sum": torch.sum,
         "seq-mean-token-sum-norm": lambda row: row.sum() / SCALE,
-        "seq-mean-token-mean": torch.mean,
+        "seq-mean-token-mean": lambda row: row.sum() / max(1, len(row)),
     }
     return torch.stack([of_sequence[mode](row) for row in rows]).mean()
 

@@ -38,11 +38,13 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     """
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--config FILE] [key.path=value ...] [--dry-run [--world-size N]]",
+        usage="%(prog)s [--config FILE] ... [key.path=value ...] [--dry-run [--world-size N]]",
         epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file")
+    parser.add_argument(
+        "--config", action="append", metavar="FILE", help="YAML file; may be given again: later ones override"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch arithmetic, stop")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to check for (default: the fewest that fit)")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML")

@@ -1,15 +1,17 @@
 """What must hold between keys, and between keys and world size; all of it before anything is built.
 
-Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration; what must hold
-between keys and models is in `model_files`.
+Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration: layouts, batches and
+the run; the method is in `method_checks`, what must hold between keys and models in `model_files`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mrlhf.config.method_checks import method_problems
+from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.sections import UTILIZATION, ActorSection, CriticSection, OptimSection
+from mrlhf.config.sections import OptimSection
 from mrlhf.errors import ConfigError
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
@@ -27,7 +29,8 @@ def check(config: AnyConfig, world_size: int) -> None:
     if isinstance(config, PPOConfig):
         problems += _batch_problems(config, world_size)
         problems += _rollout_problems(config)
-        problems += _algorithm_problems(config)
+        problems += _full_kl_problems(config)
+        problems += method_problems(config)
         problems += _reward_problems(config)
     else:
         problems += _supervised_problems(config, world_size)
@@ -64,8 +67,8 @@ def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
 
 def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     prompts, n = config.data.train_batch_size, config.rollout.n
-    sections: dict[str, ActorSection | CriticSection] = {"actor": config.actor, "critic": config.critic}
-    for name, role in sections.items():
+    trained = config.trained()
+    for name, role in trained.items():
         size = role.ppo_mini_batch_size
         if prompts % size:
             divisor = max(d for d in range(1, min(size, prompts) + 1) if prompts % d == 0)
@@ -82,10 +85,12 @@ def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
             )
     for name, frozen in config.roles().items():
         dp = world_size // (frozen.tp * frozen.pp)
-        if name not in sections and config.samples_per_step < dp:
+        # what scores a response sees all that are generated, the others those that are trained on
+        key, size = ("gen", config.data.gen_batch_size) if name == "reward_model" else ("train", prompts)
+        if name not in trained and size * n < dp:
             yield (
-                f"data.train_batch_size {prompts} x rollout.n {n} = {prompts * n} samples are fewer than the "
-                f"data-parallel size {dp} of {name}; set data.train_batch_size to at least {-(-dp // n)} "
+                f"data.{key}_batch_size {size} x rollout.n {n} = {size * n} samples are fewer than the "
+                f"data-parallel size {dp} of {name}; set data.{key}_batch_size to at least {-(-dp // n)} "
                 f"or raise {name}.tp"
             )
 
@@ -98,11 +103,6 @@ def _rollout_problems(config: PPOConfig) -> Iterator[str]:
             f"rollout.tp {rollout.tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = {ranks}; "
             f"use one of {', '.join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)}"
         )
-    if rollout.truncates:
-        yield (
-            f"rollout.top_k {rollout.top_k}, rollout.top_p {rollout.top_p}: truncated sampling breaks PPO's "
-            "probability ratio, because training uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
-        )
     if rollout.kv_cache_mb is not None and rollout.gpu_memory_utilization != UTILIZATION:
         yield (
             f"rollout.kv_cache_mb {rollout.kv_cache_mb} and rollout.gpu_memory_utilization "
@@ -111,7 +111,7 @@ def _rollout_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _algorithm_problems(config: PPOConfig) -> Iterator[str]:
+def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     actor, reference = config.actor, config.reference
     if config.needs_full_kl and (reference.tp, reference.pp) != (actor.tp, actor.pp):
         yield (
@@ -141,7 +141,7 @@ def _supervised_problems(config: SFTConfig | RewardModelConfig, world_size: int)
 
 def _optims(config: AnyConfig) -> dict[str, OptimSection]:
     if isinstance(config, PPOConfig):
-        return {"actor.optim": config.actor.optim, "critic.optim": config.critic.optim}
+        return {f"{name}.optim": role.optim for name, role in config.trained().items()}
     return {"optim": config.optim}
 
 
@@ -152,6 +152,11 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
         yield f"trainer.test_freq is {trainer.test_freq} but data.val_files is empty; give files or set test_freq to 0"
     if isinstance(config, PPOConfig) and config.trainer.val_sampled and not config.data.val_files:
         yield "trainer.val_sampled is on but data.val_files is empty; give files or turn it off"
+    if isinstance(config, PPOConfig) and config.trainer.val_n > 1 and not config.trainer.val_sampled:
+        yield (
+            f"trainer.val_n {config.trainer.val_n} is of the sampled validation, but trainer.val_sampled is off; "
+            "turn that on or leave val_n at 1"
+        )
     if trainer.total_steps is None:
         return
     if isinstance(config, PPOConfig) and config.trainer.critic_warmup > trainer.total_steps:

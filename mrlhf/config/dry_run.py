@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 
 from mrlhf.config.checks import AnyConfig, check, longest_unit
+from mrlhf.config.method_words import describe_method
 from mrlhf.config.model_files import MEBIBYTE, cache_needs, check_models, read_facts
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
@@ -48,7 +49,7 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
         *_layout(config, world_size),
     ]
     if isinstance(config, PPOConfig):
-        lines += [*_ppo_step(config, world_size)]
+        lines += [*describe_method(config), *_ppo_step(config, world_size)]
     else:
         lines += [*_supervised_step(config, world_size)]
     return "\n".join([*lines, *_run(config, num_rows)])
@@ -97,6 +98,12 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
         f"  {_count(data.train_batch_size, 'prompt')} x {n} = {_count(samples, 'sample')}, "
         f"{-(-samples // replicas)} a replica if equally long, {config.rollout.max_num_seqs} decoded at once"
     )
+    groups = config.algorithm.filter_groups
+    if groups.enable:
+        yield (
+            f"  prompts whose answers all have the same {groups.metric} are replaced: <= {groups.max_num_gen_batches} "
+            f"x {_count(data.gen_batch_size, 'prompt')} are generated"
+        )
     yield (
         f"  prompts are computed in steps of <= {config.rollout.max_prefill_tokens} tokens; KV cache in blocks of "
         f"{config.rollout.cache_block} tokens, <= {-(-data.max_length // config.rollout.cache_block)} a sample"
@@ -105,8 +112,8 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
         f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = {data.max_length} "
         f"tokens; the step: <= {samples * data.max_length} tokens"
     )
-    yield from _updates("actor", config.actor, config, world_size)
-    yield from _updates("critic", config.critic, config, world_size)
+    for name, role in config.trained().items():
+        yield from _updates(name, role, config, world_size)
 
 
 def _updates(name: str, role: ActorSection | CriticSection, config: PPOConfig, world_size: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A configuration from its YAML file and `key.path=value` arguments: defaults <- file <- arguments.
+"""A configuration from its YAML files and `key.path=value` arguments: defaults <- files in order <- arguments.
 
 Whatever is wrong is a ConfigError with one line a mistake: the full key, the value, what is allowed. It knows how to
 read, not what the keys mean; what must hold between keys is checked in `checks`.
@@ -7,13 +7,14 @@ read, not what the keys mean; what must hold between keys is checked in `checks`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
+from mrlhf.config.fields import Section
 from mrlhf.config.roots import Root
 from mrlhf.config.schema import keys, starred, unknown_key
 from mrlhf.errors import ConfigError
@@ -21,8 +22,17 @@ from mrlhf.errors import ConfigError
 RootT = TypeVar("RootT", bound=Root)
 
 
+_INT = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice and reads 1e-4 as a number, as YAML 1.2 does."""
+    """YAML that refuses a key given twice and reads numbers as YAML 1.2 does: 1e-4 is one, 0.5_5 and 1:30 are texts."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -39,26 +49,35 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_Loader.add_implicit_resolver(_INT, re.compile(r"^(?:[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    _FLOAT,
+    re.compile(
+        r"^(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
     list("-+.0123456789"),
 )
 
 
-def load_config(root_class: type[RootT], path: str | Path | None, overrides: Sequence[str] = ()) -> RootT:
+def load_config(
+    root_class: type[RootT], paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()
+) -> RootT:
     """Read a configuration.
 
     Args:
         root_class: PPOConfig, SFTConfig or RewardModelConfig.
-        path: YAML file, or None for the defaults alone.
+        paths: YAML file, or several, of which a later one overrides the earlier ones key by key (lists as a whole), or
+            None for the defaults alone.
         overrides: `key.path=value` with the value in YAML; a later one wins. A value given for a whole section replaces
-            what the file says of that section.
+            what the files say of that section.
 
     Raises:
         ConfigError: unreadable file, unknown key, bad or missing value; one line each.
     """
-    raw = {} if path is None else _read_yaml(Path(path))
+    raw: dict[str, Any] = {}
+    for path in [paths] if isinstance(paths, str | Path) else paths or []:
+        raw = _merged(root_class, raw, _read_yaml(root_class, Path(path)))
     known = {key.name for key in keys(root_class)}
     unknown = []
     for override in overrides:
@@ -89,7 +108,8 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
+    """The sections of a file, all of whose keys exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -101,7 +121,37 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds a {type(raw).__name__}, not sections with keys")
+    known = {key.name for key in keys(root_class)}
+    unknown = [f"{path}: {unknown_key(root_class, key)}" for key in _unknown(raw, known)]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
     return raw
+
+
+def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
+    """The dotted names in `node` that are no keys; what stands below a value is left to the value's own check."""
+    items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
+    for name, value in items:
+        full = f"{prefix}{name}"
+        below = f"{starred(full)}."
+        if any(key.startswith(below) for key in known):
+            yield from _unknown(value, known, f"{full}.")
+        elif starred(full) not in known:
+            yield full
+
+
+def _merged(section: type[Section], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What `second` says, and where it says nothing, `first`; a section with nothing under it says nothing."""
+    merged = dict(first)
+    subsections = section.subsections()
+    for name, value in second.items():
+        if name in subsections and value is None:
+            merged.setdefault(name, value)
+        elif isinstance(value, dict) and isinstance(merged.get(name), dict):
+            merged[name] = _merged(subsections.get(name, Section), merged[name], value)
+        else:
+            merged[name] = value
+    return merged
 
 
 def _parse_override(override: str) -> tuple[str, Any]:

@@ -12,23 +12,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.data import PreferenceDataSection, PromptDataSection, SFTDataSection, SupervisedDataSection
+from mrlhf.config.fields import Section
+from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
+    COVARIANCE,
     ActorSection,
-    AlgorithmSection,
-    Count,
     CriticSection,
     DistributedSection,
-    Files,
     OptimSection,
-    Overlong,
     PPOTrainerSection,
-    PromptDataSection,
     ReferenceSection,
     RewardModelSection,
     RewardSection,
     RoleSection,
-    RolloutSection,
-    Section,
     TrainerSection,
 )
 
@@ -92,6 +90,7 @@ class PPOConfig(Root):
             "reference.tp": "actor.tp",
             "reference.pp": "actor.pp",
             "data.tokenizer": "actor.path",
+            "data.gen_batch_size": "data.train_batch_size",
             "actor.loss_scale_factor": "data.max_response_length",
             "critic.loss_scale_factor": "data.max_response_length",
         }
@@ -99,7 +98,7 @@ class PPOConfig(Root):
 
     seed: int = Field(1, description="of data order, sampling and fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
-    critic: CriticSection = Field(description="the value model")
+    critic: CriticSection = Field(description="the value model; built only for adv_estimator gae")
     reference: ReferenceSection = Field(description="the frozen policy that the KL is measured from")
     reward_model: RewardModelSection | None = Field(None, description="a frozen model that scores; null: none")
     reward: RewardSection = Field(description="the score of a response")
@@ -108,6 +107,22 @@ class PPOConfig(Root):
     algorithm: AlgorithmSection = Field(description="from scores to advantages")
     trainer: PPOTrainerSection = Field(description="how long to train, and what to leave behind")
     distributed: DistributedSection = Field(description="the processes")
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantages need values."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def needs_mini_batch_pass(self) -> bool:
+        """Whether a statistic of the current policy over the whole mini-batch precedes each of its updates.
+
+        The covariance losses choose tokens by one; in bypass mode rejection and the weights' mean are of the current
+        policy too.
+        """
+        correction = self.algorithm.rollout_correction
+        of_current = correction.rollout_rs is not None or correction.rollout_is_batch_normalize
+        return self.actor.policy_loss.loss_mode in COVARIANCE or (correction.bypass_mode and of_current)
 
     @property
     def needs_reference(self) -> bool:
@@ -125,9 +140,14 @@ class PPOConfig(Root):
         """Responses generated in one training step."""
         return self.data.train_batch_size * self.rollout.n
 
+    def trained(self) -> dict[str, ActorSection | CriticSection]:
+        """The models that this run trains, by the name of their section."""
+        actor: dict[str, ActorSection | CriticSection] = {"actor": self.actor}
+        return {**actor, "critic": self.critic} if self.needs_critic else actor
+
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
-        roles: dict[str, RoleSection] = {"actor": self.actor, "critic": self.critic}
+        roles: dict[str, RoleSection] = {**self.trained()}
         if self.needs_reference:
             roles["reference"] = self.reference
         if self.reward_model is not None:
@@ -139,33 +159,6 @@ class TrainedModelSection(RoleSection):
     """The model that is trained."""
 
     init: Literal["checkpoint", "random"] = Field("checkpoint", description="read path's safetensors, or draw weights")
-
-
-class SupervisedDataSection(Section):
-    """Sequences to learn from."""
-
-    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
-    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
-    tokenizer: str = Field(description="directory of the tokenizer")
-    max_length: Count = Field(1024, description="longest sequence, prompt and response, tokens")
-    overlong: Overlong = Field("error", description="what becomes of a longer sequence")
-    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
-    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
-
-
-class SFTDataSection(SupervisedDataSection):
-    """Prompts with the responses to learn."""
-
-    batch_size: Count = Field(256, description="sequences an optimizer step")
-
-
-class PreferenceDataSection(SupervisedDataSection):
-    """Prompts with a chosen and a rejected response."""
-
-    batch_size: Count = Field(256, description="pairs an optimizer step")
-    held_out_fraction: float = Field(
-        0.1, ge=0, lt=1, description="part of the prompts of train_files kept for validation where val_files is empty"
-    )
 
 
 class SupervisedConfig(Root):

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from mrlhf.config.fields import Section
 from mrlhf.config.roots import Root
-from mrlhf.config.sections import Section
 
 
 @dataclass(frozen=True)

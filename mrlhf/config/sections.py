@@ -7,61 +7,52 @@ takes from another, `checks` compares them), no model, no rank and no file.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from mrlhf.config.fields import Count, CountOrZero, Fraction, NotNegative, Positive, Section
 
 # Names of algorithms repeat those of mrlhf.rl and mrlhf.rewards, whose import would bring torch; a test compares them.
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-KlPenalty = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full"]
-KlLoss = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full", "k1+", "k3+"]
-KlPlacement = Literal["token", "terminal"]
-KlControl = Literal["fixed", "adaptive"]
-AdvEstimator = Literal["gae"]
-Overlong = Literal["error", "drop"]
+SEQUENCE_LEVEL = frozenset({"gspo", "sapo", "geo_mean"})  # averaged over responses unless configured otherwise
+COVARIANCE = frozenset({"clip_cov", "kl_cov"})  # choose tokens by a statistic of the whole mini-batch
+PolicyLossName = Literal[
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gpg",
+    "geo_mean",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "surrogate",
+]
+KlLoss = Literal[
+    "k1",
+    "kl",
+    "abs",
+    "k2",
+    "mse",
+    "k3",
+    "low_var_kl",
+    "k1_clamped",
+    "full",
+    "k1+",
+    "kl+",
+    "abs+",
+    "k2+",
+    "mse+",
+    "k3+",
+    "low_var_kl+",
+    "k1_clamped+",
+]
 RewardName = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format", "reward_model"]
-
-UTILIZATION = 0.9  # default of rollout.gpu_memory_utilization
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-
-
-def _one_or_many(value: object) -> object:
-    """A single text stands for a list of one."""
-    return [value] if isinstance(value, str) else value
-
-
-Files = Annotated[list[str], BeforeValidator(_one_or_many)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)]
-
-
-class Section(BaseModel):
-    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def subsections(cls) -> dict[str, type[Section]]:
-        """The fields that are sections and always there, with their classes."""
-        types = ((name, field.annotation) for name, field in cls.model_fields.items())
-        return {name: kind for name, kind in types if isinstance(kind, type) and issubclass(kind, Section)}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_sections(cls, raw: Any) -> Any:
-        """A section that is left out or has nothing under it is empty, so that its own missing keys are named."""
-        if not isinstance(raw, Mapping):
-            return raw
-        empty: dict[str, dict[str, Any]] = {name: {} for name in cls.subsections() if raw.get(name) is None}
-        return {**raw, **empty}
 
 
 class OptimSection(Section):
@@ -77,6 +68,10 @@ class OptimSection(Section):
     adam_beta2: Fraction = Field(0.999, description="decay of the second moment")
     adam_eps: Positive = Field(1e-8, description="added to the denominator of the update")
     clip_grad: NotNegative = Field(1.0, description="largest global gradient norm; 0: no clipping")
+    skip_grad_norm: Positive | None = Field(
+        None, description="leave out a step with a larger gradient norm; null: only one that is not finite"
+    )
+    max_skipped_steps: Count = Field(10, description="steps left out in a row that end the run")
     use_distributed_optimizer: bool = Field(True, description="split optimizer states over data-parallel ranks")
 
     @model_validator(mode="after")
@@ -107,26 +102,70 @@ class RoleSection(Section):
     micro_batch_tokens: Count = Field(16384, description="token budget of one packed micro-batch on a rank")
 
 
+class PolicyLossSection(Section):
+    """Which objective trains the policy; the keys of the others have no effect."""
+
+    loss_mode: PolicyLossName = Field("vanilla", description="objective; vanilla: PPO's clipped ratio with dual clip")
+    clip_cov_ratio: Fraction = Field(0.0002, description="clip_cov: part of the tokens that get no gradient")
+    clip_cov_lb: float = Field(1.0, description="clip_cov: their covariance is above this")
+    clip_cov_ub: float = Field(5.0, description="clip_cov: and below this")
+    kl_cov_ratio: Fraction = Field(0.0002, description="kl_cov: part of the tokens that get a KL penalty")
+    ppo_kl_coef: NotNegative = Field(0.1, description="kl_cov: weight of that penalty")
+
+    @model_validator(mode="after")
+    def _covariance_bounds_are_in_order(self) -> PolicyLossSection:
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(
+                f"clip_cov_lb {self.clip_cov_lb} is not below clip_cov_ub {self.clip_cov_ub}; "
+                "lower the first or raise the second"
+            )
+        return self
+
+
 class ActorSection(RoleSection):
     """The policy that is trained."""
 
     optim: ActorOptimSection = Field(description="optimizer")
     ppo_mini_batch_size: Count = Field(256, description="prompts an optimizer step (x rollout.n = samples)")
     ppo_epochs: Count = Field(1, description="passes over the batch in each training step")
-    clip_ratio: Positive = Field(0.2, description="PPO clips the probability ratio to 1 -/+ this")
+    clip_ratio: Positive = Field(
+        0.2,
+        description="the probability ratio is clipped to 1 -/+ this; geo_mean: its logarithm to -/+ this; dppo_tv, "
+        "dppo_kl: a token has no gradient once its probability has moved by more",
+    )
     clip_ratio_low: Positive | None = Field(None, description="lower clip distance; null: clip_ratio")
     clip_ratio_high: Positive | None = Field(None, description="upper clip distance; null: clip_ratio")
     clip_ratio_c: Annotated[float, Field(gt=1)] = Field(
-        3.0, description="dual clip: bound of the ratio where the advantage is negative"
+        3.0, description="dual clip: bound of the ratio where the advantage is negative; dppo_tv, dppo_kl: everywhere"
+    )
+    policy_loss: PolicyLossSection = Field(description="which objective trains the policy")
+    tau_pos: Positive = Field(1.0, description="sapo: temperature of the gate where the advantage is positive")
+    tau_neg: Positive = Field(1.05, description="sapo: temperature of the gate elsewhere")
+    positive_lm_coef: NotNegative = Field(
+        0.0, description="VAPO: weight of the negative log-likelihood of the right responses"
+    )
+    target_kl_stop: Positive | None = Field(
+        None, description="an update ends before the step whose mini-batch has a larger actor/ppo_kl; null: never"
     )
     entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add kl_loss_coef x KL(current, reference) to the loss")
     kl_loss_coef: NotNegative = Field(0.001, description="weight of the KL term of the loss")
     kl_loss_type: KlLoss = Field("low_var_kl", description="estimator of the KL in the loss")
-    loss_agg_mode: LossAggMode = Field("token-mean", description="how per-token losses become one number")
+    loss_agg_mode: LossAggMode | None = Field(
+        None,
+        description="how per-token losses become one number; null: seq-mean-token-mean for gspo, sapo, geo_mean, "
+        "else token-mean",
+    )
     loss_scale_factor: Positive | None = Field(
         None, description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length"
     )
+
+    @property
+    def agg_mode(self) -> LossAggMode:
+        """How per-token losses become one number: as configured, else as the objective is defined."""
+        if self.loss_agg_mode is not None:
+            return self.loss_agg_mode
+        return "seq-mean-token-mean" if self.policy_loss.loss_mode in SEQUENCE_LEVEL else "token-mean"
 
     @property
     def clip_low(self) -> float:
@@ -188,91 +227,6 @@ class RewardSection(Section):
     timeout_s: Positive = Field(60.0, description="limit of one call of a user's function, seconds")
 
 
-class RolloutSection(Section):
-    """Generation."""
-
-    engine: Literal["native", "vllm"] = Field("native", description="inference engine; vllm needs the package")
-    tp: Count = Field(1, description="ranks that share one engine replica; divides actor.tp x actor.pp")
-    n: Count = Field(1, description="samples a prompt")
-    temperature: Positive = Field(1.0, description="logits are divided by this, in the engine and in training")
-    top_k: int = Field(-1, description="sample from the k likeliest tokens; -1: off")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="sample from this much probability; 1: off")
-    max_num_seqs: Count = Field(256, description="sequences decoded at once in one replica")
-    max_prefill_tokens: Count = Field(
-        8192, description="prompt tokens computed in one step of one replica; longer prompts are computed in chunks"
-    )
-    stop: Texts = Field(default_factory=list, description="a response ends where its text contains one of these")
-    block_size: Count | None = Field(
-        None, description="tokens of a block of the KV cache; null: 16 on a CPU, what the kernels need on a GPU"
-    )
-    kv_cache_mb: Count | None = Field(
-        None, description="KV cache of one rank, MiB; null: up to half of the free memory, on cuda the next key's"
-    )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        UTILIZATION, description="share of a GPU's memory that is in use, everything counted, with the KV cache"
-    )
-    enforce_eager: bool = Field(False, description="capture no CUDA graphs")
-    verify_reshard: bool = Field(False, description="compare checksums of every moved weight slice")
-    reshard_bucket_mb: Count = Field(64, description="all transfer buffers of one rank while weights move, MiB")
-    dump_freq: CountOrZero = Field(0, description="write the rollouts as jsonl every so many steps; 0: never")
-
-    @model_validator(mode="after")
-    def _top_k_is_off_or_a_count(self) -> RolloutSection:
-        if self.top_k != -1 and self.top_k < 1:
-            raise ValueError(f"top_k {self.top_k} is neither -1 (off) nor at least 1")
-        return self
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the whole distribution."""
-        return self.top_k != -1 or self.top_p < 1.0
-
-    @property
-    def cache_block(self) -> int:
-        """Tokens of a block of the KV cache, on a CPU where nothing is set."""
-        return self.block_size or 16
-
-
-class PromptDataSection(Section):
-    """Prompts with reference answers."""
-
-    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
-    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
-    tokenizer: str = Field(description="directory of the tokenizer")
-    train_batch_size: Count = Field(1024, description="prompts a training step (x rollout.n = samples)")
-    max_prompt_length: Count = Field(512, description="longest prompt, tokens")
-    max_response_length: Count = Field(512, description="longest response, tokens")
-    overlong_prompts: Overlong = Field("error", description="what becomes of a longer prompt")
-    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
-    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
-
-    @property
-    def max_length(self) -> int:
-        """Longest prompt and response together, tokens."""
-        return self.max_prompt_length + self.max_response_length
-
-
-class KlCtrlSection(Section):
-    """The coefficient of the KL in the reward."""
-
-    type: KlControl = Field("fixed", description="adaptive: steered towards target_kl")
-    kl_coef: NotNegative = Field(0.001, description="(initial) coefficient")
-    target_kl: Positive = Field(0.1, description="adaptive: wanted mean KL a token, nats")
-    horizon: Count = Field(10000, description="adaptive: samples over which the coefficient moves")
-
-
-class AlgorithmSection(Section):
-    """From scores to advantages."""
-
-    adv_estimator: AdvEstimator = Field("gae", description="advantage estimator")
-    gamma: Fraction = Field(1.0, description="discount a token")
-    lam: Fraction = Field(1.0, description="lambda of generalised advantage estimation")
-    use_kl_in_reward: bool = Field(False, description="take coefficient x KL(old, reference) off the reward")
-    kl_penalty: KlPenalty = Field("kl", description="estimator of the KL in the reward")
-    kl_placement: KlPlacement = Field("token", description="KL off each token's reward, or all off the last")
-    kl_ctrl: KlCtrlSection = Field(description="coefficient of the KL in the reward")
-
-
 class TrainerSection(Section):
     """How long to train, and what to leave behind."""
 
@@ -294,6 +248,12 @@ class PPOTrainerSection(TrainerSection):
 
     critic_warmup: CountOrZero = Field(0, description="the actor is left alone in the steps before this one")
     val_sampled: bool = Field(False, description="validate samples at rollout.temperature besides greedy answers")
+    val_n: Count = Field(1, description="samples a prompt in that validation")
+    peak_tflops: Positive | None = Field(
+        None,
+        description="dense peak of one device at the training dtype, TFLOP/s, for perf/mfu; null: that of common "
+        "NVIDIA GPUs is known",
+    )
 
 
 class DistributedSection(Section):

@@ -14,8 +14,8 @@ from types import TracebackType
 
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.custom import CustomReward, load_custom
-from mrlhf.rewards.interface import RewardInput, RewardResult, Rule, split_score
-from mrlhf.rewards.rules import FORMAT_PATTERN, RULES, format_match
+from mrlhf.rewards.interface import RewardInput, RewardResult, Rule, Scored, split_score
+from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
 
 __all__ = ["EXTERNAL_TERMS", "RewardFunction", "mix"]
 
@@ -109,17 +109,20 @@ class RewardFunction:
         """
         scores: dict[str, list[float]] = {name: list(column) for name, column in (external_scores or {}).items()}
         further: dict[str, list[float]] = {}
+        answers: dict[str, list[str | None]] = {}
         for name in self.weights:
             if name in EXTERNAL_TERMS:
                 continue
             results = self._evaluate(name, inputs)
-            scores[name] = [score for score, _ in results]
-            for key in sorted({key for _, extra in results for key in extra}):
-                further[f"{name}/{key}"] = [extra.get(key, math.nan) for _, extra in results]
+            scores[name] = [result.score for result in results]
+            for key in sorted({key for result in results for key in result.further}):
+                further[f"{name}/{key}"] = [result.further.get(key, math.nan) for result in results]
+            if any(result.answer is not None for result in results):
+                answers[name] = [result.answer for result in results]
         mixed = mix(scores, self.weights)
         if len(mixed) != len(inputs):
             raise RewardError(f"external terms brought {len(mixed)} scores for {len(inputs)} responses")
-        return RewardResult(mixed, {**scores, **further})
+        return RewardResult(mixed, {**scores, **further}, answers)
 
     def close(self) -> None:
         """End the processes of users' functions."""
@@ -134,13 +137,17 @@ class RewardFunction:
     ) -> None:
         self.close()
 
-    def _evaluate(self, name: str, inputs: Sequence[RewardInput]) -> list[tuple[float, dict[str, float]]]:
+    def _evaluate(self, name: str, inputs: Sequence[RewardInput]) -> list[Scored]:
         if name in self._custom:
             return self._custom[name].score(inputs)
         rule = self._rules[name]
-        return [
+        results = [
             split_score(rule(row.data_source, row.solution_str, row.ground_truth, row.extra()), name) for row in inputs
         ]
+        if name not in ANSWERS:
+            return results
+        answer = ANSWERS[name]
+        return [result._replace(answer=answer(row.solution_str)) for row, result in zip(inputs, results, strict=True)]
 
 
 def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float]) -> None:

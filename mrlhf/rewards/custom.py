@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrlhf.errors import RewardError
-from mrlhf.rewards.interface import RewardInput, split_score
+from mrlhf.rewards.interface import RewardInput, Scored, split_score
 
 __all__ = ["CustomReward", "WorkerTraceback", "load_custom"]
 
@@ -45,8 +45,9 @@ class WorkerTraceback(Exception):
 class CustomReward:
     """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
-    It returns a number, or a dict with "score" and further numbers. What it prints goes to the log. The process starts
-    with the object and ends with `close`, with the object or with the trainer; killed, it is started anew when needed.
+    It returns a number, or a dict with "score", further numbers and, as "pred", the response's answer. What it prints
+    goes to the log. The process starts with the object and ends with `close`, with the object or with the trainer;
+    killed, it is started anew when needed.
 
     Attributes:
         name: the function's name.
@@ -71,8 +72,8 @@ class CustomReward:
         self._process: _Process | None = None
         self._started()
 
-    def score(self, inputs: Sequence[RewardInput]) -> list[tuple[float, dict[str, float]]]:
-        """Score and further numbers of each input.
+    def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
+        """Score, further numbers and answer of each input.
 
         Raises:
             RewardError: a call failed, took too long, ended the process, or returned no finite number.
@@ -81,9 +82,11 @@ class CustomReward:
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
-    ) -> float | dict[str, float]:
+    ) -> float | dict[str, Any]:
         """One call, with the signature and the return value of a rule."""
-        score, further = self._run([(data_source, solution_str, ground_truth, dict(extra_info))])[0]
+        score, further, answer = self._run([(data_source, solution_str, ground_truth, dict(extra_info))])[0]
+        if answer is not None:
+            return {"score": score, "pred": answer, **further}
         return {"score": score, **further} if further else score
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ class CustomReward:
     def _title(self) -> str:
         return f"{self.name} of {self._file}"
 
-    def _run(self, calls: list[_Call]) -> list[tuple[float, dict[str, float]]]:
+    def _run(self, calls: list[_Call]) -> list[Scored]:
         process = self._started()
         process.send(calls)
         values = []
@@ -112,7 +115,7 @@ class CustomReward:
             logger.info("%s printed: %s", self._title, printed)
         return [self._checked(value, call) for value, call in zip(values, calls, strict=True)]
 
-    def _checked(self, value: Any, call: _Call) -> tuple[float, dict[str, float]]:
+    def _checked(self, value: Any, call: _Call) -> Scored:
         try:
             return split_score(value, self._title)
         except RewardError as error:

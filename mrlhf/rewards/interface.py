@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mrlhf.errors import RewardError
 
-__all__ = ["RewardInput", "RewardResult", "Rule", "split_score"]
+__all__ = ["RewardInput", "RewardResult", "Rule", "Scored", "split_score"]
 
 Rule = Callable[[str, str, str, Mapping[str, Any]], float | Mapping[str, Any]]
-"""f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score" and further numbers."""
+"""f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping: "score", further numbers, "pred"."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,31 @@ class RewardResult:
         scores: the weighted mix, one number a response [batch].
         metrics: each term's own score under the term's name, and its further numbers under "term/name" [batch]; NaN
             where a response has none.
+        answers: under the name of each term that extracts answers, what it took for the answer [batch]; None where a
+            response has none.
     """
 
     scores: list[float]
     metrics: dict[str, list[float]]
+    answers: dict[str, list[str | None]]
 
 
-def split_score(value: Any, name: str) -> tuple[float, dict[str, float]]:
-    """A rule's return value as the score and its further numbers; entries that are no numbers are left out.
+class Scored(NamedTuple):
+    """What one term says of one response.
+
+    Attributes:
+        score: the reward.
+        further: further numbers, by name.
+        answer: what was taken for the response's answer; None where nothing was.
+    """
+
+    score: float
+    further: dict[str, float]
+    answer: str | None = None
+
+
+def split_score(value: Any, name: str) -> Scored:
+    """A rule's return value in parts: "score", the answer under "pred", and further numbers; the rest is left out.
 
     Raises:
         RewardError: there is no finite score.
@@ -71,5 +88,6 @@ def split_score(value: Any, name: str) -> tuple[float, dict[str, float]]:
         raise RewardError(f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite float")
     if not math.isfinite(score):
         raise RewardError(f"reward {name} returned {score}; return a finite float")
-    further = {str(key): float(v) for key, v in fields.items() if key != "score" and isinstance(v, (int, float))}
-    return float(score), further
+    rest = {str(key): v for key, v in fields.items() if key not in ("score", "pred") and isinstance(v, (int, float))}
+    answer = fields.get("pred")
+    return Scored(float(score), {key: float(v) for key, v in rest.items()}, None if answer is None else str(answer))

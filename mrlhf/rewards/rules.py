@@ -6,12 +6,22 @@ A user's reward file may import and build on them. Does not know tokens, models 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mrlhf.rewards.interface import Rule
 
-__all__ = ["FORMAT_PATTERN", "RULES", "exact_match", "extract_number", "format_match", "gsm8k", "gsm8k_flexible"]
+__all__ = [
+    "ANSWERS",
+    "FORMAT_PATTERN",
+    "RULES",
+    "exact_match",
+    "extract_number",
+    "format_match",
+    "gsm8k",
+    "gsm8k_flexible",
+]
 
 FORMAT_PATTERN = r"(?s)\A(?:(?!####).)*(?<![^\n])#### -?\$?\d[\d,]*(?:\.\d+)?\s*\Z"
 """One "#### number" line, and nothing after it."""
@@ -77,3 +87,10 @@ RULES: dict[str, Rule] = {
     "gsm8k_flexible": gsm8k_flexible,
     "format": format_match,
 }
+
+ANSWERS: dict[str, Callable[[str], str | None]] = {
+    "exact_match": str.strip,
+    "gsm8k": partial(extract_number, strict=True),
+    "gsm8k_flexible": partial(extract_number, strict=False),
+}
+"""What the rules that compare an answer take for it, given the response."""

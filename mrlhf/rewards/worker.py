@@ -48,15 +48,20 @@ def load(file: Path, name: str) -> Callable[..., Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` in builtin types: numbers of any library as float, whatever is no number as its repr."""
+    """`value` in builtin types: numbers of any library as float, whatever is no number as its repr, "pred" as text."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): text(item) if key == "pred" else plain(item) for key, item in value.items()}
     if isinstance(value, (str, bytes)):
         return repr(value)[:200]
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         return repr(value)[:200]
+
+
+def text(value: Any) -> str | None:
+    """An answer as it is compared with others; None where there is none."""
+    return None if value is None else str(value)
 
 
 def summarise(error: BaseException, file: Path) -> str:

@@ -1,22 +1,96 @@
-"""From rewards and values to advantages and returns.
+"""From rewards to advantages and returns, by the estimator that a name stands for.
 
-Advantages leave this file as they are: whitening needs the moments of the whole batch and is the caller's second step.
-This file does not know how the rewards were made.
+Advantages leave this file as they are: whitening (of those in `WHITENED`) needs the moments of the whole batch and is
+the caller's second step. This file does not know how the rewards were made; what needs no critic is in
+`group_advantages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-AdvantageEstimator = Literal["gae"]
-Estimator = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+from mrlhf.rl.group_advantages import (
+    AdvantagesAndReturns,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+
+AdvantageEstimator = Literal[
+    "gae", "grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
+]
+
+WHITENED: frozenset[AdvantageEstimator] = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What estimators see of a batch; a group must be whole in it, and for `gpg` the batch must be.
+
+    Attributes:
+        rewards: [batch, response_len], reward of each token.
+        mask: bool [batch, response_len].
+        groups: int64 [batch], rows with the same number answer one prompt.
+        values: [batch, response_len], the critic's prediction before each token; `gae` alone needs it.
+        greedy_scores: [batch], score of the greedy response to each row's prompt; `remax` alone needs it.
+    """
+
+    rewards: Tensor
+    mask: Tensor
+    groups: Tensor
+    values: Tensor | None = None
+    greedy_scores: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.rewards.shape == self.mask.shape, f"{tuple(self.rewards.shape)}, {tuple(self.mask.shape)}"
+        assert self.groups.shape == self.rewards.shape[:1], f"{tuple(self.groups.shape)}, {tuple(self.rewards.shape)}"
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """Numbers that estimators take; each says which.
+
+    Attributes:
+        gamma: discount of `gae` and `reinforce_plus_plus`.
+        lam: lambda of `gae`, one for all or [batch].
+        critic_lam: lambda of the returns that the critic learns in `gae`; None: as `lam`.
+        norm_by_std: whether `grpo` and `grpo_passk` divide by the group's std.
+        f_norm: divisor of `gpg`.
+    """
+
+    gamma: float = 1.0
+    lam: float | Tensor = 1.0
+    critic_lam: float | None = None
+    norm_by_std: bool = True
+    f_norm: float = 1.0
+
+
+def estimate_advantages(
+    name: AdvantageEstimator, inputs: AdvantageInputs, options: AdvantageOptions
+) -> AdvantagesAndReturns:
+    """Advantages, not yet whitened, and returns by the estimator `name`.
+
+    Returns:
+        Both [batch, response_len], 0 where the mask is.
+
+    Raises:
+        ValueError: `gae` without values, `remax` without greedy scores, `grpo_passk` with a response alone in its
+            group.
+    """
+    return ADVANTAGE_ESTIMATORS[name](inputs, options)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> AdvantagesAndReturns:
     """Generalised advantage estimation, https://arxiv.org/abs/1506.02438.
 
     A masked-out position is skipped: the value and the advantage after it are handed unchanged to the one before it.
@@ -27,15 +101,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         values: [batch, response_len], the critic's prediction before each token.
         mask: bool [batch, response_len].
         gamma: discount.
-        lam: 0 trusts the critic after one token, 1 trusts the rewards alone.
+        lam: 0 trusts the critic after one token, 1 trusts the rewards alone; one for all or [batch].
 
     Returns:
         Advantages and returns (advantage + value), both [batch, response_len], 0 where the mask is.
     """
     assert rewards.shape == values.shape == mask.shape, f"{rewards.shape}, {values.shape}, {mask.shape}"
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
-    next_value = torch.zeros_like(values[:, 0])
-    last = torch.zeros_like(values[:, 0])
+    if isinstance(lam, Tensor):
+        assert lam.shape == values.shape[:1], f"lam {tuple(lam.shape)} against values {tuple(values.shape)}"
+        lam = lam.to(values.dtype)
+    next_value = values.new_zeros(len(values))
+    last = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
         valid = mask[:, t]
@@ -47,4 +124,49 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, returns
 
 
-ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {"gae": gae}
+def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
+    """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late; VAPO, arXiv 2504.05118.
+
+    Args:
+        mask: bool [batch, response_len].
+        alpha: above 0; the sum of the weights of all steps back is about alpha * length.
+
+    Returns:
+        float64 [batch], clamped to [0, 1]; 0 for an empty response.
+    """
+    assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
+    assert alpha > 0, f"alpha {alpha} must be above 0"
+    return (1 - 1 / (alpha * mask.sum(dim=1).double())).clamp(0, 1)
+
+
+def _decoupled_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+    """GAE whose returns may have a lambda of their own, VAPO, https://arxiv.org/abs/2504.05118."""
+    if inputs.values is None:
+        raise ValueError("gae needs values: give the run a critic, or set algorithm.adv_estimator to one without")
+    advantages, returns = gae(inputs.rewards, inputs.values, inputs.mask, options.gamma, options.lam)
+    if options.critic_lam is not None:
+        _, returns = gae(inputs.rewards, inputs.values, inputs.mask, options.gamma, options.critic_lam)
+    return advantages, returns
+
+
+def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+    if inputs.greedy_scores is None:
+        raise ValueError("remax needs greedy_scores: generate and score one greedy response a prompt")
+    return remax(inputs.rewards, inputs.mask, inputs.greedy_scores)
+
+
+Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
+
+ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
+    "gae": _decoupled_gae,
+    "grpo": lambda inputs, options: grpo(inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std),
+    "grpo_passk": lambda inputs, options: grpo_passk(inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std),
+    "rloo": lambda inputs, options: rloo(inputs.rewards, inputs.mask, inputs.groups),
+    "opo": lambda inputs, options: opo(inputs.rewards, inputs.mask, inputs.groups),
+    "gpg": lambda inputs, options: gpg(inputs.rewards, inputs.mask, inputs.groups, options.f_norm),
+    "reinforce_plus_plus": lambda inputs, options: reinforce_plus_plus(inputs.rewards, inputs.mask, options.gamma),
+    "reinforce_plus_plus_baseline": lambda inputs, options: reinforce_plus_plus_baseline(
+        inputs.rewards, inputs.mask, inputs.groups
+    ),
+    "remax": _remax,
+}

@@ -14,7 +14,25 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-KlKind = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full", "k1+", "k3+"]
+KlKind = Literal[
+    "k1",
+    "kl",
+    "abs",
+    "k2",
+    "mse",
+    "k3",
+    "low_var_kl",
+    "k1_clamped",
+    "full",
+    "k1+",
+    "kl+",
+    "abs+",
+    "k2+",
+    "mse+",
+    "k3+",
+    "low_var_kl+",
+    "k1_clamped+",
+]
 KlControllerKind = Literal["fixed", "adaptive"]
 
 LOG_RATIO_LIMIT = 20.0

@@ -1,4 +1,4 @@
-"""Per-token losses of policy and critic, and how tokens are summed into the loss of a mini-batch.
+"""The per-token loss of the critic, and how the tokens of any loss are summed into the loss of a mini-batch.
 
 A loss is a sum and a count. Sums of micro-batches, wherever they run, add up to the sum of the mini-batch, which is
 divided once by the count of the whole (global) mini-batch; so the gradient does not depend on how the mini-batch was
@@ -17,27 +17,6 @@ from mrlhf.rl.masking import masked_mean, masked_sum
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
-LOG_RATIO_LIMIT = 20.0
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """The clipped policy loss and what is told of it; each field [batch, response_len].
-
-    Attributes:
-        per_token: the loss, to be aggregated.
-        ratio: probability under the current policy over that under the old one.
-        approx_kl: -log(ratio), whose mean estimates KL(old || current).
-        clipped: bool, True where the clipped branch was taken.
-        clipped_lower: bool, True where the dual clip was taken.
-    """
-
-    per_token: Tensor
-    ratio: Tensor
-    approx_kl: Tensor
-    clipped: Tensor
-    clipped_lower: Tensor
-
 
 @dataclass(frozen=True)
 class ValueLoss:
@@ -50,37 +29,6 @@ class ValueLoss:
 
     per_token: Tensor
     clipped: Tensor
-
-
-def ppo_policy_loss(
-    logprob: Tensor, old_logprob: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
-) -> PolicyLoss:
-    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, with the dual clip of https://arxiv.org/abs/1912.09729.
-
-    Args:
-        logprob: [batch, response_len], log-probabilities under the policy being trained.
-        old_logprob: [batch, response_len], the same before this step's updates.
-        advantages: [batch, response_len].
-        clip_low: the ratio is clipped from below at 1 - clip_low.
-        clip_high: the ratio is clipped from above at 1 + clip_high.
-        clip_c: bound > 1 on the loss of a token with a negative advantage, in units of that advantage.
-    """
-    assert logprob.shape == old_logprob.shape == advantages.shape
-    assert clip_c > 1, f"clip_c {clip_c} <= 1 would cut into the region that PPO leaves unclipped"
-    log_ratio = (logprob - old_logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = torch.maximum(unclipped, clipped)
-    bound = -advantages * clip_c
-    negative = advantages < 0
-    return PolicyLoss(
-        per_token=torch.where(negative, torch.minimum(surrogate, bound), surrogate),
-        ratio=ratio.detach(),
-        approx_kl=-log_ratio.detach(),
-        clipped=clipped > unclipped,
-        clipped_lower=negative & (surrogate > bound),
-    )
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueLoss:

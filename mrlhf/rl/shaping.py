@@ -1,4 +1,4 @@
-"""From one score a response to one reward a token, KL penalty included.
+"""From one score a response to one reward a token: penalties, normalisation and the KL taken off.
 
 This file does not know who gave the score or how the KL was estimated.
 """
@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mrlhf.rl.masking import masked_sum
+from mrlhf.rl.masking import Moments, masked_sum
+from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_in_groups
 
 KlPlacement = Literal["token", "terminal"]
 
@@ -41,3 +42,52 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: floa
     if placement == "terminal":
         return torch.where(is_last, (scores - kl_coef * masked_sum(kl, mask, dim=1))[:, None], 0)
     return torch.where(is_last, scores[:, None], 0) - kl_coef * kl.masked_fill(~mask, 0)
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
+    """What a response loses for ending in the last `buffer` tokens before the limit.
+
+    The soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to max_length - buffer tokens, and
+    from there on a straight line that reaches -factor at max_length.
+
+    Args:
+        lengths: [batch], tokens of each response.
+        max_length: tokens at which a response is cut.
+        buffer: tokens, at least 1.
+        factor: the loss at `max_length`.
+
+    Returns:
+        [batch], at most 0.
+    """
+    assert 0 < buffer <= max_length, f"an overlong buffer of {buffer} tokens does not fit into {max_length}"
+    return (((max_length - buffer) - lengths) / buffer * factor).clamp(max=0)
+
+
+def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
+    """What a response loses for being cut before it stopped, as TRL's `missing_eos_penalty`.
+
+    Args:
+        stopped: bool [batch], whether the response ended by itself.
+        penalty: at least 0.
+
+    Returns:
+        [batch], -penalty where the response did not stop, 0 elsewhere.
+    """
+    assert stopped.dtype == torch.bool, f"stopped is bool, this one is {stopped.dtype}"
+    assert penalty >= 0, f"a penalty of {penalty} would reward responses that are cut"
+    return torch.zeros(stopped.shape, device=stopped.device).masked_fill(~stopped, -penalty)
+
+
+def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
+    """(score - mean) / (std + 1e-6), [batch], with the moments of a set that `scores` [batch] may be a part of."""
+    return ((scores.double() - moments.mean) / (moments.variance**0.5 + STD_EPS)).to(scores.dtype)
+
+
+def normalise_in_groups(scores: Tensor, groups: Tensor) -> Tensor:
+    """(score - group mean) / (group std + 1e-6), [batch]; a response alone in its group has mean 0 and std 1.
+
+    Args:
+        scores: [batch].
+        groups: int64 [batch], rows with the same number answer one prompt.
+    """
+    return standardise_in_groups(scores, PromptGroups(groups)).to(scores.dtype)

@@ -1,13 +1,13 @@
-"""The policy: log-probabilities and entropy of responses, and the PPO update.
+"""The policy: log-probabilities and entropy of responses, and the update.
 
-It knows the losses of `rl` and how to get log-probabilities out of sharded logits; where advantages come from it does
-not know.
+It knows how to get log-probabilities out of sharded logits; what loss is made of them is in `policy_objective`, and
+where advantages come from it does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,12 +20,10 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import MiniBatch, Pack
 from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
-from mrlhf.rl.kl import kl_penalty
-from mrlhf.rl.losses import aggregate, aggregation_count, ppo_policy_loss
-from mrlhf.rl.masking import masked_sum
+from mrlhf.rl.correction import Correction
+from mrlhf.rl.policy_losses import PolicyLossName
 from mrlhf.roles.base import TrainedRole, spread
-
-UPDATE_METRICS = ("actor/pg_loss", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/ppo_kl", "actor/kl_loss")
+from mrlhf.roles.policy_objective import UPDATE_METRICS, PolicyBatch, PolicyLossSettings, PolicyObjective
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,41 @@ class Evaluation:
     full_kl: Tensor | None
 
 
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """What an update of the policy leaves.
+
+    Attributes:
+        metrics: the `actor/` metrics.
+        logprobs: in bypass mode, float32 [batch, response_len]: each token's log-probability when it was first trained
+            on; else None.
+        evaluated: bool [batch, response_len], where `logprobs` holds one; an update may end before the last row.
+    """
+
+    metrics: dict[str, float]
+    logprobs: Tensor | None
+    evaluated: Tensor
+
+
 class Actor(TrainedRole):
     """The policy that is trained."""
 
     section: ActorSection
 
     def __init__(
-        self, section: ActorSection, spec: ModelSpec, groups: RoleGroups, device: Device, temperature: float
+        self,
+        section: ActorSection,
+        spec: ModelSpec,
+        groups: RoleGroups,
+        device: Device,
+        temperature: float,
+        loss: PolicyLossName | None = None,
+        bypass: Correction | None = None,
     ) -> None:
+        """`loss` None: the section's; `bypass` corrects every mini-batch against the engine's policy."""
         super().__init__(section, spec, groups, device)
         self.temperature = temperature
+        self._loss = PolicyLossSettings(loss or section.policy_loss.loss_mode, section, bypass)
 
     def evaluate(
         self, rollout: Rollout, plan: Sequence[MiniBatch], ref_logits: Sequence[Tensor] | None = None
@@ -78,26 +101,83 @@ class Actor(TrainedRole):
 
     def update(
         self, experience: Experience, plan: Sequence[MiniBatch], ref_logits: Sequence[Tensor] | None = None
-    ) -> dict[str, float]:
-        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch; returns the `actor/` metrics."""
-        rollout = experience.rollout
+    ) -> PolicyUpdate:
+        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch, until the KL says stop.
+
+        Raises:
+            TrainingError: too many gradients in a row were not usable.
+        """
+        rollout, limit = experience.rollout, self.section.target_kl_stop
+        first_seen = torch.zeros(rollout.response_mask.shape, dtype=torch.float32)
+        seen_rows = torch.zeros(len(rollout), dtype=torch.bool)
+
+        def too_far(tally: Tally) -> bool:
+            return limit is not None and tally.means()["actor/ppo_kl"] > limit
+
+        parts = self._parts(rollout, plan, ref_logits)
+        total, steps = Tally(), 0
+        for number, (mini_batch, packs, reference) in enumerate(self.section.ppo_epochs * parts):
+            batch = self._batch(experience, mini_batch, packs)
+            loss = _ActorObjective(self, batch, mini_batch, packs, reference)
+            tally = self.train_mini_batch(packs, loss, UPDATE_METRICS, too_far)
+            if number < len(parts):
+                loss.store_logprobs(first_seen)
+                seen_rows[mini_batch.rows] = True
+            if tally is None:
+                break
+            total.merge(tally)
+            steps += 1
+        metrics = self.end_update("actor", total, steps)
+        if limit is not None:
+            metrics["actor/kl_stopped"] = float(steps < self.section.ppo_epochs * len(parts))
+        logprobs = None
+        if self._loss.bypass is not None:
+            logprobs = first_seen
+            torch.distributed.all_reduce(logprobs, group=self.groups.dp_pp)  # each entry comes from one rank: exact
+        return PolicyUpdate(self._present(metrics), logprobs, rollout.response_mask & seen_rows[:, None])
+
+    def _parts(
+        self, rollout: Rollout, plan: Sequence[MiniBatch], ref_logits: Sequence[Tensor] | None
+    ) -> list[tuple[MiniBatch, list[Pack], Sequence[Tensor] | None]]:
+        """Each mini-batch with this rank's packs of it, and the reference's logits of those packs."""
         sequences, prompts = rollout.sequences(), rollout.prompt_lengths
-        total = Tally()
-        for _ in range(self.section.ppo_epochs):
-            done = 0
-            for mini_batch in plan:
-                packs = self.packs([mini_batch], sequences, prompts, "response")
-                reference = None if ref_logits is None else ref_logits[done : done + len(packs)]
-                loss = _PolicyObjective(self, experience, mini_batch, packs, reference)
-                total.merge(self.train_mini_batch(packs, loss, UPDATE_METRICS))
-                done += len(packs)
-        metrics = total.means()
-        metrics["actor/grad_norm"] = metrics.pop("grad_norm")
-        metrics["actor/approx_kl"] = metrics["actor/ppo_kl"]
-        metrics["actor/lr"] = self.end_update()
-        if not self.section.use_kl_loss:
-            del metrics["actor/kl_loss"]
-        return metrics
+        parts, begin = [], 0
+        for mini_batch in plan:
+            packs = self.packs([mini_batch], sequences, prompts, "response")
+            reference = None if ref_logits is None else ref_logits[begin : begin + len(packs)]
+            parts.append((mini_batch, packs, reference))
+            begin += len(packs)
+        return parts
+
+    def _batch(self, experience: Experience, mini_batch: MiniBatch, packs: Sequence[Pack]) -> PolicyBatch:
+        """The mini-batch's numbers, with those that depend on the current policy at all of its tokens."""
+        batch = PolicyBatch.of(experience, mini_batch.rows)
+        if not self._loss.looks_ahead:
+            return batch
+        local = [replace(pack, rows=_within(mini_batch, pack)) for pack in packs]
+
+        def per_position(logits: Tensor, number: int) -> Tensor:
+            return self._logprobs(logits, packs[number], with_entropy=False)[0][None]
+
+        return self._loss.looked_ahead(batch, self.per_token(local, batch.response_mask, per_position)[0])
+
+    def _present(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics that this configuration measures."""
+        section = self.section
+        measured = {
+            "actor/entropy": self._loss.bypass is not None,  # else it is known from the pass before the update
+            "actor/kl_loss": section.use_kl_loss,
+            "actor/positive_lm_loss": section.positive_lm_coef > 0,
+        }
+        present = {name: value for name, value in metrics.items() if measured.get(name, True)}
+        if "actor/ppo_kl" in present:
+            present["actor/approx_kl"] = present["actor/ppo_kl"]
+        return present
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the update needs entropies: for the bonus, or since no pass before it told them."""
+        return self.section.entropy_coeff != 0 or self._loss.bypass is not None
 
     def _logprobs(self, logits: Tensor, pack: Pack, with_entropy: bool) -> tuple[Tensor, Tensor]:
         logprobs, entropy = vocab_parallel_logprobs(
@@ -115,60 +195,42 @@ class Actor(TrainedRole):
         return vocab_parallel_kl(logits, reference, self.groups.tp, self.temperature, self.spec.vocab_size)
 
 
-class _PolicyObjective:
-    """The loss of one mini-batch, as the pipeline calls it for each of this rank's packs."""
+class _ActorObjective:
+    """The loss of one mini-batch, from the logits of each of this rank's packs."""
 
     def __init__(
         self,
         actor: Actor,
-        experience: Experience,
+        batch: PolicyBatch,
         mini_batch: MiniBatch,
         packs: Sequence[Pack],
         ref_logits: Sequence[Tensor] | None,
     ) -> None:
-        self._actor, self._experience, self._packs, self._ref_logits = actor, experience, packs, ref_logits
-        self._sequences = len(mini_batch.rows)
-        tokens = int(experience.rollout.response_mask[mini_batch.rows].sum())
-        self._count = aggregation_count(tokens, self._sequences, actor.section.loss_agg_mode)
+        self._actor, self._batch, self._mini_batch = actor, batch, mini_batch
+        self._packs, self._ref_logits = packs, ref_logits
+        self._objective = PolicyObjective(actor._loss, batch)
+        self._seen: dict[int, Tensor] = {}
 
     def __call__(self, logits: Tensor, number: int) -> tuple[Tensor, Tally]:
         """The pack's part of the loss, and its tally."""
-        section, pack = self._actor.section, self._packs[number]
-        mask = self._experience.rollout.response_mask[pack.rows].to(logits.device)
-        old_logprobs = self._rows(self._experience.old_logprobs, pack, logits)
-        advantages = self._rows(self._experience.advantages, pack, logits)
-        flat, flat_entropy = self._actor._logprobs(logits, pack, with_entropy=section.entropy_coeff != 0)
+        actor, pack = self._actor, self._packs[number]
+        rows = _within(self._mini_batch, pack)
+        mask = self._batch.response_mask[rows].to(logits.device)
+        flat, flat_entropy = actor._logprobs(logits, pack, with_entropy=actor.wants_entropy)
         logprobs, entropy = spread(torch.stack([flat, flat_entropy]), mask)
-        policy = ppo_policy_loss(
-            logprobs, old_logprobs, advantages, section.clip_low, section.clip_high, section.clip_ratio_c
-        )
-        loss = policy_loss = self._aggregate(policy.per_token, mask)
-        if section.entropy_coeff:
-            loss = loss - section.entropy_coeff * self._aggregate(entropy, mask)
-        tally = Tally()
-        share = len(pack.rows) / self._sequences
-        tally.add("actor/pg_loss", policy_loss, share)
-        tally.add("actor/pg_clipfrac", masked_sum(policy.clipped.float(), mask), mask.sum())
-        tally.add("actor/pg_clipfrac_lower", masked_sum(policy.clipped_lower.float(), mask), mask.sum())
-        tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), mask.sum())
-        if section.use_kl_loss:
-            kl_loss = self._aggregate(self._kl(logits, logprobs, number, mask), mask)
-            loss = loss + section.kl_loss_coef * kl_loss
-            tally.add("actor/kl_loss", kl_loss, share)
-        return loss, tally
-
-    def _kl(self, logits: Tensor, logprobs: Tensor, number: int, mask: Tensor) -> Tensor:
-        if self._actor.section.kl_loss_type == "full":
+        self._seen[number] = logprobs.detach()
+        full_kl = None
+        if actor.section.use_kl_loss and actor.section.kl_loss_type == "full":
             assert self._ref_logits is not None
-            return spread(self._actor._full_kl(logits, self._ref_logits[number])[None], mask)[0]
-        assert self._experience.ref_logprobs is not None
-        reference = self._rows(self._experience.ref_logprobs, self._packs[number], logits)
-        return kl_penalty(logprobs, reference, self._actor.section.kl_loss_type)
+            full_kl = spread(actor._full_kl(logits, self._ref_logits[number])[None], mask)[0]
+        return self._objective(rows, logprobs, entropy, full_kl)
 
-    def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        section = self._actor.section
-        assert section.loss_scale_factor is not None
-        return aggregate(per_token, mask, section.loss_agg_mode, section.loss_scale_factor) / self._count
+    def store_logprobs(self, table: Tensor) -> None:
+        """Write the log-probabilities that this rank's packs had into `table` [batch, response_len]."""
+        for number, logprobs in self._seen.items():
+            table[self._packs[number].rows] = logprobs.float().cpu()
 
-    def _rows(self, table: Tensor, pack: Pack, like: Tensor) -> Tensor:
-        return table[pack.rows].to(like.device)
+
+def _within(mini_batch: MiniBatch, pack: Pack) -> list[int]:
+    """Rows of the pack, counted from the first row of its mini-batch, whose rows stand together."""
+    return [row - mini_batch.rows[0] for row in pack.rows]

@@ -6,6 +6,8 @@ results for the whole batch on every rank. It does not know what its outputs are
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.device import Device, resolve_dtype
+from mrlhf.errors import TrainingError
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import tensor_shapes
@@ -27,6 +30,8 @@ from mrlhf.parallel.microbatch import MiniBatch, Pack, Select, make_pack, plan_m
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.weights.hf import read_weights, write_weights
 from mrlhf.weights.init import initialise
+
+logger = logging.getLogger(__name__)
 
 NEW_HEAD = "score.weight"
 UNUSED_BY_SCALAR = ("lm_head.weight",)
@@ -115,13 +120,19 @@ class Role:
 
 
 class TrainedRole(Role):
-    """A role with gradients, an optimizer and a learning-rate schedule."""
+    """A role with gradients, an optimizer and a learning-rate schedule.
+
+    Attributes:
+        skipped: optimizer steps skipped in a row because of their gradient, up to now.
+    """
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    skipped: int = 0
 
     def prepare(self, optim: OptimSection, total_updates: int) -> None:
         """Build the optimizer around the loaded weights; `total_updates` calls of `end_update` are to come."""
+        self._optim = optim
         distributed = optim.use_distributed_optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         collection = self.groups.collection
@@ -151,25 +162,34 @@ class TrainedRole(Role):
         self.scheduler = learning_rate_schedule(self.optimizer, optim, total_updates)
 
     def train_mini_batch(
-        self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Tally]], names: Sequence[str]
-    ) -> Tally:
-        """One optimizer step on one mini-batch.
+        self,
+        packs: Sequence[Pack],
+        loss: Callable[[Tensor, int], tuple[Tensor, Tally]],
+        names: Sequence[str],
+        stop: Callable[[Tally], bool] | None = None,
+    ) -> Tally | None:
+        """One optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
+
+        A gradient that is not finite, or whose norm is above `skip_grad_norm`, leaves the weights as they are.
 
         Args:
             packs: this rank's share of the mini-batch.
             loss: as for `Pipeline.forward_backward`, its scalar already divided by the global count; the tally holds
                 sums and counts over the pack.
             names: every name that a tally may hold.
+            stop: given the tally of the whole mini-batch, whether the step is not to be taken.
 
         Returns:
-            The tally of the whole mini-batch and `grad_norm` (before clipping), equal on every rank.
+            The tally of the whole mini-batch, equal on every rank; with `grad_norm` (before clipping) of a step that
+            was taken, and `skipped`, 0 or 1. None where `stop` said so.
+
+        Raises:
+            TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         tallies = self.pipeline.forward_backward(packs, loss)
-        successful, grad_norm, _ = self.optimizer.step()
-        assert successful, "the optimizer skipped a step"
         self.model.eval()
         share = Tally()
         for tally in tallies:
@@ -177,14 +197,54 @@ class TrainedRole(Role):
         vector = share.to_vector(names)
         torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
         whole = Tally.from_vector(names, vector)
-        whole.add("grad_norm", float(grad_norm), 1)
+        if stop is not None and stop(whole):
+            return None
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # the same on every rank: it is reduced over all of them
+        limit = self._optim.skip_grad_norm
+        usable = math.isfinite(grad_norm) and (limit is None or grad_norm <= limit)
+        if usable:
+            successful, *_ = self.optimizer.step()
+            assert successful, "the optimizer refused finite gradients"
+            whole.add("grad_norm", grad_norm, 1)
+            self.skipped = 0
+        else:
+            self._skip(grad_norm)
+        whole.add("skipped", not usable, 1)
         return whole
 
-    def end_update(self) -> float:
-        """Advance the learning-rate schedule by one update; returns the rate (per step) that the update used."""
-        used = max(group["lr"] for group in self.optimizer.param_groups)
+    def _skip(self, grad_norm: float) -> None:
+        self.skipped += 1
+        limit, most = self._optim.skip_grad_norm, self._optim.max_skipped_steps
+        bound = "" if limit is None else f" (limit skip_grad_norm {limit:g})"
+        if torch.distributed.get_rank() == 0:
+            logger.warning("skipped an optimizer step: gradient norm %g%s, %d in a row", grad_norm, bound, self.skipped)
+        if self.skipped >= most:
+            raise TrainingError(
+                f"{self.skipped} optimizer steps in a row had an unusable gradient, the last of norm {grad_norm:g}"
+                f"{bound}; lower the learning rate, look at the rewards and the data, or raise max_skipped_steps"
+            )
+
+    def end_update(self, prefix: str, total: Tally, mini_batches: int) -> dict[str, float]:
+        """Advance the learning-rate schedule by one update, and tell what the update did.
+
+        Args:
+            prefix: of the metrics' names.
+            total: the merged tallies of `train_mini_batch`.
+            mini_batches: how many were merged.
+
+        Returns:
+            The tally's means; `<prefix>/grad_norm`, the mean over the steps taken; `<prefix>/optimizer_steps` taken;
+            `<prefix>/skipped_steps`; and `<prefix>/lr`, the rate (per step) that they used.
+        """
+        metrics = total.means()
+        skipped = round(metrics.pop("skipped", 0.0) * mini_batches)
+        metrics[f"{prefix}/grad_norm"] = metrics.pop("grad_norm", math.nan)
+        metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
+        metrics[f"{prefix}/skipped_steps"] = skipped
+        metrics[f"{prefix}/lr"] = max(group["lr"] for group in self.optimizer.param_groups)
         self.scheduler.step(1)
-        return used
+        return metrics
 
 
 def spread(flat: Tensor, mask: Tensor) -> Tensor:

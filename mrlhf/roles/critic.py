@@ -31,16 +31,14 @@ class Critic(TrainedRole):
         """`ppo_epochs` passes over the batch, one optimizer step a mini-batch; returns the `critic/` metrics."""
         rollout = experience.rollout
         sequences, prompts = rollout.sequences(), rollout.prompt_lengths
-        total = Tally()
-        for _ in range(self.section.ppo_epochs):
-            for mini_batch in plan:
-                packs = self.packs([mini_batch], sequences, prompts, "response")
-                loss = _ValueObjective(self.section, experience, mini_batch, packs)
-                total.merge(self.train_mini_batch(packs, loss, UPDATE_METRICS))
-        metrics = total.means()
-        metrics["critic/grad_norm"] = metrics.pop("grad_norm")
-        metrics["critic/lr"] = self.end_update()
-        return metrics
+        total, mini_batches = Tally(), self.section.ppo_epochs * list(plan)
+        for mini_batch in mini_batches:
+            packs = self.packs([mini_batch], sequences, prompts, "response")
+            loss = _ValueObjective(self.section, experience, mini_batch, packs)
+            tally = self.train_mini_batch(packs, loss, UPDATE_METRICS)
+            assert tally is not None
+            total.merge(tally)
+        return self.end_update("critic", total, len(mini_batches))
 
 
 class _ValueObjective:
@@ -51,16 +49,17 @@ class _ValueObjective:
     ) -> None:
         self._section, self._experience, self._packs = section, experience, packs
         self._sequences = len(mini_batch.rows)
-        tokens = int(experience.rollout.response_mask[mini_batch.rows].sum())
+        tokens = int(experience.loss_mask[mini_batch.rows].sum())
         self._count = aggregation_count(tokens, self._sequences, section.loss_agg_mode)
 
     def __call__(self, output: Tensor, number: int) -> tuple[Tensor, Tally]:
         """The pack's part of the loss, and its tally."""
         section, pack = self._section, self._packs[number]
-        mask = self._experience.rollout.response_mask[pack.rows].to(output.device)
-        tables = (self._experience.values, self._experience.returns)
-        old_values, returns = (table[pack.rows].to(output.device) for table in tables)
-        values = spread(output[:, 0].float()[None], mask)[0]
+        experience = self._experience
+        assert experience.values is not None, "a critic is trained, so there are its values"
+        tables = (experience.rollout.response_mask, experience.loss_mask, experience.values, experience.returns)
+        response_mask, mask, old_values, returns = (table[pack.rows].to(output.device) for table in tables)
+        values = spread(output[:, 0].float()[None], response_mask)[0]
         squared = value_loss(values, old_values, returns, section.cliprange_value)
         assert section.loss_scale_factor is not None
         summed = aggregate(squared.per_token, mask, section.loss_agg_mode, section.loss_scale_factor)

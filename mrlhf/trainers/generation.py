@@ -70,7 +70,9 @@ class Generator:
         moved, had_to_move, peak, seconds = torch.stack(every).unbind(dim=1)
         return ReshardStats(int(moved.sum()), int(had_to_move.sum()), int(peak.max()), float(seconds.max()))
 
-    def generate(self, prompts: Prompts, sampling: SamplingParams, stream: str, step: int | None = None) -> Rollout:
+    def generate(
+        self, prompts: Prompts, sampling: SamplingParams, stream: str, step: int | None = None, refill: int = 0
+    ) -> Rollout:
         """Sample responses to `prompts`, the same on every rank.
 
         Args:
@@ -79,11 +81,15 @@ class Generator:
             stream: names the use ("train", "validation"); under the same name, step, weights and run seed a prompt gets
                 the same responses again, under another one it gets other random numbers.
             step: training step, where the stream has a batch in each.
+            refill: number of the batch within the step, where it has several.
 
         Raises:
-            EngineError: the engine cannot serve the prompts, or there is not enough memory.
+            EngineError: the engine cannot serve the prompts, gave a log-probability that is no number, or there is not
+                enough memory.
         """
         name = stream if step is None else f"{stream} {step}"
+        if refill:
+            name += f" refill {refill}"
         sampling = replace(sampling, seed=mix_seed(self.seed, name))
         lengths = self.lengths.setdefault(stream, ResponseLengths())
         expected = [lengths.expected(uid, sampling.max_tokens) for uid in prompts.uid]
@@ -140,6 +146,13 @@ class Generator:
         response_ids[row_of, position] = tokens.long()
         mask[row_of, position] = True
         rollout_logprobs[row_of, position] = logprobs
+        if not torch.isfinite(rollout_logprobs).all():
+            row = int((~torch.isfinite(rollout_logprobs)).any(dim=1).nonzero()[0])
+            raise EngineError(
+                f"the engine gave a token of prompt uid {prompts.uid[row // n]} the log-probability inf or nan; the "
+                "policy's weights are probably not finite: look at actor/grad_norm of the steps before, lower "
+                "actor.optim.lr or set actor.optim.skip_grad_norm"
+            )
         return Rollout(
             prompts=prompts.repeat(n),
             sample_index=[row % n for row in range(total)],

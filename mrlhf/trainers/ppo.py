@@ -10,18 +10,19 @@ import time
 
 from torch import Tensor
 
-from mrlhf.batch import Experience, Rollout
+from mrlhf.batch import Experience
 from mrlhf.config.roots import PPOConfig
+from mrlhf.errors import TrainingError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.trainers.collect import Collected
 from mrlhf.trainers.evaluate import evaluate
-from mrlhf.trainers.experience import make_experience
+from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
-from mrlhf.trainers.report import closing_report, dump_rollout
+from mrlhf.trainers.report import closing_report, dump_rollout, save_batch
 from mrlhf.trainers.reporting import Reporter
-from mrlhf.trainers.scoring import Scores
 from mrlhf.trainers.startup import Run, export_checkpoint, start
 
 logger = logging.getLogger(__name__)
@@ -75,21 +76,16 @@ class PPOTrainer:
         parts, timer = self.parts, PhaseTimer(self.run.device.synchronize)
         metrics: dict[str, float] = {"training/global_step": number, "training/epoch": parts.sampler.epoch}
         with timer("step"):
-            prompts = parts.prompts.batch(next(parts.sampler))
             with timer("reshard"):
                 handover = parts.generator.take_weights(version=number - 1)
-            with timer("gen"):
-                rollout = parts.generator.generate(prompts, self.sampling, stream="train", step=number)
-                parts.generator.rest()
-            metrics |= parts.generator.metrics
-            with timer("reward"):
-                scores = parts.scorer.score(rollout)
-            experience = self.evaluate_rollout(rollout, scores, timer, metrics)
-            with timer("update_critic"):
-                metrics |= parts.critic.update(experience, parts.critic_plan(rollout))
-            if number >= self.config.trainer.critic_warmup:
-                with timer("update_actor"):
-                    metrics |= parts.actor.update(experience, parts.actor_plan(rollout), self._ref_logits)
+            collected = parts.collector.collect(number, self.sampling, timer)
+            rollout, scores = collected.rollout, collected.scores
+            metrics |= collected.metrics
+            experience = self.evaluate_rollout(collected, timer, metrics)
+            try:
+                self.update(number, experience, timer, metrics)
+            except TrainingError as error:
+                raise self.with_saved_batch(error, number, experience) from error
             self._ref_logits = None
         if self.test_is_due(number):
             with timer("testing"):
@@ -105,29 +101,59 @@ class PPOTrainer:
         metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
         return metrics | timer.metrics()
 
-    def evaluate_rollout(
-        self, rollout: Rollout, scores: Scores, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> Experience:
+    def evaluate_rollout(self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]) -> Experience:
         """Old and reference log-probs, values, rewards, advantages; adds to `metrics` what comes up on the way."""
-        parts, algorithm = self.parts, self.config.algorithm
-        ref_logprobs = None
+        parts, algorithm, rollout = self.parts, self.config.algorithm, collected.rollout
+        ref_logprobs = old = values = None
         with timer("ref"):
             if parts.reference is not None:
                 ref_logprobs = parts.reference.logprobs(rollout)
                 if self.config.needs_full_kl:
                     self._ref_logits = parts.reference.logits(rollout, parts.actor_plan(rollout))
-        with timer("old_log_prob"):
-            old = parts.actor.evaluate(rollout, parts.actor_plan(rollout), self._ref_logits)
-        with timer("values"):
-            values = parts.critic.values(rollout, parts.critic_plan(rollout))
+        if not algorithm.rollout_correction.bypass_mode:
+            with timer("old_log_prob"):
+                old = parts.actor.evaluate(rollout, parts.actor_plan(rollout), self._ref_logits)
+            metrics["actor/entropy"] = float(old.entropy[rollout.response_mask].mean())
+            mask = rollout.response_mask
+            metrics |= correction_metrics(old.logprobs, rollout, mask, algorithm.rollout_correction)
+        if parts.critic is not None:
+            with timer("values"):
+                values = parts.critic.values(rollout, parts.critic_plan(rollout))
         with timer("adv"):
             coefficient = self.kl_controller.value
-            experience, kl = make_experience(rollout, scores.total, old, ref_logprobs, values, algorithm, coefficient)
-        metrics["actor/entropy"] = float(old.entropy[rollout.response_mask].mean())
+            shaped = parts.shaper.shape(collected.scores.total, rollout)
+            opinions = Opinions(old, ref_logprobs, values)
+            experience, kl = make_experience(collected, shaped, opinions, algorithm, coefficient)
         if kl is not None:
             metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
             self.kl_controller.update(kl, len(rollout))
         return experience
+
+    def update(self, number: int, experience: Experience, timer: PhaseTimer, metrics: dict[str, float]) -> None:
+        """Train critic and actor, adding their metrics to `metrics`.
+
+        Raises:
+            TrainingError: a role's gradients were not usable too many times in a row.
+        """
+        parts, rollout = self.parts, experience.rollout
+        if parts.critic is not None:
+            with timer("update_critic"):
+                metrics |= parts.critic.update(experience, parts.critic_plan(rollout))
+        if number < self.config.trainer.critic_warmup:
+            return
+        with timer("update_actor"):
+            done = parts.actor.update(experience, parts.actor_plan(rollout), self._ref_logits)
+        metrics |= done.metrics
+        if done.logprobs is not None:
+            correction = self.config.algorithm.rollout_correction
+            metrics |= correction_metrics(done.logprobs, rollout, done.evaluated, correction)
+
+    def with_saved_batch(self, error: TrainingError, number: int, experience: Experience) -> TrainingError:
+        """The error, with the place where the batch that it arose from now lies."""
+        path = self.run.output_dir / f"failed_step_{number:06d}.pt"
+        if self.run.speaks:
+            save_batch(path, experience)
+        return TrainingError(f"training step {number}: {error}; the batch is in {path}")
 
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""

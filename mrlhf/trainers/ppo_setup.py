@@ -32,7 +32,10 @@ from mrlhf.reshard.plan import plan
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.frozen import Reference, RewardModel
+from mrlhf.trainers.collect import Collector
+from mrlhf.trainers.experience import make_correction
 from mrlhf.trainers.generation import Generator
+from mrlhf.trainers.reward_shaping import RewardShaper
 from mrlhf.trainers.scoring import Scorer
 from mrlhf.trainers.startup import Run, check_vocabulary
 from mrlhf.weights.shard import Piece
@@ -67,23 +70,27 @@ class Parts:
 
     Attributes:
         tokenizer: of all models.
-        prompts: the training prompts.
         held_out: the validation prompts, if there are any.
         sampler: the order of training prompts.
         steps: training steps of the run.
+        critic: where the advantage estimator needs one.
+        reference: where a KL is asked for.
+        shaper: of rewards.
+        collector: fills the batch of a step.
         samples_per_mini_batch: samples (prompts x n) of one optimizer step, by role.
     """
 
     tokenizer: Tokenizer
-    prompts: PromptDataset
     held_out: Prompts | None
     sampler: StatefulSampler
     steps: int
     actor: Actor
-    critic: Critic
+    critic: Critic | None
     reference: Reference | None
     generator: Generator
     scorer: Scorer
+    shaper: RewardShaper
+    collector: Collector
     samples_per_mini_batch: dict[str, int]
 
     def actor_plan(self, rollout: Rollout) -> list[MiniBatch]:
@@ -92,6 +99,7 @@ class Parts:
 
     def critic_plan(self, rollout: Rollout) -> list[MiniBatch]:
         """How the critic cuts the rollout."""
+        assert self.critic is not None
         return self.critic.plan([len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["critic"])
 
 
@@ -107,25 +115,39 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     _check_stop(config.rollout.stop, tokenizer)
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
-    sampler = StatefulSampler(len(prompts), config.data.train_batch_size, seed=config.seed, shuffle=config.data.shuffle)
+    assert config.data.gen_batch_size is not None
+    sampler = StatefulSampler(len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle)
     steps = config.trainer.steps(len(prompts), config.data.train_batch_size)
     reward_model = _reward_model(config, run)
     actor, critic, reference = _roles(config, run, tokenizer)
     scorer = Scorer(config.reward, tokenizer, reward_model, actor.groups.world)
     # The optimizer re-homes parameters, so the engine is connected after it.
     actor.prepare(config.actor.optim, steps)
-    critic.prepare(config.critic.optim, steps)
+    if critic is not None:
+        critic.prepare(config.critic.optim, steps)
+    generator = _generator(config, run, actor, tokenizer)
+    shaper = RewardShaper(config.algorithm, config.data.max_response_length)
+    collector = Collector(
+        generator=generator,
+        scorer=scorer,
+        shaper=shaper,
+        prompts=map(prompts.batch, sampler),
+        train_batch_size=config.data.train_batch_size,
+        filters=config.algorithm.filter_groups,
+        greedy_baseline=config.algorithm.adv_estimator == "remax",
+    )
     return Parts(
         tokenizer=tokenizer,
-        prompts=prompts,
         held_out=None if held_out is None else held_out.batch(range(len(held_out))),
         sampler=sampler,
         steps=steps,
         actor=actor,
         critic=critic,
         reference=reference,
-        generator=_generator(config, run, actor, tokenizer),
+        generator=generator,
         scorer=scorer,
+        shaper=shaper,
+        collector=collector,
         samples_per_mini_batch={
             "actor": config.actor.ppo_mini_batch_size * config.rollout.n,
             "critic": config.critic.ppo_mini_batch_size * config.rollout.n,
@@ -148,24 +170,39 @@ def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> Promp
     return PromptDataset(files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts)
 
 
-def _roles(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> tuple[Actor, Critic, Reference | None]:
-    temperature = config.rollout.temperature
-    spec = load_spec(config.actor.path, "lm")
-    check_vocabulary("actor", spec, tokenizer)
-    actor = Actor(config.actor, spec, run.groups("actor", config.actor), run.device, temperature)
-    actor.load(config.actor.path, config.seed)
-    critic_spec = load_spec(config.critic.path, "scalar")
-    check_vocabulary("critic", critic_spec, tokenizer)
-    critic = Critic(config.critic, critic_spec, run.groups("critic", config.critic), run.device)
-    critic.load(config.critic.path, config.seed)
-    if not config.needs_reference:
-        return actor, critic, None
-    reference_spec = load_spec(config.reference.path, "lm")
-    check_vocabulary("reference", reference_spec, tokenizer)
-    groups = run.groups("reference", config.reference)
-    reference = Reference(config.reference, reference_spec, groups, run.device, temperature)
-    reference.load(config.reference.path, config.seed)
+def _roles(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> tuple[Actor, Critic | None, Reference | None]:
+    critic: Critic | None = None
+    reference: Reference | None = None
+    actor = _actor(config, run, tokenizer)
+    if config.needs_critic:
+        spec = load_spec(config.critic.path, "scalar")
+        check_vocabulary("critic", spec, tokenizer)
+        critic = Critic(config.critic, spec, run.groups("critic", config.critic), run.device)
+        critic.load(config.critic.path, config.seed)
+    if config.needs_reference:
+        spec = load_spec(config.reference.path, "lm")
+        check_vocabulary("reference", spec, tokenizer)
+        groups = run.groups("reference", config.reference)
+        reference = Reference(config.reference, spec, groups, run.device, config.rollout.temperature)
+        reference.load(config.reference.path, config.seed)
     return actor, critic, reference
+
+
+def _actor(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Actor:
+    spec, correction = load_spec(config.actor.path, "lm"), config.algorithm.rollout_correction
+    check_vocabulary("actor", spec, tokenizer)
+    bypass = make_correction(correction) if correction.bypass_mode else None
+    actor = Actor(
+        config.actor,
+        spec,
+        run.groups("actor", config.actor),
+        run.device,
+        config.rollout.temperature,
+        loss="reinforce" if correction.loss_type == "reinforce" else None,
+        bypass=bypass,
+    )
+    actor.load(config.actor.path, config.seed)
+    return actor
 
 
 def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from mrlhf.batch import Experience
 from mrlhf.data.rows import write_rows
 from mrlhf.data.tokenizer import Tokenizer
@@ -57,6 +59,14 @@ def dump_rollout(output_dir: Path, step: int, experience: Experience, scores: Sc
     directory = output_dir / "rollouts"
     directory.mkdir(exist_ok=True)
     write_rows(directory / f"step_{step:06d}.jsonl", rows)
+
+
+def save_batch(path: Path, experience: Experience) -> None:
+    """Write a training batch for study: plain tensors and lists, read by `torch.load(path)`."""
+    rollout = experience.rollout
+    tables = {name: value for name, value in vars(experience).items() if name != "rollout"}
+    tables |= {name: value for name, value in vars(rollout).items() if name != "prompts"}
+    torch.save(tables | {"prompts": rollout.prompts.token_ids, "uid": rollout.prompts.uid}, path)
 
 
 def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: float) -> None:

@@ -67,9 +67,9 @@ class RewardModelTrainer(SupervisedTrainer):
                 tally.add(name, value, len(margin))
             return total / len(rows), tally
 
-        metrics = self.model.train_mini_batch(packs, loss, names).means()
-        metrics["rm/grad_norm"] = metrics.pop("grad_norm")
-        return metrics | {"rm/lr": self.model.end_update(), "perf/total_num_tokens": sum(lengths)}
+        tally = self.model.train_mini_batch(packs, loss, names)
+        assert tally is not None
+        return self.model.end_update("rm", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
 
     def validate(self) -> dict[str, float]:
         """`val/accuracy`: share of held-out pairs whose chosen response scores higher; and the loss on them."""

@@ -54,9 +54,9 @@ class SFTTrainer(SupervisedTrainer):
             tally.add("sft/loss", total, len(packs[number].targets))
             return total / count, tally
 
-        metrics = self.model.train_mini_batch(packs, loss, ("sft/loss",)).means()
-        metrics["sft/grad_norm"] = metrics.pop("grad_norm")
-        return metrics | {"sft/lr": self.model.end_update(), "perf/total_num_tokens": sum(lengths)}
+        tally = self.model.train_mini_batch(packs, loss, ("sft/loss",))
+        assert tally is not None
+        return self.model.end_update("sft", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
 
     def validate(self) -> dict[str, float]:
         """`val/loss`: the mean over the response tokens of the held-out rows, nats."""

@@ -5,6 +5,7 @@ It does not know the loss.
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from mrlhf.config.roots import SupervisedConfig
 from mrlhf.config.sections import TrainerSection
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
 from mrlhf.roles.base import TrainedRole
@@ -64,14 +66,28 @@ class SupervisedTrainer(ABC):
         with Reporter(*arguments) as reporter:
             for step in range(1, self._steps + 1):
                 timer = PhaseTimer(self.run.device.synchronize)
+                rows = next(self._sampler)
                 with timer("step"):
-                    metrics = self.step(next(self._sampler))
+                    try:
+                        metrics = self.step(rows)
+                    except TrainingError as error:
+                        raise self._with_saved_rows(error, step, rows) from error
                 if step == self._steps or (self._trainer.test_freq and step % self._trainer.test_freq == 0):
                     with timer("testing"):
                         metrics |= self.validate()
                 metrics |= timer.metrics()
                 metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timer.seconds["step"]
                 reporter.report(step, metrics)
+        self._finish(metrics, began)
+
+    def _with_saved_rows(self, error: TrainingError, step: int, rows: Sequence[int]) -> TrainingError:
+        """The error, with the place where the numbers of the batch's training rows now are."""
+        path = self.run.output_dir / f"failed_step_{step:06d}.json"
+        if self.run.speaks:
+            path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
+        return TrainingError(f"training step {step}: {error}; the numbers of the batch's rows are in {path}")
+
+    def _finish(self, metrics: dict[str, float], began: float) -> None:
         checkpoint = self.run.output_dir / "model"
         export_checkpoint(self.model, self.tokenizer, checkpoint, self._trainer.max_shard_size_mb)
         if self.run.speaks:

@@ -15,16 +15,16 @@ import torch
 import yaml
 from torch import Tensor
 
-from mrlhf.batch import Experience, Rollout
+from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, check, check_models, load_config
 from mrlhf.data.arithmetic import write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import RewardError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.trainers.collect import Collected
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
-from mrlhf.trainers.scoring import Scores
 from mrlhf.trainers.startup import Run
 from tests import plain_ppo
 from tests.ranks import run_ranks
@@ -96,10 +96,8 @@ class Watched(PPOTrainer):
 
     experience: Experience
 
-    def evaluate_rollout(
-        self, rollout: Rollout, scores: Scores, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> Experience:
-        self.experience = super().evaluate_rollout(rollout, scores, timer, metrics)
+    def evaluate_rollout(self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]) -> Experience:
+        self.experience = super().evaluate_rollout(collected, timer, metrics)
         return self.experience
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pytest
 import torch
@@ -19,16 +19,25 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.batch import Experience
-from mrlhf.config.sections import ActorOptimSection, ActorSection, CriticSection, OptimSection, ReferenceSection
+from mrlhf.config.sections import (
+    ActorOptimSection,
+    ActorSection,
+    CriticSection,
+    OptimSection,
+    PolicyLossSection,
+    ReferenceSection,
+)
 from mrlhf.device import Device
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.rl.correction import Correction, Criterion
+from mrlhf.rl.policy_losses import PolicyLossName
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.base import Role
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.frozen import Reference
-from tests import plain_ppo
+from tests import plain_losses, plain_ppo
 from tests.plain_ppo import Case, Outcome
 from tests.ranks import run_ranks
 
@@ -39,12 +48,42 @@ LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2)]
 MODELS = ("llama", "qwen2-tied")
 NEAR = {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.3, "entropy_coeff": 0.05}
 FULL = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.3}
+TRUST = {"clip_ratio_low": plain_losses.TRUST_LOW, "clip_ratio_high": plain_losses.TRUST_HIGH}
 CASES = {
     "plain": Case("llama", "token-mean"),
     "clipped gradient": Case("qwen2-tied", "token-sum", clip_grad=1.0),
     "sampled KL and entropy": Case("qwen2-tied", "seq-mean-token-mean", NEAR),
     "full KL": Case("llama", "seq-mean-token-sum-norm", FULL),
     "entropy": Case("llama", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
+    "weights and rejection": Case("llama", "token-mean", NEAR, corrected=True),
+    "rejection by sequence means": Case("llama", "seq-mean-token-mean", corrected=True, loss="gspo"),
+    "positive examples": Case("llama", "token-mean", {"positive_lm_coef": 0.3}),
+    "bypass, reinforce": Case("llama", "token-mean", loss="reinforce", bypass="reinforce"),
+    "bypass, sequence weights": Case("llama", "seq-mean-token-sum", loss="reinforce", bypass="sequence"),
+    "bypass, rejection": Case("llama", "token-mean", bypass="geo"),
+} | {
+    loss: Case(
+        "llama",
+        "seq-mean-token-mean" if loss in ("gspo", "sapo", "geo_mean") else "token-mean",
+        TRUST if loss.startswith("dppo") else {},
+        loss=loss,
+    )
+    for loss in get_args(PolicyLossName)
+    if loss not in ("vanilla", "reinforce")
+}
+UNCLIPPED = ("sapo", "gpg", "reinforce", "surrogate", "kl_cov")
+CLIPPED_BELOW = ("vanilla", "geo_mean")
+COVARIANCE = PolicyLossSection(
+    clip_cov_ratio=plain_losses.COV_FRACTION,
+    clip_cov_lb=plain_losses.COV_BOUNDS[0],
+    clip_cov_ub=plain_losses.COV_BOUNDS[1],
+    kl_cov_ratio=plain_losses.COV_FRACTION,
+    ppo_kl_coef=plain_losses.PPO_KL_COEF,
+)
+BYPASS = {
+    "reinforce": Correction("token", None, plain_losses.THRESHOLD, normalise=True, criteria=()),
+    "sequence": Correction("sequence", None, plain_losses.THRESHOLD, normalise=False, criteria=()),
+    "geo": Correction(None, None, 1.0, False, (Criterion("seq_mean_k1", 1 / plain_losses.BAND, plain_losses.BAND),)),
 }
 
 
@@ -99,14 +138,18 @@ def _actor(root: Path, case: Case, form: Form, groups: RoleGroups, **changes: An
     settings: dict[str, Any] = {
         "path": str(root / case.model),
         "ppo_epochs": plain_ppo.EPOCHS,
-        "clip_ratio_low": plain_ppo.CLIP_LOW,
-        "clip_ratio_high": plain_ppo.CLIP_HIGH,
-        "clip_ratio_c": plain_ppo.CLIP_C,
+        "clip_ratio_low": plain_losses.CLIP_LOW,
+        "clip_ratio_high": plain_losses.CLIP_HIGH,
+        "clip_ratio_c": plain_losses.CLIP_C,
+        "tau_pos": plain_losses.TAU_POS,
+        "tau_neg": plain_losses.TAU_NEG,
+        "policy_loss": COVARIANCE,
         "loss_agg_mode": case.agg,
         "loss_scale_factor": plain_ppo.SCALE,
     }
     settings |= form.settings(groups) | case.settings | {"optim": _optim(ActorOptimSection, case, form)} | changes
-    actor = _build(Actor, ActorSection(**settings), groups, "lm", plain_ppo.TEMPERATURE)
+    bypass = None if case.bypass is None else BYPASS[case.bypass]
+    actor = _build(Actor, ActorSection(**settings), groups, "lm", plain_ppo.TEMPERATURE, case.loss, bypass)
     actor.prepare(actor.section.optim, total_updates=1)
     return actor
 
@@ -144,26 +187,28 @@ def _optim(make: type[OptimSection], case: Case, form: Form) -> OptimSection:
     )
 
 
-def _experience(root: Path, model: str) -> Experience:
+def _experience(root: Path, model: str, corrected: bool = False) -> Experience:
     experience: Experience = torch.load(root / f"{model}.experience", weights_only=False)
-    return experience
+    return plain_ppo.with_correction(experience) if corrected else experience
 
 
 def _train(root: Path, name: str, form: Form, groups: RoleGroups, out: Path) -> dict[str, float]:
     """Update actor and critic from the same experience; their weights go to `out`, their metrics are returned."""
     case = CASES[name]
-    experience = _experience(root, case.model)
+    experience = _experience(root, case.model, case.corrected)
     rollout = experience.rollout
     lengths = [len(tokens) for tokens in rollout.sequences()]
-    actor, critic = _actor(root, case, form, groups), _critic(root, case, form, groups)
+    actor = _actor(root, case, form, groups)
     plan = actor.plan(lengths, plain_ppo.MINI_BATCH)
     ref_logits = None
     if case.settings.get("kl_loss_type") == "full":
         ref_logits = _reference(root, case, form, groups).logits(rollout, plan)
-    metrics = actor.update(experience, plan, ref_logits)
-    metrics |= critic.update(experience, critic.plan(lengths, plain_ppo.MINI_BATCH))
+    metrics = actor.update(experience, plan, ref_logits).metrics
     actor.export(out / "actor", 10**9)
-    critic.export(out / "critic", 10**9)
+    if case.has_critic:
+        critic = _critic(root, case, form, groups)
+        metrics |= critic.update(experience, critic.plan(lengths, plain_ppo.MINI_BATCH))
+        critic.export(out / "critic", 10**9)
     return metrics
 
 
@@ -196,7 +241,7 @@ def _first_update(root: Path, model: str, form: Form, groups: RoleGroups, dtype:
     plan = actor.plan([len(tokens) for tokens in experience.rollout.sequences()], len(experience.rollout))
     logprobs = actor.evaluate(experience.rollout, plan).logprobs
     fresh = replace(experience, old_logprobs=logprobs, ref_logprobs=logprobs)
-    return {**actor.update(fresh, plan), "logprobs": logprobs.tolist()}
+    return {**actor.update(fresh, plan).metrics, "logprobs": logprobs.tolist()}
 
 
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
@@ -231,13 +276,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(root: Path) -> dict[str, tuple[Outcome, Outcome]]:
-    """Actor and critic of each case, as the plain loop trains them."""
+def expected(root: Path) -> dict[str, dict[str, Outcome]]:
+    """Actor and, where there is one, critic of each case, as the plain loop trains them."""
     outcomes = {}
     for name, case in CASES.items():
-        experience, model = _experience(root, case.model), root / case.model
-        actor = plain_ppo.train_actor(case, model, experience)
-        outcomes[name] = actor, plain_ppo.train_critic(case, model, experience)
+        experience, model = _experience(root, case.model, case.corrected), root / case.model
+        outcomes[name] = {"actor": plain_ppo.train_actor(case, model, experience)}
+        if case.has_critic:
+            outcomes[name]["critic"] = plain_ppo.train_critic(case, model, experience)
     return outcomes
 
 
@@ -247,11 +293,16 @@ def world(request: pytest.FixtureRequest, root: Path) -> tuple[Path, list[dict[s
     return root / str(request.param), run_ranks(request.param, _in_ranks, str(root))
 
 
-def test_the_plain_loop_meets_every_branch(expected: dict[str, tuple[Outcome, Outcome]]) -> None:
+def test_the_plain_loop_meets_every_branch(expected: dict[str, dict[str, Outcome]]) -> None:
     for name, outcomes in expected.items():
-        for metric, value in (outcomes[0].metrics | outcomes[1].metrics).items():
-            assert math.isfinite(value) and value != 0, (name, metric, value)
-        for role, outcome in zip(("actor", "critic"), outcomes, strict=True):
+        for metric, value in (pair for outcome in outcomes.values() for pair in outcome.metrics.items()):
+            clips = metric == "actor/pg_clipfrac" and CASES[name].loss not in UNCLIPPED
+            clips |= (
+                metric == "actor/pg_clipfrac_lower" and CASES[name].loss in CLIPPED_BELOW and not CASES[name].bypass
+            )
+            assert math.isfinite(value), (name, metric, value)
+            assert value != 0 or (metric.startswith("actor/pg_clipfrac") and not clips), (name, metric, value)
+        for role, outcome in outcomes.items():
             assert outcome.metrics[f"{role}/grad_norm"] > CASES[name].clip_grad
 
 
@@ -259,13 +310,13 @@ def _named(title: str, message: str) -> str:
     return f"{title}: {message}"
 
 
-def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, tuple[Outcome, Outcome]]) -> None:
+def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, dict[str, Outcome]]) -> None:
     directory, ranks = world
     labels = ranks[0]["trained"]
-    assert {label.split(", ")[1] for label in labels} == CASES.keys()
+    assert {label.split(", ", 1)[1] for label in labels} == CASES.keys()
     for label, metrics in labels.items():
         assert all(rank["trained"][label] == metrics for rank in ranks), f"{label}: ranks tell different metrics"
-        for role, outcome in zip(("actor", "critic"), expected[label.split(", ")[1]], strict=True):
+        for role, outcome in expected[label.split(", ", 1)[1]].items():
             for name, value in outcome.metrics.items():
                 assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{label}: {name}"
             weights = load_file(directory / label / role / "model.safetensors")

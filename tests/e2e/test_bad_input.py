@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,29 @@ def test_shipped_configurations_pass_a_dry_run(
     root = PPOConfig if "actor" in keys else RewardModelConfig if "_rm_" in config else SFTConfig
     assert main(root, _never, ["--config", f"configs/{config}", "--dry-run"]) == 0
     assert "training steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("preset", sorted(path.name for path in (ROOT / "configs" / "algorithms").glob("*.yaml")))
+def test_each_algorithm_fits_the_small_task(
+    preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    base, method = "configs/arithmetic_cpu.yaml", f"configs/algorithms/{preset}"
+    told = re.search(rf"^# On {base}: (.+)$", (ROOT / method).read_text(encoding="utf-8"), re.MULTILINE)
+    overrides = [] if told is None else shlex.split(told[1])
+    assert main(PPOConfig, _never, ["--config", base, "--config", method, "--dry-run", *overrides]) == 0
+    output = capsys.readouterr().out
+    assert "configuration fits 2 ranks" in output
+    assert ("no critic: " in output) is (preset not in ("ppo.yaml", "vapo.yaml"))
+    if overrides:
+        assert main(PPOConfig, _never, ["--config", base, "--config", method, "--dry-run"]) == 2  # they are needed
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "remax"])
+def test_an_algorithm_may_be_laid_over_a_run_with_a_critic(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    files = ["configs/gsm8k_cpu.yaml", f"configs/algorithms/{preset}.yaml"]
+    assert main(PPOConfig, _never, ["--config", files[0], "--config", files[1], "--dry-run"]) == 0
 
 
 def test_help_names_every_key_and_needs_no_torchrun() -> None:

@@ -36,6 +36,8 @@ def test_weighs_rules_and_keeps_each_score():
     result = reward.score(inputs("Work.\n#### 18", "Work.\n#### 17", "#### 18 or so"))
     assert result.scores == [1.25, 0.25, 1.0]
     assert result.metrics == {"gsm8k": [1.0, 0.0, 1.0], "format": [1.0, 1.0, 0.0]}
+    assert result.answers == {"gsm8k": ["18", "17", "18"]}
+    assert RewardFunction([("gsm8k", 1.0)]).score(inputs("none", "#### 3")).answers == {"gsm8k": [None, "3"]}
 
 
 def test_format_pattern():
@@ -70,6 +72,21 @@ def test_user_functions_and_their_metrics(tmp_path):
     assert result.scores == pytest.approx([1.2, 0.3])
     assert result.metrics["bonus"] == [2.0, 3.0]
     assert math.isnan(result.metrics["bonus/long"][0]) and result.metrics["bonus/long"][1] == 1.0
+
+
+def test_a_users_answers(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def last(data_source, solution_str, ground_truth, extra_info):\n"
+        "    words = solution_str.split()\n"
+        "    return {'score': 0, 'acc': 1, **({'pred': words[-1]} if words else {})}\n"
+        "def plain(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1\n"
+    )
+    with RewardFunction([(f"{file}:plain", 1.0), (f"{file}:last", 0.1)]) as reward:
+        result = reward.score(inputs("so it is 18", "", "18"))
+    assert result.answers == {"last": ["18", None, "18"]}
+    assert set(result.metrics) == {"plain", "last", "last/acc"}
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,72 @@ def test_keys_left_out_or_null_inherit(ppo_file):
     assert (config.critic.ppo_mini_batch_size, config.critic.ppo_epochs, config.actor.ppo_epochs) == (32, 3, 1)
     assert (config.reference.tp, config.reference.pp, config.critic.tp) == (2, 1, 1)
     assert config.actor.loss_scale_factor == config.critic.loss_scale_factor == 96.0
+    assert config.data.gen_batch_size == config.data.train_batch_size == 1024
     own = load_config(PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"])
     assert (own.reference.tp, own.actor.loss_scale_factor, own.data.tokenizer) == (1, 5.0, "tok")
+    assert load_config(PPOConfig, ppo_file, ["data.train_batch_size=8"]).data.gen_batch_size == 8
+    assert load_config(PPOConfig, ppo_file, ["data.gen_batch_size=24"]).data.gen_batch_size == 24
 
 
 def test_clip_bounds(ppo_file):
     config = load_config(PPOConfig, ppo_file, ["actor.clip_ratio_high=0.28"])
     assert (config.actor.clip_low, config.actor.clip_high) == (0.1, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "given", "mode"),
+    [
+        ("vanilla", "null", "token-mean"),
+        ("cispo", "null", "token-mean"),
+        ("gspo", "null", "seq-mean-token-mean"),
+        ("sapo", "null", "seq-mean-token-mean"),
+        ("geo_mean", "null", "seq-mean-token-mean"),
+        ("gspo", "token-mean", "token-mean"),
+        ("vanilla", "token-sum", "token-sum"),
+    ],
+)
+def test_aggregation_follows_the_loss_unless_given(ppo_file, loss_mode, given, mode):
+    overrides = [f"actor.policy_loss.loss_mode={loss_mode}", f"actor.loss_agg_mode={given}"]
+    assert load_config(PPOConfig, ppo_file, overrides).actor.agg_mode == mode
+
+
+ESTIMATORS_WITHOUT_CRITIC = [
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+]
+
+
+def test_critic_is_built_for_gae_alone(ppo_file):
+    config = load_config(PPOConfig, ppo_file, [])
+    assert config.needs_critic
+    assert list(config.roles()) == list(config.trained()) == ["actor", "critic"]
+    for name in ESTIMATORS_WITHOUT_CRITIC:
+        config = load_config(PPOConfig, ppo_file, [f"algorithm.adv_estimator={name}"])
+        assert not config.needs_critic
+        assert list(config.roles()) == list(config.trained()) == ["actor"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], False),
+        (["actor.policy_loss.loss_mode=clip_cov"], True),
+        (["actor.policy_loss.loss_mode=kl_cov"], True),
+        (["algorithm.rollout_correction.preset=bypass_ppo_clip"], False),
+        (["algorithm.rollout_correction.preset=bypass_ppo_clip_geo_rs"], True),
+        (["algorithm.rollout_correction={preset: bypass_pg_is}"], False),
+        (["algorithm.rollout_correction={preset: bypass_pg_is, rollout_is_batch_normalize: true}"], True),
+        (["algorithm.rollout_correction={preset: decoupled_geo_rs}"], False),
+    ],
+)
+def test_which_statistics_need_a_pass_over_the_mini_batch(ppo_file, overrides, needed):
+    assert load_config(PPOConfig, ppo_file, overrides).needs_mini_batch_pass is needed
 
 
 @pytest.mark.parametrize(
@@ -96,6 +155,16 @@ def test_floats_as_people_write_them(tmp_path, text, number):
     from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: {text}"))
     from_argument = load_text(tmp_path, PPO, f"actor.optim.lr={text}")
     assert from_file.actor.optim.lr == from_argument.actor.optim.lr == number
+
+
+@pytest.mark.parametrize("text", ["1_000", "1:30", "010"])
+def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
+    assert message(tmp_path, PPO, f"seed={text}") == (f"bad value '{text}' for 'seed': input should be a valid integer")
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("-3", -3), ("+4", 4), ("0x1F", 31), ("120", 120)])
+def test_integers(tmp_path, text, number):
+    assert load_text(tmp_path, PPO, f"seed={text}").seed == number
 
 
 def test_one_file_name_is_a_list_of_one(ppo_file):
@@ -147,7 +216,50 @@ def test_wrong_arguments(tmp_path, override, expected):
     ],
 )
 def test_unknown_keys_in_the_file(tmp_path, old, new, expected):
-    assert message(tmp_path, PPO.replace(old, new)) == expected
+    assert message(tmp_path, PPO.replace(old, new)) == f"{tmp_path / 'config.yaml'}: {expected}"
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_later_files_override_earlier_ones_key_by_key(tmp_path, ppo_file):
+    second = write(
+        tmp_path / "second.yaml",
+        "actor: {clip_ratio: 0.3, optim: {clip_grad: 2.0}}\n"
+        "critic:\n"
+        "data: {train_files: [c.jsonl]}\n"
+        "algorithm: {kl_ctrl: {kl_coef: 0.5}}\n",
+    )
+    third = write(
+        tmp_path / "third.yaml", "actor: {clip_ratio: 0.4}\nalgorithm: {kl_ctrl: {horizon: 7}, kl_penalty: k2}\n"
+    )
+    config = load_config(PPOConfig, [ppo_file, second, third], ["actor.tp=4"])
+    assert (config.actor.clip_ratio, config.actor.tp, config.actor.path) == (0.4, 4, "models/policy")
+    assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-4, 2.0)
+    assert config.critic.pp == 2  # a section with nothing under it says nothing
+    assert config.data.train_files == ["c.jsonl"]  # a list is replaced as a whole
+    assert config.algorithm.kl_ctrl.model_dump() == {"type": "fixed", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 7}
+    assert load_config(PPOConfig, [third, second, ppo_file]).actor.clip_ratio == 0.1
+    assert load_config(PPOConfig, [ppo_file]) == load_config(PPOConfig, ppo_file)
+
+
+def test_a_later_null_takes_an_optional_section_away(tmp_path, ppo_file):
+    second = write(tmp_path / "second.yaml", "reward_model: {path: rm}\n")
+    third = write(tmp_path / "third.yaml", "reward_model:\n")
+    assert load_config(PPOConfig, [ppo_file, second]).reward_model is not None
+    assert load_config(PPOConfig, [ppo_file, second, third]).reward_model is None
+
+
+def test_an_unknown_key_names_its_file(tmp_path, ppo_file):
+    second = write(tmp_path / "second.yaml", "actor: {clip_rato: 1}\nalgoritm: {}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [ppo_file, second])
+    assert str(caught.value).splitlines() == [
+        f"{second}: unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?",
+        f"{second}: unknown key 'algoritm'; did you mean 'algorithm'?",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +275,10 @@ def test_unknown_keys_in_the_file(tmp_path, old, new, expected):
         ("critic=3", "bad value 3 for 'critic': should be a section with keys of its own"),
         ("rollout.top_k=0", "'rollout': top_k 0 is neither -1 (off) nor at least 1"),
         ("seed=", "bad value None for 'seed': input should be a valid integer"),
+        (
+            "actor.policy_loss={clip_cov_lb: 5, clip_cov_ub: 5}",
+            "'actor.policy_loss': clip_cov_lb 5.0 is not below clip_cov_ub 5.0; lower the first or raise the second",
+        ),
     ],
 )
 def test_bad_values_name_key_value_and_what_is_allowed(tmp_path, override, expected):

@@ -11,7 +11,7 @@ import pytest
 
 from mrlhf.errors import RewardError
 from mrlhf.rewards.custom import CustomReward, WorkerTraceback, load_custom
-from mrlhf.rewards.interface import RewardInput
+from mrlhf.rewards.interface import RewardInput, Scored
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +27,12 @@ def good(data_source, solution_str, ground_truth, extra_info=None):
 def detailed(solution_str, **rest):
     return {"score": Fraction(1, 2), "length": len(solution_str), "note": "text", "exact": True,
             "tokens": rest["extra_info"].get("response_tokens"), "keys": len(rest["extra_info"])}
+
+def answers(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1, "pred": {"long": "a" * 300, "none": None}.get(solution_str, solution_str), "acc": True}
+
+def answers_a_number(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1, "pred": Fraction(solution_str)}
 
 def process(data_source, solution_str, ground_truth, extra_info):
     print("scoring", solution_str)
@@ -125,16 +131,24 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="re
 
 def test_scores_batches(load):
     reward = load("good")
-    assert reward.score(inputs("7", "8", "7")) == [(1.0, {}), (0.0, {}), (1.0, {})]
+    assert reward.score(inputs("7", "8", "7")) == [Scored(1.0, {}), Scored(0.0, {}), Scored(1.0, {})]
     assert reward.score([]) == []
     assert reward("sums", "7", "7", {}) == 1.0
 
 
 def test_dicts_give_metrics_and_extra_info_tells_the_length(load):
-    score, further = load("detailed").score(inputs("abc", level=3))[0]
-    assert score == 0.5
+    score, further, answer = load("detailed").score(inputs("abc", level=3))[0]
+    assert score == 0.5 and answer is None
     assert further == {"length": 3.0, "exact": 1.0, "tokens": 3.0, "keys": 3.0}
     assert load("detailed")("sums", "abc", "7", {})["score"] == 0.5
+
+
+def test_an_answer_comes_back_as_the_text_it_is(load):
+    reward = load("answers")
+    assert [found.answer for found in reward.score(inputs("18", "long", "none", ""))] == ["18", "a" * 300, None, ""]
+    assert reward.score(inputs("18")) == [Scored(1.0, {"acc": 1.0}, "18")]
+    assert reward("sums", "18", "7", {}) == {"score": 1.0, "pred": "18", "acc": 1.0}
+    assert load("answers_a_number").score(inputs("1/2", "3")) == [Scored(1.0, {}, "1/2"), Scored(1.0, {}, "3")]
 
 
 def test_one_process_serves_all_calls_and_is_not_this_one(load, caplog):
@@ -142,7 +156,7 @@ def test_one_process_serves_all_calls_and_is_not_this_one(load, caplog):
 
     reward = load("process")
     with caplog.at_level("INFO"):
-        facts = [further for _ in range(2) for _, further in reward.score(inputs("1", "2"))]
+        facts = [further for _ in range(2) for _, further, _ in reward.score(inputs("1", "2"))]
     assert len({fact["pid"] for fact in facts}) == 1
     assert facts[0]["pid"] != os.getpid()
     assert facts[0]["torch"] == 0.0
@@ -169,7 +183,7 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
     assert 'return {}["missing"]' in str(raised.value.__cause__)
     assert "worker.py" not in str(raised.value.__cause__)
     # The rows after the failed one were not scored, and the process serves on.
-    assert reward.score(inputs("3", "4", "5")) == [(1.0, {})] * 3
+    assert reward.score(inputs("3", "4", "5")) == [Scored(1.0, {})] * 3
 
 
 @pytest.mark.timeout(60)
@@ -187,7 +201,7 @@ def test_serves_again_after_a_hang_and_names_the_row_that_hung(load):
     reward = load("loops", timeout_s=0.5)
     with pytest.raises(RewardError, match="solution '7'"):
         reward.score(inputs("1", "2", "7", "3"))
-    assert reward.score(inputs("1", "2")) == [(1.0, {})] * 2
+    assert reward.score(inputs("1", "2")) == [Scored(1.0, {})] * 2
 
 
 @needs_proc
@@ -224,7 +238,7 @@ def test_what_is_no_finite_number_is_refused(load, value, told):
     with pytest.raises(RewardError, match=told) as raised:
         reward.score(inputs("7", value=value))
     assert "returns_extra" in str(raised.value) and "solution '7'" in str(raised.value)
-    assert reward.score(inputs("7", value=2)) == [(2.0, {})]
+    assert reward.score(inputs("7", value=2)) == [Scored(2.0, {})]
 
 
 def test_complex_is_refused(load):
@@ -271,7 +285,7 @@ def test_user_files_import_their_neighbours_and_our_rules(tmp_path):
         "    return gsm8k(data_source, solution_str, ground_truth, extra_info) + BONUS\n"
     )
     reward = load_custom(f"{path}:f")
-    assert reward.score(inputs("#### 7", "#### 8")) == [(1.25, {}), (0.25, {})]
+    assert reward.score(inputs("#### 7", "#### 8")) == [Scored(1.25, {}), Scored(0.25, {})]
     reward.close()
 
 
@@ -279,7 +293,7 @@ TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from mrlhf.rewards.custom import load_custom
-from mrlhf.rewards.interface import RewardInput
+from mrlhf.rewards.interface import RewardInput, Scored
 reward = load_custom({reference!r}, timeout_s=0.7)
 {before}
 print(reward._process._popen.pid, flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrlhf.device import Device, _Rewrite, pick_device, read_launch, resolve_dtype, seed_everything
+from mrlhf.device import Device, _Rewrite, peak_tflops, pick_device, read_launch, resolve_dtype, seed_everything
 from mrlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -165,3 +165,39 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
     first = torch.rand(4)
     seed_everything(7)
     assert torch.equal(first, torch.rand(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16", "float32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0, 19.5),
+        ("NVIDIA A100 80GB PCIe", 312.0, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989.4, 66.9),
+        ("NVIDIA H100 PCIe", 756.5, 51.2),
+        ("NVIDIA H100 NVL", 835.5, 60.0),
+        ("NVIDIA H200", 989.4, 66.9),
+        ("NVIDIA GH200 480GB", 989.4, 66.9),
+        ("NVIDIA H20", 148.0, 44.0),
+        ("NVIDIA B200", 2250.0, 75.0),
+        ("NVIDIA GB200", 2500.0, 80.0),
+        ("NVIDIA L40S", 362.05, 91.6),
+        ("NVIDIA L40", 181.05, 90.5),
+        ("NVIDIA L4", 121.0, 30.3),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None),
+        ("NVIDIA RTX A4000", None, None),
+        ("Tesla V100-SXM2-16GB", None, None),
+    ],
+)
+def test_peak_of_known_cards(name: str, bfloat16: float | None, float32: float | None) -> None:
+    assert peak_tflops(name, torch.bfloat16) == peak_tflops(name, torch.float16) == bfloat16
+    assert peak_tflops(name, torch.float32) == float32
+    assert peak_tflops(name, torch.int8) is None
+
+
+def test_the_peak_is_that_of_the_devices_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {0: "NVIDIA L4"}[device.index])
+    assert GPU.peak_tflops(torch.bfloat16) == 121.0
+    assert CPU.peak_tflops(torch.float32) is None

@@ -1,6 +1,7 @@
 """Tallies merged in any way, metrics of a literal batch, and the timer."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def _experience():
     return Experience(
         rollout=rollout,
         scores=torch.tensor([1.0, 0.0]),
+        loss_mask=torch.tensor([[True, True, True], [True, False, False]]),
         old_logprobs=torch.tensor([[0.5, 0.5, 0.25], [0.625, rubbish, rubbish]]).log(),
         ref_logprobs=None,
         token_rewards=torch.tensor([[-0.25, -0.25, 1.0], [-0.5, 0.0, 0.0]]),
@@ -98,9 +100,6 @@ def test_data_metrics_of_a_literal_batch():
         for kind, number in zip(("mean", "max", "min"), numbers, strict=True)
     }
     flat |= {"response_length/clip_ratio": 0.5, "prompt_length/clip_ratio": 0.5}
-    # probability gaps 0, .25, .25, .5
-    flat |= {"training/rollout_probs_diff_mean": 0.25, "training/rollout_probs_diff_max": 0.5}
-    flat |= {"training/rollout_probs_diff_std": math.sqrt(0.125 / 3)}
     # returns - values: 0, 1, 2, -1 with variance 5/3; returns: 1, 3, 5, -1 with variance 20/3
     flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
     metrics = data_metrics(_experience(), max_prompt_length=3)
@@ -108,6 +107,22 @@ def test_data_metrics_of_a_literal_batch():
     for name, number in flat.items():
         assert metrics[name] == pytest.approx(number, abs=1e-7), name
         assert type(metrics[name]) is float, name
+
+
+def test_without_a_critic_there_are_no_metrics_of_values():
+    whole = data_metrics(_experience(), max_prompt_length=3)
+    metrics = data_metrics(replace(_experience(), values=None), max_prompt_length=3)
+    assert whole.keys() - metrics.keys() == {
+        "critic/values/mean", "critic/values/max", "critic/values/min", "critic/vf_explained_var"
+    }  # fmt: skip
+
+
+def test_a_rejected_token_is_in_no_metric_of_tokens():
+    kept = torch.tensor([[True, True, False], [True, False, False]])
+    metrics = data_metrics(replace(_experience(), loss_mask=kept), max_prompt_length=3)
+    assert metrics["critic/advantages/mean"] == pytest.approx(2 / 3)
+    assert metrics["critic/values/max"] == 2.0
+    assert metrics["response_length/mean"] == 2.0
 
 
 def test_explained_variance_of_a_perfect_and_of_a_constant_critic():

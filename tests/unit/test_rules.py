@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrlhf.rewards.rules import RULES, extract_number
+from mrlhf.rewards.rules import ANSWERS, RULES, extract_number
 
 FILLER = "x" * 300
 
@@ -73,3 +73,13 @@ def test_format(solution, score):
 
 def test_scores_are_floats():
     assert {type(rule("d", "1", "1", {})) for rule in RULES.values()} == {float}
+
+
+def test_answers_are_what_the_rules_compare():
+    solution = " 3 eggs\n#### $1,018. \n"
+    assert {name: answer(solution) for name, answer in ANSWERS.items()} == {
+        "exact_match": "3 eggs\n#### $1,018.",
+        "gsm8k": "1018",
+        "gsm8k_flexible": "1018",
+    }
+    assert ANSWERS["gsm8k"]("18") is None and ANSWERS["gsm8k_flexible"]("18") == "18"

@@ -1,0 +1,58 @@
+"""The sections `data` of the three launchers: which files are read, and how much of them at once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from mrlhf.config.fields import Count, Files, Section
+
+Overlong = Literal["error", "drop"]
+
+
+class PromptDataSection(Section):
+    """Prompts with reference answers."""
+
+    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
+    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
+    tokenizer: str = Field(description="directory of the tokenizer")
+    train_batch_size: Count = Field(1024, description="prompts a training step (x rollout.n = samples)")
+    gen_batch_size: Count = Field(description="prompts generated at once; others only with algorithm.filter_groups")
+    max_prompt_length: Count = Field(512, description="longest prompt, tokens")
+    max_response_length: Count = Field(512, description="longest response, tokens")
+    overlong_prompts: Overlong = Field("error", description="what becomes of a longer prompt")
+    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
+    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt and response together, tokens."""
+        return self.max_prompt_length + self.max_response_length
+
+
+class SupervisedDataSection(Section):
+    """Sequences to learn from."""
+
+    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
+    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
+    tokenizer: str = Field(description="directory of the tokenizer")
+    max_length: Count = Field(1024, description="longest sequence, prompt and response, tokens")
+    overlong: Overlong = Field("error", description="what becomes of a longer sequence")
+    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
+    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
+
+
+class SFTDataSection(SupervisedDataSection):
+    """Prompts with the responses to learn."""
+
+    batch_size: Count = Field(256, description="sequences an optimizer step")
+
+
+class PreferenceDataSection(SupervisedDataSection):
+    """Prompts with a chosen and a rejected response."""
+
+    batch_size: Count = Field(256, description="pairs an optimizer step")
+    held_out_fraction: float = Field(
+        0.1, ge=0, lt=1, description="part of the prompts of train_files kept for validation where val_files is empty"
+    )

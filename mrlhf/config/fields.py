@@ -1,0 +1,47 @@
+"""What every section is made of: the frozen base class and the kinds of values.
+
+It knows no section and no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+def _one_or_many(value: object) -> object:
+    """A single text stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Files = Annotated[list[str], BeforeValidator(_one_or_many)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def subsections(cls) -> dict[str, type[Section]]:
+        """The fields that are sections and always there, with their classes."""
+        types = ((name, field.annotation) for name, field in cls.model_fields.items())
+        return {name: kind for name, kind in types if isinstance(kind, type) and issubclass(kind, Section)}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, raw: Any) -> Any:
+        """A section that is left out or has nothing under it is empty, so that its own missing keys are named."""
+        if not isinstance(raw, Mapping):
+            return raw
+        empty: dict[str, dict[str, Any]] = {name: {} for name in cls.subsections() if raw.get(name) is None}
+        return {**raw, **empty}

@@ -1,0 +1,72 @@
+"""The method of a PPO configuration in words: what is estimated, what is minimised, what is corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.config.roots import PPOConfig
+
+CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+DUAL_CLIPPED = ("vanilla", "clip_cov")
+
+
+def describe_method(config: PPOConfig) -> Iterator[str]:
+    """A line each: critic, advantages, policy loss, aggregation, correction, and what costs a further pass."""
+    yield "the method"
+    if not config.needs_critic:
+        yield f"  no critic: {config.algorithm.adv_estimator} needs none"
+    yield f"  advantages: {_estimator(config)}"
+    yield f"  policy loss: {_loss(config)}"
+    yield f"  aggregation: {config.actor.agg_mode}"
+    yield f"  rollout correction: {_correction(config.algorithm.rollout_correction)}"
+    if config.needs_mini_batch_pass:
+        yield "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first"
+
+
+def _estimator(config: PPOConfig) -> str:
+    algorithm = config.algorithm
+    words: str = algorithm.adv_estimator
+    if words == "gae":
+        alpha, critic = algorithm.lam_length_alpha, algorithm.lam_critic
+        words += f", gamma {algorithm.gamma}, lambda "
+        words += str(algorithm.lam) if alpha is None else f"1 - 1 / ({alpha} x length)"
+        return words if critic is None else f"{words}, of the critic's targets {critic}"
+    if words == "reinforce_plus_plus":
+        return f"{words}, gamma {algorithm.gamma}"
+    if words in ("grpo", "grpo_passk") and not algorithm.norm_adv_by_std_in_grpo:
+        return f"{words}, not divided by the standard deviation"
+    return f"{words}, divided by {algorithm.f_norm}" if words == "gpg" else words
+
+
+def _loss(config: PPOConfig) -> str:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    mode = actor.policy_loss.loss_mode
+    words: str = mode
+    if correction.bypass_mode and correction.loss_type == "reinforce":
+        words = "reinforce"
+    elif mode in CLIPPED:
+        words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
+        words += f", dual clip {actor.clip_ratio_c:g}" if mode in DUAL_CLIPPED else ""
+    if actor.use_kl_loss:
+        words += f", + {actor.kl_loss_coef:g} x KL {actor.kl_loss_type} to the reference"
+    if actor.entropy_coeff:
+        words += f", - {actor.entropy_coeff:g} x entropy"
+    if actor.positive_lm_coef:
+        words += f", + {actor.positive_lm_coef:g} x negative log-likelihood of right responses"
+    return words
+
+
+def _correction(correction: RolloutCorrectionSection) -> str:
+    if not correction.active:
+        return "none, the mismatch is only measured"
+    parts = ["bypass, old = the engine's log-probs" if correction.bypass_mode else "decoupled"]
+    if correction.rollout_is is not None:
+        lower, upper = correction.bounds
+        range_ = f"cut off at {upper:g}" if lower is None else f"0 outside {lower:g}..{upper:g}"
+        mean = ", divided by their mean" if correction.rollout_is_batch_normalize else ""
+        parts.append(f"{correction.rollout_is} weights {range_}{mean}")
+    for statistic, lower, upper in correction.criteria:
+        bounds = f"<= {upper:g}" if lower is None else f"in {lower:g}..{upper:g}"
+        parts.append(f"kept where {statistic} {bounds}")
+    return ", ".join(parts)

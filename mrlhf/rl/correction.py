@@ -1,0 +1,178 @@
+"""Correction for the engine that drew the responses not being quite the policy that is trained.
+
+Importance weights bring the expectation over the engine's policy back to the trainer's; rejection takes out tokens or
+sequences on which the two disagree too much. Both come from one log-ratio, trainer minus engine. This file does not
+know which of the trainer's policies is meant, the one before the step or the current one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrlhf.rl.kl import LOG_RATIO_LIMIT
+from mrlhf.rl.masking import masked_mean, masked_sum
+
+WeightLevel = Literal["token", "sequence"]
+Statistic = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+NO_WEIGHT = 1e-8
+GEOMETRIC_EPS = 1e-10
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What a token, or its whole sequence, must satisfy to be kept.
+
+    Attributes:
+        statistic: which estimator of the divergence, and over what it is taken.
+        lower: k1: the smallest probability ratio, engine over trainer, that is kept; None for k2 and k3.
+        upper: k1: the largest such ratio; k2 and k3: the largest divergence, in nats.
+    """
+
+    statistic: Statistic
+    lower: float | None
+    upper: float
+
+    def __post_init__(self) -> None:
+        k1 = self.statistic.endswith("k1")
+        assert k1 == (self.lower is not None), f"{self.statistic}: a lower bound is for k1, and k1 needs one"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Which weights and which rejection.
+
+    Attributes:
+        level: a weight a token, its probability ratio, or one a sequence, the product of them; None: no weights.
+        lower: weights outside [lower, upper] become 0; None: those above `upper` become `upper`.
+        upper: the largest weight.
+        normalise: divide the weights by their mean.
+        criteria: all of them must hold for a token to be kept.
+    """
+
+    level: WeightLevel | None
+    lower: float | None
+    upper: float
+    normalise: bool
+    criteria: tuple[Criterion, ...]
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction found; each field [batch, response_len], without gradient.
+
+    Attributes:
+        weights: factors of the policy loss, 0 outside the mask, or None where none were asked for.
+        kept: bool, the mask less what was rejected.
+        raw: the weights before truncation and normalisation, 0 outside the mask, or None.
+    """
+
+    weights: Tensor | None
+    kept: Tensor
+    raw: Tensor | None
+
+
+def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Corrected:
+    """Weigh and reject.
+
+    Truncated weights are those of https://fengyao.notion.site/off-policy-rl, weights zeroed outside a band those of
+    IcePop, https://arxiv.org/abs/2510.18855. Weights do not depend on what is rejected. Without `normalise`, each row
+    depends on nothing but itself.
+
+    Args:
+        log_ratio: [batch, response_len], log-probability under the trainer's policy less that under the engine's.
+        mask: bool [batch, response_len].
+        correction: what to do.
+    """
+    log_ratio = torch.where(mask, log_ratio.detach(), 0)
+    kept = mask
+    for criterion in correction.criteria:
+        kept = kept & _holds(criterion, log_ratio, mask)
+    if correction.level is None:
+        return Corrected(weights=None, kept=kept, raw=None)
+    raw = _raw_weights(log_ratio, mask, correction.level)
+    weights = truncate(raw, correction)
+    if correction.normalise:
+        weights = _normalise(weights, mask, correction.level)
+    return Corrected(weights=weights, kept=kept, raw=raw)
+
+
+def truncate(raw: Tensor, correction: Correction) -> Tensor:
+    """Raw weights [batch, response_len], cut to `correction.upper`, or zeroed outside its band."""
+    if correction.lower is None:
+        return raw.clamp(max=correction.upper)
+    return torch.where((raw >= correction.lower) & (raw <= correction.upper), raw, 0)
+
+
+def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
+    """The geometric mean of each row's weights, for losses that are geometric means themselves (`geo_mean`).
+
+    Args:
+        weights: [batch, response_len], not negative.
+        mask: bool [batch, response_len], over which the mean is taken.
+
+    Returns:
+        [batch, response_len]; 0 outside the mask.
+    """
+    mean = masked_mean((weights + GEOMETRIC_EPS).log(), mask, dim=1).exp()
+    return torch.where(mask, mean[:, None], 0)
+
+
+def _raw_weights(log_ratio: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
+    if level == "sequence":
+        log_ratio = masked_sum(log_ratio, mask, dim=1)[:, None]
+    return torch.where(mask, _clamped(log_ratio).exp(), 0)
+
+
+def _normalise(weights: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
+    if level == "sequence":
+        mean = masked_mean(masked_mean(weights, mask, dim=1), mask.any(dim=1))
+    else:
+        mean = masked_mean(weights, mask)
+    return torch.where(mean > NO_WEIGHT, weights / mean.clamp(min=NO_WEIGHT), weights)
+
+
+def _holds(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    # bool [batch, response_len] or [batch, 1].
+    reach, estimator = criterion.statistic.rsplit("_", 1)
+    statistic = _REACHES[reach](_ESTIMATORS[estimator](_clamped(log_ratio)), mask)
+    if criterion.lower is None:
+        return statistic <= criterion.upper
+    return (statistic >= math.log(criterion.lower)) & (statistic <= math.log(criterion.upper))
+
+
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+# http://joschu.net/blog/kl-approx.html, of KL(engine || trainer), of the log-ratio trainer minus engine.
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda x: -x,
+    "k2": lambda x: 0.5 * x.square(),
+    "k3": lambda x: torch.expm1(x) - x,
+}
+_REACHES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": lambda values, mask: masked_sum(values, mask, dim=1)[:, None],
+    "seq_mean": lambda values, mask: masked_mean(values, mask, dim=1)[:, None],
+    # k2 and k3 are not negative, so that 0 is their maximum over nothing.
+    "seq_max": lambda values, mask: values.masked_fill(~mask, 0).amax(dim=1, keepdim=True),
+}

@@ -1,0 +1,333 @@
+"""The policy losses: one pure function each, of log-probabilities and advantages to one loss a token.
+
+They do not know how tokens are summed, nor the weights that correct for the engine that drew them: the caller
+multiplies `per_token` by those before it aggregates.
+
+Throughout, d is the log-ratio logp - old, clamped to +-20, r = e^d, A the advantage, and sg stops the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mrlhf.rl.kl import LOG_RATIO_LIMIT
+from mrlhf.rl.masking import masked_mean
+from mrlhf.rl.trust_region import inside_binary_kl, inside_total_variation
+
+PolicyLossName = Literal[
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gpg",
+    "geo_mean",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "surrogate",
+    "reinforce",
+]
+# Those aggregated as seq-mean-token-mean unless configured otherwise, and those that need `selected`.
+SEQUENCE_LEVEL: frozenset[PolicyLossName] = frozenset({"gspo", "sapo", "geo_mean"})
+COVARIANCE: frozenset[PolicyLossName] = frozenset({"clip_cov", "kl_cov"})
+
+SEQUENCE_LOG_RATIO_LIMIT = 10.0
+
+
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """What a policy loss is computed from; each field [batch, response_len].
+
+    Attributes:
+        logprob: log-probabilities under the policy being trained.
+        old_logprob: the same before this step's updates.
+        advantages: of the drawn tokens.
+        mask: bool, the tokens that count; what the other fields hold elsewhere has no effect.
+        selected: bool, what `select_by_covariance` chose over the whole mini-batch; the losses in COVARIANCE need it.
+    """
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantages: Tensor
+    mask: Tensor
+    selected: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.logprob.shape
+        assert shape == self.old_logprob.shape == self.advantages.shape == self.mask.shape
+        assert self.selected is None or self.selected.shape == shape
+        assert self.mask.dtype == torch.bool, f"masks are bool, this one is {self.mask.dtype}"
+
+
+@dataclass(frozen=True)
+class PolicyLossOptions:
+    """The numbers of the losses.
+
+    Attributes:
+        clip_low: the ratio is clipped from below at 1 - clip_low; for `geo_mean` d at -clip_low; for `dppo_*` the
+            divergence at which a probability may fall no further.
+        clip_high: the same from above, at 1 + clip_high.
+        clip_c: `vanilla`: bound > 1 on the loss of a token with a negative advantage, in units of that advantage;
+            `dppo_*`: the largest ratio that a token is weighted with.
+        tau_pos: sharpness of `sapo`'s gate where A > 0.
+        tau_neg: sharpness elsewhere.
+        ppo_kl_coef: weight of |d| at the tokens that `kl_cov` selected.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    ppo_kl_coef: float = 0.1
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A policy loss and what is told of it; each field [batch, response_len].
+
+    Attributes:
+        per_token: the loss, to be aggregated; 0 outside the mask.
+        ratio: probability under the current policy over that under the old one, of the token, or for `gspo` and
+            `geo_mean` the one that its whole sequence is weighted with.
+        approx_kl: -d, whose mean estimates KL(old || current).
+        clipped: bool, True where the clip of the loss was taken; each loss says what that means.
+        clipped_lower: bool, True where the second clip of a loss was taken.
+    """
+
+    per_token: Tensor
+    ratio: Tensor
+    approx_kl: Tensor
+    clipped: Tensor
+    clipped_lower: Tensor
+
+
+def policy_loss(name: PolicyLossName, inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """The loss called `name`, whatever stands outside the mask, NaN included.
+
+    Raises:
+        ValueError: the loss needs `inputs.selected`, which is None.
+    """
+    mask = inputs.mask
+    clean = replace(
+        inputs,
+        logprob=torch.where(mask, inputs.logprob, 0),
+        old_logprob=torch.where(mask, inputs.old_logprob, 0),
+        advantages=torch.where(mask, inputs.advantages, 0),
+        selected=None if inputs.selected is None else inputs.selected & mask,
+    )
+    return POLICY_LOSSES[name](clean, options)
+
+
+def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """PPO's max(-A r, -A clip(r)), https://arxiv.org/abs/1707.06347, at most -A c where A < 0 (dual clip).
+
+    The dual clip is that of https://arxiv.org/abs/1912.09729. `clipped`: the clipped term is the larger;
+    `clipped_lower`: the dual clip was taken.
+    """
+    assert options.clip_c > 1, f"clip_c {options.clip_c} <= 1 would cut into the region that PPO leaves unclipped"
+    ratio = _log_ratio(inputs).exp()
+    surrogate, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
+    bound = -inputs.advantages * options.clip_c
+    negative = inputs.advantages < 0
+    per_token = torch.where(negative, torch.minimum(surrogate, bound), surrogate)
+    return _told(inputs, per_token, ratio, clipped, negative & (surrogate > bound))
+
+
+def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """PPO's clipped loss on the sequence's ratio exp(mean d), https://arxiv.org/abs/2507.18071, without a dual clip.
+
+    The gradient reaches each token by logp - sg(logp), so that a token's own advantage weights its own gradient.
+    """
+    sequence = masked_mean(_log_ratio(inputs), inputs.mask, dim=1).detach()
+    log_ratio = (inputs.logprob - inputs.logprob.detach() + sequence[:, None]).clamp(max=SEQUENCE_LOG_RATIO_LIMIT)
+    ratio = log_ratio.exp()
+    per_token, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
+    return _told(inputs, per_token, ratio, clipped)
+
+
+def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r, which stops no gradient."""
+    ratio = _log_ratio(inputs).exp().detach()
+    weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    return _told(inputs, -weight * inputs.advantages * inputs.logprob, ratio, ratio != weight)
+
+
+def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, a gate instead of a clip, https://arxiv.org/abs/2511.20347."""
+    ratio = _log_ratio(inputs).exp()
+    tau = torch.full_like(inputs.advantages, options.tau_neg).masked_fill(inputs.advantages > 0, options.tau_pos)
+    gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    return _told(inputs, -gate * inputs.advantages, ratio)
+
+
+def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-A logp, which the caller's importance weights make exact off-policy; also GPG, https://arxiv.org/abs/2504.02546."""
+    return _told(inputs, -inputs.advantages * inputs.logprob, _log_ratio(inputs).exp())
+
+
+def surrogate(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-A r, unclipped: the conservative policy iteration objective of https://arxiv.org/abs/1502.05477."""
+    ratio = _log_ratio(inputs).exp()
+    return _told(inputs, -inputs.advantages * ratio, ratio)
+
+
+def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-A exp(mean of the clipped d) of the whole sequence at each of its tokens, https://arxiv.org/abs/2507.20673.
+
+    d is clipped to [-clip_low, clip_high] where that lowers A d, and A is its mean over the row. `clipped`: the clamp
+    changed d where A > 0; `clipped_lower`: where A < 0.
+    """
+    log_ratio = _log_ratio(inputs)
+    clamped = log_ratio.clamp(-options.clip_low, options.clip_high)
+    sign = inputs.advantages.sign()
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
+    ratio = masked_mean(pessimistic, inputs.mask, dim=1).exp()
+    advantage = masked_mean(inputs.advantages, inputs.mask, dim=1)
+    shape = inputs.mask.shape
+    per_token = torch.where(inputs.mask, (-advantage * ratio)[:, None].expand(shape), 0)
+    changed = log_ratio != clamped
+    ratios = ratio[:, None].expand(shape)
+    return _told(inputs, per_token, ratios, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0))
+
+
+def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """max(-A r, -A clip(r)), and 0 at the selected tokens (Clip-Cov), https://arxiv.org/abs/2505.22617.
+
+    `clipped`: the selected tokens alone, not those that PPO's clip took.
+    """
+    selected = _selected(inputs, "clip_cov")
+    ratio = _log_ratio(inputs).exp()
+    loss, _ = _clipped_surrogate(inputs.advantages, ratio, options)
+    return _told(inputs, loss.masked_fill(selected, 0), ratio, selected)
+
+
+def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-A r, plus ppo_kl_coef |d| at the selected tokens (KL-Cov), https://arxiv.org/abs/2505.22617."""
+    selected = _selected(inputs, "kl_cov")
+    log_ratio = _log_ratio(inputs)
+    ratio = log_ratio.exp()
+    penalty = torch.where(selected, options.ppo_kl_coef * log_ratio.abs(), 0)
+    return _told(inputs, -inputs.advantages * ratio + penalty, ratio)
+
+
+def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """-sg(min(r, c)) A logp inside the trust region, 0 outside: DPPO by total variation, https://arxiv.org/abs/2602.04879.
+
+    `clipped`: outside the trust region; `clipped_lower`: inside, and r was cut to c.
+    """
+    valid = inside_total_variation(
+        inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high
+    )
+    return _inside_trust_region(inputs, options, valid)
+
+
+def dppo_kl(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+    """As `dppo_tv`, the trust region measured by the KL of the drawn token against all others."""
+    valid = inside_binary_kl(inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high)
+    return _inside_trust_region(inputs, options, valid)
+
+
+def select_by_covariance(
+    logprob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    fraction: float,
+    bounds: tuple[float, float] | None,
+    excluded: Tensor | None,
+) -> Tensor:
+    """The tokens whose log-probability and advantage vary together most, https://arxiv.org/abs/2505.22617.
+
+    A token's covariance is (A - mean A)(logp - mean logp), the means over the mask. Upstream, Clip-Cov draws at random
+    among the tokens within its bounds; here the highest are taken, so that a run can be repeated.
+
+    Args:
+        logprob: [batch, response_len], under the policy being trained, of the whole mini-batch.
+        advantages: [batch, response_len].
+        mask: bool [batch, response_len].
+        fraction: of the mask's tokens to choose, rounded down, but at least one.
+        bounds: choose only covariances strictly between these two; None: any.
+        excluded: bool [batch, response_len], tokens not to choose, or None.
+
+    Returns:
+        bool [batch, response_len]; of equal covariances the first row's, then the first token's, are chosen first.
+    """
+    logprob, advantages = logprob.detach().double(), advantages.double()
+    covariance = (advantages - masked_mean(advantages, mask)) * (logprob - masked_mean(logprob, mask))
+    candidates = mask if excluded is None else mask & ~excluded
+    if bounds is not None:
+        candidates = candidates & (covariance > bounds[0]) & (covariance < bounds[1])
+    positions = candidates.flatten().nonzero().squeeze(1)
+    order = covariance.flatten()[positions].sort(descending=True, stable=True).indices
+    chosen = positions[order[: max(1, int(fraction * int(mask.sum())))]]
+    selected = torch.zeros_like(mask).flatten()
+    selected[chosen] = True
+    return selected.view_as(mask)
+
+
+def clip_cov_excluded(inputs: PolicyLossInputs, options: PolicyLossOptions) -> Tensor:
+    """The tokens that PPO's clip already takes, among which Clip-Cov chooses none; bool [batch, response_len]."""
+    _, clipped = _clipped_surrogate(inputs.advantages, _log_ratio(inputs).exp(), options)
+    return clipped & inputs.mask
+
+
+POLICY_LOSSES: dict[PolicyLossName, Callable[[PolicyLossInputs, PolicyLossOptions], PolicyLoss]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gpg": reinforce,
+    "geo_mean": geo_mean,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "surrogate": surrogate,
+    "reinforce": reinforce,
+}
+
+
+def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
+    return (inputs.logprob - inputs.old_logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _clipped_surrogate(advantages: Tensor, ratio: Tensor, options: PolicyLossOptions) -> tuple[Tensor, Tensor]:
+    # PPO's loss before any dual clip, and where its clipped term is the larger.
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _inside_trust_region(inputs: PolicyLossInputs, options: PolicyLossOptions, valid: Tensor) -> PolicyLoss:
+    ratio = _log_ratio(inputs).exp().detach()
+    loss = -inputs.advantages * ratio.clamp(max=options.clip_c) * inputs.logprob
+    return _told(inputs, torch.where(valid, loss, 0), ratio, ~valid, valid & (ratio > options.clip_c))
+
+
+def _selected(inputs: PolicyLossInputs, name: PolicyLossName) -> Tensor:
+    if inputs.selected is None:
+        raise ValueError(f"policy loss '{name}' needs `selected`: give it what select_by_covariance chose")
+    return inputs.selected
+
+
+def _told(
+    inputs: PolicyLossInputs,
+    per_token: Tensor,
+    ratio: Tensor,
+    clipped: Tensor | None = None,
+    clipped_lower: Tensor | None = None,
+) -> PolicyLoss:
+    nowhere = torch.zeros_like(inputs.mask)
+    return PolicyLoss(
+        per_token=per_token,
+        ratio=ratio.detach(),
+        approx_kl=-_log_ratio(inputs).detach(),
+        clipped=nowhere if clipped is None else clipped,
+        clipped_lower=nowhere if clipped_lower is None else clipped_lower,
+    )

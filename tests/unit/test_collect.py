@@ -1,0 +1,143 @@
+"""Which groups dynamic sampling keeps, and how it refills a batch from an endless supply of prompts."""
+
+import logging
+from itertools import count
+
+import pytest
+import torch
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.config.algorithm import AlgorithmSection, FilterGroupsSection
+from mrlhf.errors import ConfigError
+from mrlhf.inference.base import SamplingParams
+from mrlhf.metrics import PhaseTimer
+from mrlhf.trainers.collect import Collector, choose_groups, groups_that_differ
+from mrlhf.trainers.reward_shaping import RewardShaper
+from mrlhf.trainers.scoring import Scores
+
+N = 2
+
+
+def test_a_group_differs_when_not_all_its_values_are_the_same():
+    values = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.5, -1.0, 0.0])
+    assert groups_that_differ(values, 2) == [False, True, False, True]
+    assert groups_that_differ(values, 4) == [True, True]
+    assert groups_that_differ(values, 1) == [False] * 8
+
+
+@pytest.mark.parametrize(
+    ("differs", "chosen"),
+    [
+        ([True, True, True, True], [0, 1, 2]),
+        ([False, True, True, False, True, True], [1, 2, 4]),
+        ([False, True, False, False, True], [0, 1, 4]),  # too few: the first of the others fills up
+        ([False, False, False], [0, 1, 2]),
+    ],
+)
+def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen):
+    assert choose_groups(differs, 3) == chosen
+
+
+class _Generator:
+    """Answers prompt u with u and, in sample 1, u + 1 where u is divisible by `informative`, else u again."""
+
+    def __init__(self, informative: int) -> None:
+        self.informative, self.calls, self.metrics = informative, [], {"rollout/preemptions": 0}
+
+    def generate(self, prompts, sampling, stream, step, refill=0):
+        self.calls.append((stream, step, refill, len(prompts), sampling.temperature, sampling.n))
+        repeated = prompts.repeat(sampling.n)
+        answers = [
+            uid + (row % sampling.n) * (uid % self.informative == 0) for row, uid in enumerate(repeated.uid)
+        ]
+        rows = len(repeated)
+        return Rollout(
+            repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],
+            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool), version=0,
+        )  # fmt: skip
+
+    def rest(self):
+        self.calls.append("rest")
+
+
+class _Scorer:
+    """The score of a response is its token."""
+
+    terms: tuple[str, ...] = ()
+
+    def score(self, rollout):
+        total = rollout.response_ids[:, 0].float()
+        return Scores(total, {name: total.tolist() for name in self.terms})
+
+
+def _prompts(size):
+    for batch in count():
+        uids = list(range(1 + batch * size, 1 + (batch + 1) * size))
+        yield Prompts([[1]] * size, uids, [""] * size, [""] * size, [""] * size, [{}] * size)
+
+
+def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, **filters):
+    return Collector(
+        generator=_Generator(informative),
+        scorer=_Scorer(),
+        shaper=RewardShaper(AlgorithmSection(), max_response_length=5),
+        prompts=_prompts(gen_batch_size),
+        train_batch_size=train_batch_size,
+        filters=FilterGroupsSection(**filters),
+        greedy_baseline=greedy,
+    )
+
+
+def _collect(collector):
+    return collector.collect(7, SamplingParams(n=N, temperature=0.8, max_tokens=5, seed=1), PhaseTimer())
+
+
+def test_equal_groups_are_replaced_by_those_of_further_prompts():
+    collector = _collector(informative=2, enable=True, max_num_gen_batches=5)
+    collected = _collect(collector)
+    assert collected.rollout.prompts.uid == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert collected.scores.total.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert collector.generator.calls == [("train", 7, 0, 4, 0.8, N), ("train", 7, 1, 4, 0.8, N), "rest"]
+    assert collected.metrics == {
+        "training/num_gen_batches": 2,
+        "training/generated_groups": 8,
+        "training/filtered_groups": 4,
+        "training/uninformative_groups": 0,
+        "rollout/preemptions": 0,
+    }
+
+
+def test_a_batch_may_be_filled_from_smaller_ones():
+    collected = _collect(_collector(informative=1, gen_batch_size=3, enable=True, max_num_gen_batches=5))
+    assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert collected.metrics["training/num_gen_batches"] == 2
+
+
+def test_at_the_limit_the_batch_is_filled_with_what_there_is_and_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        collected = _collect(_collector(informative=6, enable=True, max_num_gen_batches=2))
+    assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 6, 6]
+    assert collected.metrics["training/uninformative_groups"] == 3
+    assert "3 of 4 groups have equal rewards after 2 batches" in caplog.text
+
+
+def test_without_filtering_each_step_is_one_batch():
+    collected = _collect(_collector(informative=2))
+    assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert collected.metrics == {"rollout/preemptions": 0}
+    assert collected.greedy_scores is None
+
+
+def test_the_greedy_baseline_is_one_more_response_a_prompt():
+    collector = _collector(informative=2, greedy=True, enable=True)
+    collected = _collect(collector)
+    assert collector.generator.calls[-2:] == [("greedy baseline", 7, 0, 4, 0.0, 1), "rest"]
+    assert collected.greedy_scores.tolist() == [2, 2, 4, 4, 6, 6, 8, 8]
+
+
+def test_accuracy_needs_a_term_that_tells_it():
+    collector = _collector(informative=2, enable=True, metric="acc")
+    with pytest.raises(ConfigError, match="no reward term tells right from wrong"):
+        _collect(collector)
+    collector.scorer.terms = ("exact_match",)
+    assert _collect(collector).metrics["training/uninformative_groups"] == 0

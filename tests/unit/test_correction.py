@@ -1,0 +1,335 @@
+"""Rejection and importance weights against hand-computed numbers and a slow loop."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrlhf.rl.correction import Correction, Criterion, Statistic, correct, geometric_mean_weights
+
+STATISTICS = get_args(Statistic)
+# The first row's two tokens are .5 and -.25; the second row has none.
+LOG_RATIO = torch.tensor([[0.5, -0.25, math.nan], [math.nan, 7.0, -7.0]], dtype=torch.float64)
+MASK = torch.tensor([[True, True, False], [False, False, False]])
+
+
+def _rejecting(*criteria):
+    return Correction(level=None, lower=None, upper=2.0, normalise=False, criteria=criteria)
+
+
+def _weighing(level, upper, lower=None, normalise=False, criteria=()):
+    return Correction(level=level, lower=lower, upper=upper, normalise=normalise, criteria=criteria)
+
+
+def _weights(log_ratio, correction, mask=None):
+    log_ratio = torch.tensor(log_ratio, dtype=torch.float64)
+    mask = torch.ones(log_ratio.shape, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    return correct(log_ratio, mask, correction).weights
+
+
+@pytest.mark.parametrize(
+    ("statistic", "value"),
+    [
+        ("seq_sum_k2", 0.15625),
+        ("seq_sum_k3", 0.1775221),
+        ("seq_mean_k2", 0.078125),
+        ("seq_mean_k3", 0.0887610),
+        ("seq_max_k2", 0.125),
+        ("seq_max_k3", 0.1487213),
+    ],
+)
+def test_a_sequence_whose_divergence_is_above_the_bound_goes_as_a_whole(statistic, value):
+    keeps = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, value + 1e-6)))
+    drops = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, value - 1e-6)))
+    assert torch.equal(keeps.kept, MASK) and not drops.kept.any()
+    assert keeps.weights is None and keeps.raw is None
+
+
+@pytest.mark.parametrize(
+    ("statistic", "values"), [("token_k2", (0.125, 0.03125)), ("token_k3", (0.1487213, 0.0288008))]
+)
+def test_tokens_whose_divergence_is_above_the_bound_go(statistic, values):
+    for bound, kept in (
+        (values[0] + 1e-6, [True, True]),
+        (values[0] - 1e-6, [False, True]),
+        (values[1] + 1e-6, [False, True]),
+        (values[1] - 1e-6, [False, False]),
+    ):
+        found = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, bound)))
+        assert found.kept.tolist() == [[*kept, False], [False] * 3]
+
+
+@pytest.mark.parametrize(
+    ("statistic", "exponent"), [("seq_sum_k1", -0.25), ("seq_mean_k1", -0.125)]
+)  # of -.5 + .25, the logarithm of engine over trainer
+def test_k1_bounds_the_ratio_of_engine_to_trainer(statistic, exponent):
+    ratio = math.exp(exponent)  # .7788 and .8825
+    for sign in (1, -1):
+        for lower, upper, kept in (
+            (ratio - 1e-6, 1.5, True),
+            (ratio + 1e-6, 1.5, False),
+            (0.5, ratio + 1e-6, True),
+            (0.5, ratio - 1e-6, False),
+        ):
+            # With the opposite log-ratios, the reciprocal bounds.
+            bounds = (lower, upper) if sign == 1 else (1 / upper, 1 / lower)
+            found = correct(sign * LOG_RATIO, MASK, _rejecting(Criterion(statistic, *bounds)))
+            assert found.kept.any().item() == kept
+            assert not kept or torch.equal(found.kept, MASK)
+
+
+def test_k1_of_tokens_keeps_those_within_its_band():
+    # Engine over trainer is e^-.5 = .6065 and e^.25 = 1.2840.
+    for lower, upper, kept in (
+        (0.6, 1.3, [True, True]),
+        (0.61, 1.3, [False, True]),
+        (0.6, 1.28, [True, False]),
+        (0.61, 1.28, [False, False]),
+    ):
+        found = correct(LOG_RATIO, MASK, _rejecting(Criterion("token_k1", lower, upper)))
+        assert found.kept.tolist() == [[*kept, False], [False] * 3]
+
+
+def test_all_criteria_must_hold():
+    log_ratio = torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, -0.5], [0.4, 0.4, 0.4], [0.0, 0.1, 0.0]])
+    mask = torch.tensor([[True] * 3, [True] * 3, [True] * 3, [False, True, True]])
+    token, sequence = Criterion("token_k1", 1 / 1.6, 1.6), Criterion("seq_sum_k2", None, 0.2)
+    assert correct(log_ratio, mask, _rejecting(token)).kept.tolist() == [
+        [False, True, True],  # .5 > log 1.6 = .47
+        [True, True, False],
+        [True, True, True],
+        [False, True, True],
+    ]
+    both = correct(log_ratio, mask, _rejecting(token, sequence)).kept
+    assert both.tolist() == [[False, True, True], [True, True, False], [False] * 3, [False, True, True]]
+    assert torch.equal(both, correct(log_ratio, mask, _rejecting(sequence, token)).kept)
+
+
+def test_no_criterion_keeps_the_mask():
+    assert torch.equal(correct(LOG_RATIO, MASK, _rejecting()).kept, MASK)
+
+
+@pytest.mark.parametrize(("statistic", "lower"), [("token_k1", None), ("seq_sum_k3", 0.5)])
+def test_bounds_that_a_statistic_does_not_have_are_refused(statistic, lower):
+    with pytest.raises(AssertionError, match="lower bound"):
+        Criterion(statistic, lower, 2.0)
+
+
+LN2 = math.log(2.0)
+
+
+def test_token_weights_are_truncated():
+    weights = _weights([[LN2, -LN2, 2 * LN2, 0.0]], _weighing("token", 3.0))
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 3.0, 1.0]], dtype=torch.float64))
+
+
+def test_token_weights_outside_a_band_are_zero():
+    weights = _weights([[LN2, -LN2, 2 * LN2, 0.0, -3 * LN2]], _weighing("token", 3.0, lower=0.3))
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 0.0, 1.0, 0.0]], dtype=torch.float64))
+
+
+def test_a_band_includes_its_ends():
+    log_ratio = torch.zeros(1, 1)
+    mask = torch.tensor([[True]])
+    for lower, upper in ((1.0, 2.0), (0.5, 1.0)):
+        assert correct(log_ratio, mask, _weighing("token", upper, lower=lower)).weights.item() == 1.0
+
+
+def test_sequence_weights_are_the_product_on_every_token():
+    log_ratio = [[LN2, LN2, -9.0], [-LN2, 0.0, -2 * LN2], [5.0, 5.0, 5.0]]
+    mask = [[True, True, False], [True, True, True], [False, False, False]]
+    raw = [[4.0, 4.0, 0.0], [0.125] * 3, [0.0] * 3]
+    found = correct(torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask), _weighing("sequence", 3.0))
+    torch.testing.assert_close(found.raw, torch.tensor(raw, dtype=torch.float64))
+    truncated = torch.tensor([[3.0, 3.0, 0.0], [0.125] * 3, [0.0] * 3], dtype=torch.float64)
+    torch.testing.assert_close(found.weights, truncated)
+    zeroed = torch.tensor([[4.0, 4.0, 0.0], [0.0] * 3, [0.0] * 3], dtype=torch.float64)
+    torch.testing.assert_close(_weights(log_ratio, _weighing("sequence", 5.0, lower=0.2), mask), zeroed)
+
+
+def test_token_weights_are_divided_by_their_mean_over_tokens():
+    # Truncated to 3, .5, 1: their mean is 1.5. The second row has no token.
+    log_ratio = [[2 * LN2, -LN2, 0.0, 9.0], [9.0] * 4]
+    mask = [[True, True, True, False], [False] * 4]
+    expected = torch.tensor([[2.0, 1 / 3, 2 / 3, 0.0], [0.0] * 4], dtype=torch.float64)
+    torch.testing.assert_close(_weights(log_ratio, _weighing("token", 3.0, normalise=True), mask), expected)
+
+
+def test_sequence_weights_are_divided_by_their_mean_over_sequences():
+    # Truncated to 3 and .5: the mean over the two sequences that have a token is 1.75, however long they are.
+    log_ratio = [[LN2, LN2, 0.0], [-LN2, 9.0, 9.0], [9.0] * 3]
+    mask = [[True] * 3, [True, False, False], [False] * 3]
+    expected = torch.tensor([[3 / 1.75] * 3, [0.5 / 1.75, 0.0, 0.0], [0.0] * 3], dtype=torch.float64)
+    torch.testing.assert_close(_weights(log_ratio, _weighing("sequence", 3.0, normalise=True), mask), expected)
+
+
+def test_rejection_changes_neither_weights_nor_their_mean():
+    log_ratio, mask = torch.tensor([[2 * LN2, -LN2, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
+    criteria = (Criterion("token_k1", 0.5001, 3.0),)  # engine over trainer is 1/4, 2, 1: the first token goes
+    for level in ("token", "sequence"):
+        with_rejection = correct(log_ratio, mask, _weighing(level, 3.0, normalise=True, criteria=criteria))
+        without = correct(log_ratio, mask, _weighing(level, 3.0, normalise=True))
+        assert with_rejection.kept.tolist() == [[False, True, True]] and without.kept.all()
+        assert torch.equal(with_rejection.weights, without.weights)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_that_are_all_zero_stay_zero(level):
+    # Normalised, and outside the band; then a batch without a token.
+    log_ratio = torch.full((2, 2), 3.0)
+    for mask in (torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)):
+        found = correct(log_ratio, mask, _weighing(level, 2.0, lower=0.5, normalise=True))
+        assert found.weights.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_carry_no_gradient_and_stay_finite(level):
+    log_ratio = torch.tensor([[1e4, -1e4], [3e4, 1.0], [math.inf, 1.0]], requires_grad=True)
+    found = correct(log_ratio, torch.ones(3, 2, dtype=torch.bool), _weighing(level, 1e12))
+    assert not found.weights.requires_grad and not found.raw.requires_grad
+    assert found.weights.isfinite().all() and found.weights.max().item() == pytest.approx(math.exp(20))
+
+
+def test_geometric_mean_of_the_weights_of_a_row():
+    weights = torch.tensor([[4.0, 1.0, 0.0], [0.5, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
+    # One weight of 0 stands for 1e-10: sqrt(.5e-10).
+    expected = torch.tensor([[2.0, 2.0, 0.0], [7.0710678e-6] * 2 + [0.0], [0.0] * 3], dtype=torch.float64)
+    torch.testing.assert_close(geometric_mean_weights(weights, mask), expected, rtol=1e-6, atol=1e-12)
+
+
+# ---- slow loops
+
+
+def _slow_kept(criterion, row):
+    """Which of the tokens of a row (their log-ratios) are kept."""
+    row = [min(max(x, -20.0), 20.0) for x in row]
+    estimate = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
+    values = [estimate[criterion.statistic[-2:]](x) for x in row]
+    if criterion.statistic.startswith("seq_sum"):
+        values = [sum(values)] * len(row)
+    elif criterion.statistic.startswith("seq_mean"):
+        values = [sum(values) / len(row) for _ in row]
+    elif criterion.statistic.startswith("seq_max"):
+        values = [max(values) for _ in row]
+    if criterion.lower is None:
+        return [value <= criterion.upper for value in values]
+    return [criterion.lower <= math.exp(value) <= criterion.upper for value in values]
+
+
+def _slow_weights(rows, correction):
+    table = []
+    for row in rows:
+        if correction.level == "token":
+            ratios = [math.exp(min(max(x, -20.0), 20.0)) for x in row]
+        else:
+            ratios = [math.exp(min(max(sum(row), -20.0), 20.0))] * len(row)
+        if correction.lower is None:
+            table.append([min(ratio, correction.upper) for ratio in ratios])
+        else:
+            table.append([ratio if correction.lower <= ratio <= correction.upper else 0.0 for ratio in ratios])
+    if correction.normalise:
+        counted = [w for row in table for w in (row if correction.level == "token" else row[:1])]
+        mean = sum(counted) / len(counted) if counted else 0.0
+        table = [[w / mean for w in row] if mean > 1e-8 else row for row in table]
+    return table
+
+
+@st.composite
+def masks(draw):
+    """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
+    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    row = st.one_of(
+        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
+    )
+    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
+
+
+def _batch(mask, seed, scale):
+    drawn = scale * torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return drawn.masked_fill(~mask, math.nan), [x[m].tolist() for x, m in zip(drawn, mask, strict=True)]
+
+
+CRITERIA = st.sampled_from(STATISTICS).flatmap(
+    lambda name: st.builds(
+        Criterion,
+        st.just(name),
+        st.sampled_from([0.3, 0.6, 0.9]) if name.endswith("k1") else st.none(),
+        st.sampled_from([1.1, 1.5, 3.0]) if name.endswith("k1") else st.sampled_from([0.01, 0.1, 0.5, 2.0]),
+    )
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([0.1, 0.6, 30.0]),
+    criteria=st.lists(CRITERIA, min_size=1, max_size=3),
+)
+def test_rejection_equals_the_slow_loop(mask, seed, scale, criteria):
+    log_ratio, rows = _batch(mask, seed, scale)
+    kept = correct(log_ratio, mask, _rejecting(*criteria)).kept
+    assert not kept[~mask].any()
+    for found, keep, row in zip(kept, mask, rows, strict=True):
+        verdicts = zip(*(_slow_kept(criterion, row) for criterion in criteria), strict=True)
+        assert found[keep].tolist() == [all(token) for token in verdicts]
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_each_statistic_parts_a_random_batch(statistic):
+    mask = torch.rand(30, 6, generator=torch.Generator().manual_seed(1)) < 0.8
+    mask[3] = False
+    log_ratio, rows = _batch(mask, 2, 0.6)
+    criterion = Criterion(statistic, 0.8, 1.25) if statistic.endswith("k1") else Criterion(statistic, None, 0.2)
+    kept = correct(log_ratio, mask, _rejecting(criterion)).kept
+    expected = [_slow_kept(criterion, row) if row else [] for row in rows]
+    assert [found[keep].tolist() for found, keep in zip(kept, mask, strict=True)] == expected
+    assert 10 < kept.sum() < mask.sum() - 10  # the example has both
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    scale=st.sampled_from([0.5, 30.0]),
+    correction=st.builds(
+        Correction,
+        level=st.sampled_from(["token", "sequence"]),
+        lower=st.sampled_from([None, 0.4, 0.8]),
+        upper=st.sampled_from([1.2, 2.0, 1e9]),
+        normalise=st.booleans(),
+        criteria=st.just(()),
+    ),
+)
+def test_weights_equal_the_slow_loop(mask, seed, scale, correction):
+    log_ratio, rows = _batch(mask, seed, scale)
+    weights = correct(log_ratio, mask, correction).weights
+    assert not weights[~mask].any()
+    expected = [w for row in _slow_weights(rows, correction) for w in row]
+    torch.testing.assert_close(weights[mask], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    level=st.sampled_from([None, "token", "sequence"]),
+    criteria=st.lists(CRITERIA, max_size=2),
+    cut=st.integers(1, 4),
+)
+def test_a_row_depends_on_itself_alone(mask, seed, level, criteria, cut):
+    log_ratio, _ = _batch(mask, seed, 0.5)
+    correction = _weighing(level, 1.5, criteria=tuple(criteria))
+    whole = correct(log_ratio, mask, correction)
+    for rows in (slice(0, cut), slice(cut, None)):
+        if len(mask[rows]) == 0:
+            continue
+        part = correct(log_ratio[rows], mask[rows], correction)
+        assert torch.equal(part.kept, whole.kept[rows])
+        if level is not None:
+            torch.testing.assert_close(part.weights, whole.weights[rows], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(part.raw, whole.raw[rows], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,138 @@
+"""What a validation reports of given scores, the majority vote, and how a rank's answers come together."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.inference.base import SamplingParams
+from mrlhf.trainers.evaluate import evaluate, majority, summarise, validation_metrics
+from mrlhf.trainers.generation import Generator
+from mrlhf.trainers.scoring import Scorer, Scores, _answers, _correctness
+
+SAMPLING = SamplingParams(n=7, temperature=0.5, max_tokens=4, seed=1)
+
+
+def scores(
+    total: list[float], right: list[float] | None = None, answers: list[str | None] | None = None, term: str = "gsm8k"
+) -> Scores:
+    return Scores(torch.tensor(total), {} if right is None else {term: right}, answers)
+
+
+def test_one_answer_a_prompt() -> None:
+    found = summarise(scores([1.5, -0.5, 4.0], [1.0, 0.0, 1.0], ["1", "2", "3"]), ["a", "a", "b"], 1)
+    assert found == {"a/reward_mean": 0.5, "a/acc@1": 0.5, "b/reward_mean": 4.0, "b/acc@1": 1.0}
+    assert summarise(scores([1.5, -0.5]), ["a", "a"], 1) == {"a/reward_mean": 0.5}
+
+
+def test_many_answers_a_prompt() -> None:
+    # prompts of sources a, b, a; three answers each
+    right = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    answers: list[str | None] = ["4", "5", "4", "1", "2", "3", "9", "8", "9"]
+    found = summarise(scores([0.0, 1.0, 2.0, 6.0, 6.0, 6.0, 3.0, 4.0, 5.0], right, answers), ["a", "b", "a"], 3)
+    assert found == pytest.approx(
+        {
+            "a/reward_mean": 2.5,
+            "a/acc@1": 0.5,
+            "a/pass@3": 1.0,
+            "a/maj@3": 0.5,
+            "b/reward_mean": 6.0,
+            "b/acc@1": 0.0,
+            "b/pass@3": 0.0,
+            "b/maj@3": 0.0,
+        }
+    )
+
+
+def test_without_answers_there_is_no_vote_and_without_correctness_no_share() -> None:
+    found = summarise(scores([0.0, 1.0], [0.0, 1.0], term="mine/acc"), ["a"], 2)
+    assert found == {"a/reward_mean": 0.5, "a/acc@1": 0.5, "a/pass@2": 1.0}
+    assert summarise(scores([0.0, 1.0]), ["a"], 2) == {"a/reward_mean": 0.5}
+
+
+def test_a_function_may_call_a_response_partly_right() -> None:
+    found = summarise(scores([0.0] * 4, [0.5, 0.25, 0.0, 0.75], ["1", "2", "3", "4"], "mine/acc"), ["a", "a"], 2)
+    assert found == {"a/reward_mean": 0.0, "a/acc@1": 0.375, "a/pass@2": 0.5, "a/maj@2": 0.0}
+
+
+def test_scores_must_fit_the_prompts() -> None:
+    with pytest.raises(AssertionError, match="3 scores of 2 prompts x 2"):
+        summarise(scores([0.0, 1.0, 2.0]), ["a", "a"], 2)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "wins"),
+    [
+        (["7", "8", "8"], [True, False, False], False),
+        (["7", "8", "7"], [True, False, True], True),
+        (["7", "8", "8", "7"], [True, False, False, True], True),  # a tie goes to the first drawn
+        (["8", "7", "7", "8"], [False, True, True, False], False),
+        ([None, None, "7"], [False, False, True], True),  # who has no answer does not vote
+        ([None, None], [False, False], False),
+        ([None], [True], False),
+        (["", "", "7"], [False, False, True], False),  # an empty answer is one
+    ],
+)
+def test_majority(answers: list[str | None], right: list[bool], wins: bool) -> None:
+    assert majority(answers, right) is wins
+
+
+def test_names_of_a_validation() -> None:
+    greedy = {"a/reward_mean": 1.0, "a/acc@1": 0.5}
+    assert validation_metrics(greedy, {}) == {"val/a/reward_mean": 1.0, "val/a/acc@1": 0.5}
+    assert validation_metrics(greedy, {"a/acc@1": 0.25, "a/pass@8": 0.75, "a/maj@8": 0.5}) == {
+        "val/a/reward_mean": 1.0,
+        "val/a/acc@1": 0.5,
+        "val_sampled/a/acc@1": 0.25,
+        "val/a/pass@8": 0.75,
+        "val/a/maj@8": 0.5,
+    }
+
+
+class Recorder:
+    """Stands for the generator and the scorer: keeps what it is asked and gives fixed scores."""
+
+    def __init__(self, given: Scores) -> None:
+        self.given, self.asked = given, SimpleNamespace()
+
+    def generate(self, prompts: Prompts, sampling: SamplingParams, stream: str) -> Rollout:
+        self.asked = SimpleNamespace(n=sampling.n, temperature=sampling.temperature, stream=stream)
+        return cast(Rollout, prompts)
+
+    def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
+        self.asked.with_answers = with_answers
+        return self.given
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, {"a/reward_mean", "a/acc@1"}), (2, {"a/pass@2", "a/maj@2"})])
+def test_evaluate_draws_n_and_asks_for_answers_only_to_vote(n: int, expected: set[str]) -> None:
+    given = scores([0.0, 1.0][:n], [0.0, 1.0][:n], ["4", "5"] if n == 2 else None)
+    stand_in: Any = Recorder(given)
+    prompts = Prompts([[3]], [0], ["p"], ["a"], ["5"], [{}])
+    found = evaluate(cast(Generator, stand_in), cast(Scorer, stand_in), prompts, SAMPLING, n)
+    assert expected <= set(found)
+    assert vars(stand_in.asked) == {"n": n, "temperature": 0.5, "stream": "validation", "with_answers": n > 1}
+
+
+def test_the_answers_are_those_of_the_term_that_tells() -> None:
+    assert _correctness(["bonus", "bonus/acc", "gsm8k"]) == "bonus/acc"
+    assert _correctness(["bonus", "format"]) is None
+    # three ranks hold rows 0 3, 1 4 and 2; the second found no answer at all
+    parts: list[dict[str, list[str | None]]] = [{"mine": ["a", "d"], "gsm8k": ["1", "4"]}, {}, {"mine": ["c"]}]
+    assert _answers(parts, "mine/acc", 5) == ["a", None, "c", "d", None]
+    assert _answers(parts, "gsm8k", 5) == ["1", None, None, "4", None]
+    assert _answers(parts, None, 5) is None and _answers([{}, {}], "gsm8k", 5) is None
+
+
+def test_answers_go_with_their_rows() -> None:
+    one, two = scores([1.0, 2.0], [0.0, 1.0], ["a", None]), scores([3.0], [1.0], ["c"])
+    assert one.select([1, 0]).answers == [None, "a"]
+    assert Scores.join([one, two]).answers == ["a", None, "c"]
+    assert Scores.join([one, scores([3.0], [1.0])]).answers is None
+    assert scores([1.0]).select([0]).answers is None
+    assert math.isnan(Scores.join([one, scores([3.0])]).terms["gsm8k"][2])

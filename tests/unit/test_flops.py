@@ -1,0 +1,55 @@
+"""Counted operations against torch's own counter on transformers' models, and causal pairs against a loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mrlhf.models.flops import forward_flops, training_flops, visible_pairs
+from tests.engine_models import MODELS, hf_model, spec_of
+
+LENGTH = 23
+
+
+def pairs_by_loop(length: int, window: int | None) -> int:
+    return sum(1 for t in range(length) for other in range(t + 1) if window is None or t - other < window)
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 23])
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+def test_visible_pairs(length: int, window: int | None) -> None:
+    assert visible_pairs(length, window) == pairs_by_loop(length, window)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_what_torch_counts(name: str) -> None:
+    model = hf_model(name)
+    spec = spec_of(model)
+    tokens = torch.arange(LENGTH)[None]
+    with FlopCounterMode(display=False) as forward:
+        logits = model(tokens).logits
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    width = spec.num_layers * spec.num_heads * spec.head_dim
+    # eager attention multiplies all pairs, masked or not
+    unseen = 4 * width * (LENGTH * LENGTH - pairs_by_loop(LENGTH, spec.sliding_window))
+    assert forward_flops(spec, LENGTH) == forward.get_total_flops() - unseen
+    both = forward.get_total_flops() + backward.get_total_flops()
+    assert training_flops(spec, [LENGTH]) == both - 3 * unseen
+
+
+def test_a_value_model_has_one_output() -> None:
+    spec = spec_of(hf_model("llama"))
+    assert forward_flops(replace(spec, head="scalar"), 5) == forward_flops(spec, 5) - 2 * 48 * (131 - 1) * 5
+
+
+def test_literal_numbers() -> None:
+    # hidden 48, 3 layers, 4 heads of 12 on 2 groups, MLP 80, vocabulary 131:
+    # a layer has 48 * (48 + 24 + 24) + 48 * 48 + 3 * 48 * 80 = 18432 weights, the output layer 6288
+    spec = spec_of(hf_model("llama"))
+    assert forward_flops(spec, 2) == 2 * (3 * 18432 + 6288) * 2 + 4 * 3 * 48 * 3
+    assert training_flops(spec, [2, 0, 2]) == 6 * forward_flops(spec, 2)
+    assert training_flops(spec, []) == 0.0

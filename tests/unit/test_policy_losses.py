@@ -1,0 +1,476 @@
+"""Every policy loss against hand-computed numbers, a slow loop and its gradient; padding and extremes never leak."""
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrlhf.rl.losses import LossAggMode, aggregate
+from mrlhf.rl.policy_losses import (
+    COVARIANCE,
+    POLICY_LOSSES,
+    SEQUENCE_LEVEL,
+    PolicyLossInputs,
+    PolicyLossName,
+    PolicyLossOptions,
+    clip_cov_excluded,
+    policy_loss,
+    select_by_covariance,
+)
+
+NAMES = get_args(PolicyLossName)
+DEFAULTS = PolicyLossOptions()
+# Bounds that a random draw meets on both sides.
+OPTIONS = PolicyLossOptions(clip_low=0.1, clip_high=0.3, clip_c=1.8, tau_pos=1.2, tau_neg=0.9, ppo_kl_coef=0.7)
+STOPS_GRADIENT = ("gspo", "cispo", "dppo_tv", "dppo_kl")
+
+
+def _inputs(logprob, old, advantages, mask=None, selected=None):
+    logprob, old, advantages = (torch.as_tensor(x, dtype=torch.float64) for x in (logprob, old, advantages))
+    mask = torch.ones(logprob.shape, dtype=torch.bool) if mask is None else mask
+    return PolicyLossInputs(logprob, old, advantages, mask, selected)
+
+
+def _random_inputs(seed, mask):
+    generator = torch.Generator().manual_seed(seed)
+    logprob, old = -2 * torch.rand(2, *mask.shape, dtype=torch.float64, generator=generator)
+    advantages = torch.randn(mask.shape, dtype=torch.float64, generator=generator)
+    return _inputs(logprob, old, advantages, mask, torch.rand(mask.shape, generator=generator) < 0.4)
+
+
+# ---- hand-computed numbers: a row of one token, old -2.0, new -1.5, so d = .5 and r = e^.5 = 1.6487213
+
+
+@pytest.mark.parametrize(
+    ("name", "advantage", "options", "loss", "clipped", "clipped_lower"),
+    [
+        ("vanilla", 0.5, DEFAULTS, -0.6, True, False),
+        ("vanilla", -0.5, DEFAULTS, 0.8243606, False, False),
+        ("vanilla", -0.5, PolicyLossOptions(clip_c=1.5), 0.75, False, True),
+        ("vanilla", 0.5, PolicyLossOptions(clip_high=0.28), -0.64, True, False),
+        ("gspo", 0.5, DEFAULTS, -0.6, True, False),
+        ("gspo", -0.5, PolicyLossOptions(clip_c=1.5), 0.8243606, False, False),
+        ("cispo", 0.5, DEFAULTS, 0.9, True, False),
+        ("cispo", -0.5, DEFAULTS, -0.9, True, False),
+        ("cispo", 0.5, PolicyLossOptions(clip_high=1.0), 1.2365410, False, False),
+        ("sapo", 0.5, DEFAULTS, -1.3134445, False, False),
+        ("sapo", -0.5, DEFAULTS, 1.2647561, False, False),
+        ("gpg", 0.5, DEFAULTS, 0.75, False, False),
+        ("reinforce", -0.5, DEFAULTS, -0.75, False, False),
+        ("surrogate", 0.5, DEFAULTS, -0.8243606, False, False),
+        ("geo_mean", 0.5, DEFAULTS, -0.6107014, True, False),
+        ("geo_mean", -0.5, DEFAULTS, 0.8243606, False, True),
+        # The probability rises from .1353 to .2231, by .0878; the binary KL is .0249 nats.
+        ("dppo_tv", 0.5, PolicyLossOptions(clip_high=0.0879), 1.2365410, False, False),
+        ("dppo_tv", 0.5, PolicyLossOptions(clip_high=0.0877), 0.0, True, False),
+        ("dppo_tv", -0.5, PolicyLossOptions(clip_low=0.01), -1.2365410, False, False),
+        ("dppo_tv", -0.5, PolicyLossOptions(clip_c=1.5), -1.125, False, True),
+        ("dppo_tv", 0.5, PolicyLossOptions(clip_high=0.0, clip_c=1.5), 0.0, True, False),
+        ("dppo_kl", 0.5, PolicyLossOptions(clip_high=0.0250), 1.2365410, False, False),
+        ("dppo_kl", 0.5, PolicyLossOptions(clip_high=0.0248), 0.0, True, False),
+        ("dppo_kl", -0.5, PolicyLossOptions(clip_low=0.0), -1.2365410, False, False),
+        ("dppo_kl", 0.5, PolicyLossOptions(clip_c=1.5), 1.125, False, True),
+    ],
+)
+def test_numbers_of_one_token(name, advantage, options, loss, clipped, clipped_lower):
+    found = policy_loss(name, _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
+    assert found.per_token.item() == pytest.approx(loss, abs=2e-7)
+    assert (found.clipped.item(), found.clipped_lower.item()) == (clipped, clipped_lower)
+    assert found.approx_kl.item() == -0.5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_ratio_is_reported(name):
+    selected = torch.tensor([[False]])
+    found = policy_loss(name, _inputs([[-1.5]], [[-2.0]], [[-0.5]], selected=selected), DEFAULTS)
+    assert found.ratio.item() == pytest.approx(1.6487213, abs=1e-7)
+
+
+def test_dual_clip_of_the_worked_example():
+    found = policy_loss("vanilla", _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
+    assert found.per_token.item() == 1.5 and found.clipped_lower.item() and not found.clipped.item()
+
+
+def test_a_sequence_weighs_each_of_its_tokens_alike():
+    # d = .5 and -.1; the third token does not count.
+    mask = torch.tensor([[True, True, False]])
+    logprob, old = [[-1.5, -1.1, -9.0]], [[-2.0, -1.0, -1.0]]
+    up = _inputs(logprob, old, [[0.5, 0.5, 9.0]], mask)
+    down = _inputs(logprob, old, [[-0.5, -0.5, 9.0]], mask)
+    expected = {
+        ("gspo", up): ([-0.6, -0.6, 0.0], [True, True, False], [False] * 3),  # e^.2 = 1.2214028
+        ("gspo", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [False] * 3),
+        ("geo_mean", up): ([-0.5256355, -0.5256355, 0.0], [True, False, False], [False] * 3),  # e^((.2 - .1) / 2)
+        ("geo_mean", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [True, False, False]),
+    }
+    for (name, inputs), (loss, clipped, clipped_lower) in expected.items():
+        found = policy_loss(name, inputs, DEFAULTS)
+        torch.testing.assert_close(found.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0)
+        assert found.clipped.tolist() == [clipped] and found.clipped_lower.tolist() == [clipped_lower]
+
+
+def test_geo_mean_averages_the_advantages_of_a_row():
+    found = policy_loss("geo_mean", _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS)
+    torch.testing.assert_close(found.per_token, torch.tensor([[-0.3, -0.3]], dtype=torch.float64))
+
+
+def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
+    inputs = _inputs([[-1.5, -1.5]], [[-2.0, -2.0]], [[0.5, 0.5]], selected=torch.tensor([[True, False]]))
+    clip_cov, kl_cov = (policy_loss(name, inputs, DEFAULTS) for name in ("clip_cov", "kl_cov"))
+    torch.testing.assert_close(clip_cov.per_token, torch.tensor([[0.0, -0.6]], dtype=torch.float64))
+    assert clip_cov.clipped.tolist() == [[True, False]]
+    expected = torch.tensor([[-0.8243606 + 0.05, -0.8243606]], dtype=torch.float64)
+    torch.testing.assert_close(kl_cov.per_token, expected, atol=1e-7, rtol=0)
+    assert not kl_cov.clipped.any()
+
+
+@pytest.mark.parametrize("name", sorted(COVARIANCE))
+def test_a_covariance_loss_asks_for_its_selection(name):
+    with pytest.raises(ValueError, match=f"policy loss '{name}' needs `selected`"):
+        policy_loss(name, _inputs([[0.0]], [[0.0]], [[1.0]]), DEFAULTS)
+
+
+def test_first_update_has_ratio_one_and_the_surrogate_objective():
+    advantages = torch.tensor([[0.13, 0.10, 0.08, 0.05, 0.03, 0.05]], dtype=torch.float64)
+    everything = torch.ones(1, 6, dtype=torch.bool)
+    for name in ("surrogate", "vanilla", "kl_cov", "clip_cov"):
+        logprob = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]], dtype=torch.float64, requires_grad=True)
+        inputs = PolicyLossInputs(logprob, logprob.detach(), advantages, everything, ~everything)
+        found = policy_loss(name, inputs, DEFAULTS)
+        mean = aggregate(found.per_token, everything, "token-mean", 1.0) / 6
+        mean.backward()
+        assert mean.item() == pytest.approx(-0.44 / 6, rel=1e-12)
+        torch.testing.assert_close(logprob.grad, -advantages / 6)
+        assert found.ratio.tolist() == [[1.0] * 6] and not found.clipped.any() and not found.clipped_lower.any()
+
+
+def test_the_tables_name_every_loss():
+    assert tuple(POLICY_LOSSES) == NAMES
+    assert set(SEQUENCE_LEVEL) == {"gspo", "sapo", "geo_mean"} and set(COVARIANCE) == {"clip_cov", "kl_cov"}
+
+
+def test_a_dual_clip_inside_the_trusted_region_is_refused():
+    with pytest.raises(AssertionError, match="clip_c"):
+        policy_loss("vanilla", _inputs([[0.0]], [[0.0]], [[0.0]]), PolicyLossOptions(clip_c=1.0))
+
+
+# ---- slow loops: of the tokens of one row that count, (d, logp, old, A, selected) -> (loss, clipped, clipped_lower)
+
+
+def _ppo(a, r, o):
+    first, second = -a * r, -a * min(max(r, 1 - o.clip_low), 1 + o.clip_high)
+    return max(first, second), second > first
+
+
+def _slow_vanilla(d, logp, old, a, selected, row, o):
+    loss, clipped = _ppo(a, math.exp(d), o)
+    dual = a < 0 and loss > -a * o.clip_c
+    return (-a * o.clip_c if dual else loss), clipped, dual
+
+
+def _slow_gspo(d, logp, old, a, selected, row, o):
+    return *_ppo(a, min(math.exp(sum(x[0] for x in row) / len(row)), math.exp(10)), o), False
+
+
+def _slow_cispo(d, logp, old, a, selected, row, o):
+    r = math.exp(d)
+    outside = r < 1 - o.clip_low or r > 1 + o.clip_high
+    return -min(max(r, 1 - o.clip_low), 1 + o.clip_high) * a * logp, outside, False
+
+
+def _slow_sapo(d, logp, old, a, selected, row, o):
+    tau = o.tau_pos if a > 0 else o.tau_neg
+    return -4 / tau / (1 + math.exp(-tau * (math.exp(d) - 1))) * a, False, False
+
+
+def _slow_geo_mean(d, logp, old, a, selected, row, o):
+    total = 0.0
+    for x, _, _, b, _ in row:
+        if b > 0:
+            total += min(x, o.clip_high)
+        elif b < 0:
+            total += max(x, -o.clip_low)
+    changed = not -o.clip_low <= d <= o.clip_high
+    mean = sum(x[3] for x in row) / len(row)
+    return -mean * math.exp(total / len(row)), changed and a > 0, changed and a < 0
+
+
+def _slow_dppo(d, logp, old, a, valid, o):
+    r = math.exp(d)
+    return (-a * min(r, o.clip_c) * logp if valid else 0.0), not valid, valid and r > o.clip_c
+
+
+def _slow_dppo_tv(d, logp, old, a, selected, row, o):
+    moved = math.exp(logp) - math.exp(old)
+    return _slow_dppo(d, logp, old, a, moved <= o.clip_high if a > 0 else moved >= -o.clip_low, o)
+
+
+def _slow_dppo_kl(d, logp, old, a, selected, row, o):
+    p, q = math.exp(logp), math.exp(old)
+    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    valid = (kl <= o.clip_high or p <= q) if a > 0 else (kl <= o.clip_low or p >= q)
+    return _slow_dppo(d, logp, old, a, valid, o)
+
+
+SLOW = {
+    "vanilla": _slow_vanilla,
+    "gspo": _slow_gspo,
+    "cispo": _slow_cispo,
+    "sapo": _slow_sapo,
+    "gpg": lambda d, logp, old, a, selected, row, o: (-a * logp, False, False),
+    "geo_mean": _slow_geo_mean,
+    "clip_cov": lambda d, logp, old, a, selected, row, o: (
+        0.0 if selected else _ppo(a, math.exp(d), o)[0],
+        selected,
+        False,
+    ),
+    "kl_cov": lambda d, logp, old, a, selected, row, o: (
+        -a * math.exp(d) + (o.ppo_kl_coef * abs(d) if selected else 0.0),
+        False,
+        False,
+    ),
+    "dppo_tv": _slow_dppo_tv,
+    "dppo_kl": _slow_dppo_kl,
+    "surrogate": lambda d, logp, old, a, selected, row, o: (-a * math.exp(d), False, False),
+    "reinforce": lambda d, logp, old, a, selected, row, o: (-a * logp, False, False),
+}
+
+
+def _slow(name, inputs, options):
+    """Loss, clipped and clipped_lower of each token, 0 and False where the mask is."""
+    shape = inputs.mask.shape
+    loss, clipped, lower = torch.zeros(shape, dtype=torch.float64), *torch.zeros(2, *shape, dtype=torch.bool)
+    for i in range(shape[0]):
+        kept = [t for t in range(shape[1]) if inputs.mask[i, t]]
+        row = []
+        for t in kept:
+            logp, old = inputs.logprob[i, t].item(), inputs.old_logprob[i, t].item()
+            d = min(max(logp - old, -20), 20)
+            row.append((d, logp, old, inputs.advantages[i, t].item(), inputs.selected[i, t].item()))
+        for t, token in zip(kept, row, strict=True):
+            loss[i, t], clipped[i, t], lower[i, t] = SLOW[name](*token, row, options)
+    return loss, clipped, lower
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_slow_loop(name):
+    inputs = _random_inputs(1, torch.rand(40, 9, generator=torch.Generator().manual_seed(2)) < 0.7)
+    found = policy_loss(name, inputs, OPTIONS)
+    loss, clipped, lower = _slow(name, inputs, OPTIONS)
+    torch.testing.assert_close(found.per_token, loss, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found.clipped & inputs.mask, clipped)
+    assert torch.equal(found.clipped_lower & inputs.mask, lower)
+    # The example reaches both sides of every clip that the loss has.
+    if name not in ("sapo", "gpg", "kl_cov", "surrogate", "reinforce"):
+        assert 10 < clipped.sum() < inputs.mask.sum() - 10
+    if name in ("vanilla", "geo_mean", "dppo_tv", "dppo_kl"):
+        assert 10 < lower.sum() < inputs.mask.sum() - 10
+
+
+# ---- gradients
+
+
+def _away_from_kinks(inputs):
+    d = inputs.logprob - inputs.old_logprob
+    edges = [math.log(0.9), math.log(1.3), math.log(1.8), -0.1, 0.3, 0.0]
+    return min((d - edge).abs().min().item() for edge in edges) > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in STOPS_GRADIENT])
+def test_the_gradient_is_that_of_the_formula(name):
+    inputs = _random_inputs(4, torch.rand(5, 7, generator=torch.Generator().manual_seed(5)) < 0.7)
+    assert _away_from_kinks(inputs)
+
+    def loss(logprob):
+        return policy_loss(name, replace(inputs, logprob=logprob), OPTIONS).per_token
+
+    assert torch.autograd.gradcheck(loss, inputs.logprob.clone().requires_grad_(), eps=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", STOPS_GRADIENT)
+def test_a_stopped_gradient_flows_through_logp_alone(name):
+    inputs = _random_inputs(6, torch.rand(8, 7, generator=torch.Generator().manual_seed(7)) < 0.7)
+    logprob = inputs.logprob.clone().requires_grad_()
+    policy_loss(name, replace(inputs, logprob=logprob), OPTIONS).per_token.sum().backward()
+    ratio = (inputs.logprob - inputs.old_logprob).exp()
+    clipped = _slow(name, inputs, OPTIONS)[1]
+    if name == "gspo":
+        count = inputs.mask.sum(1).clamp(min=1)
+        weight = (((inputs.logprob - inputs.old_logprob) * inputs.mask).sum(1) / count).exp()[:, None].expand(8, 7)
+        weight = weight.masked_fill(clipped, 0)
+    elif name == "cispo":
+        weight = ratio.clamp(0.9, 1.3)
+    else:
+        weight = ratio.clamp(max=1.8).masked_fill(clipped, 0)
+    expected = (-inputs.advantages * weight).masked_fill(~inputs.mask, 0)
+    torch.testing.assert_close(logprob.grad, expected)
+    assert clipped.any() and (expected != 0).sum() > 10
+
+
+@pytest.mark.parametrize(("name", "old"), [("vanilla", -1.0), ("gspo", -1.0), ("geo_mean", -1.0), ("clip_cov", 0.0)])
+def test_clipped_tokens_pass_no_gradient(name, old):
+    # Ratio e with a positive advantage; for clip_cov a token within the clip, selected.
+    logprob = torch.zeros(1, 1, requires_grad=True)
+    inputs = PolicyLossInputs(
+        logprob, torch.full((1, 1), old), torch.ones(1, 1), torch.tensor([[True]]), torch.tensor([[True]])
+    )
+    policy_loss(name, inputs, DEFAULTS).per_token.sum().backward()
+    assert logprob.grad.item() == 0.0
+
+
+# ---- what must hold whatever the mask
+
+
+@st.composite
+def masks(draw):
+    """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    row = st.one_of(
+        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
+    )
+    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
+
+
+def _summed(name, inputs, mode):
+    return aggregate(policy_loss(name, inputs, OPTIONS).per_token, inputs.mask, mode, 7.0)
+
+
+def _rows(inputs, rows):
+    return PolicyLossInputs(*(table[rows] for table in vars(inputs).values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(mask=masks(), seed=st.integers(0, 1000), mode=st.sampled_from(get_args(LossAggMode)), cut=st.integers(0, 4))
+def test_parts_add_up_to_the_whole(name, mask, seed, mode, cut):
+    inputs = _random_inputs(seed, mask)
+    cut = min(cut, len(mask))
+    parts = [_rows(inputs, slice(0, cut)), _rows(inputs, slice(cut, None))]
+    total = sum(_summed(name, part, mode) for part in parts if len(part.mask))
+    torch.testing.assert_close(total, _summed(name, inputs, mode), rtol=1e-12, atol=1e-12)
+    loss = _slow(name, inputs, OPTIONS)[0]
+    torch.testing.assert_close(total, aggregate(loss, mask, mode, 7.0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(mask=masks(), seed=st.integers(0, 1000), junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
+    inputs = _random_inputs(seed, mask)
+    losses, gradients = [], []
+    for fill, width in ((0.0, 0), (junk, 2)):
+        wide = PolicyLossInputs(
+            *(
+                torch.nn.functional.pad(x.masked_fill(~mask, fill), (0, width), value=fill)
+                for x in (inputs.logprob, inputs.old_logprob, inputs.advantages)
+            ),
+            torch.nn.functional.pad(mask, (0, width)),
+            # A selection outside the mask must not count either.
+            torch.nn.functional.pad(inputs.selected | ~mask, (0, width), value=True),
+        )
+        logprob = wide.logprob.clone().requires_grad_()
+        found = policy_loss(name, replace(wide, logprob=logprob), OPTIONS)
+        assert not found.per_token[~wide.mask].any() and not found.clipped[~wide.mask].any()
+        found.per_token.sum().backward()  # summed without the mask: nothing may hide behind it
+        assert not logprob.grad[~wide.mask].any()
+        losses.append(found.per_token[:, : mask.shape[1]])
+        gradients.append(logprob.grad[:, : mask.shape[1]])
+    # Not bit for bit: vector instructions round by where in a row of memory a number stands.
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extremes_stay_finite(name, dtype):
+    # Every pairing of certain, ordinary and all but impossible tokens with each sign of the advantage, and empty rows.
+    values, signs = [0.0, 1e-7, -1e-9, -0.7, -30.0, -1e4], [1.0, 0.0, -1.0]
+    tokens = [(new, old, a) for new in values for old in values for a in signs]
+    logprob, old, advantages = torch.tensor(tokens, dtype=dtype).T.reshape(3, -1, 4)
+    mask = torch.rand(logprob.shape, generator=torch.Generator().manual_seed(3)) < 0.8
+    mask[::5] = False
+    for keep in (mask, ~mask, torch.ones_like(mask), torch.zeros_like(mask)):
+        leaf = logprob.clone().requires_grad_()
+        found = policy_loss(name, PolicyLossInputs(leaf, old, advantages, keep, mask), DEFAULTS)
+        found.per_token.sum().backward()
+        assert found.per_token.dtype == dtype
+        for numbers in (found.per_token, leaf.grad, found.ratio, found.approx_kl):
+            assert numbers.isfinite().all()
+
+
+# ---- the choice of tokens by covariance
+
+
+def test_covariances_of_the_worked_example():
+    # Means -2 and 0 over the mask: covariances 1, 0, 1; the fourth token does not count.
+    logprob, advantages = torch.tensor([[-1.0, -2.0, -3.0, 50.0]]), torch.tensor([[1.0, 0.0, -1.0, 50.0]])
+    mask = torch.tensor([[True, True, True, False]])
+
+    def chosen(fraction, bounds=None, excluded=None):
+        excluded = None if excluded is None else torch.tensor([excluded])
+        return select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded).tolist()[0]
+
+    # A fraction of nothing is still one token; of equal covariances the first.
+    assert chosen(0.0002) == [True, False, False, False]
+    assert chosen(0.7) == [True, False, True, False]
+    assert chosen(1.0) == [True, True, True, False]
+    assert chosen(0.7, bounds=(0.5, 1.5)) == [True, False, True, False]
+    assert chosen(0.7, bounds=(-0.5, 0.5)) == [False, True, False, False]
+    # Bounds are strict.
+    assert chosen(0.7, bounds=(1.0, 5.0)) == [False] * 4
+    assert chosen(0.7, bounds=(0.5, 1.0)) == [False] * 4
+    assert chosen(0.4, excluded=[True, False, False, False]) == [False, False, True, False]
+
+
+def test_no_token_no_choice():
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert not select_by_covariance(torch.ones(2, 3), torch.ones(2, 3), nothing, 0.5, None, None).any()
+
+
+def test_no_gradient_flows_into_the_choice():
+    logprob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    everything = torch.ones(1, 2, dtype=torch.bool)
+    assert not select_by_covariance(logprob, torch.tensor([[1.0, 0.0]]), everything, 0.5, None, None).requires_grad
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    fraction=st.sampled_from([0.0002, 0.3, 0.5, 1.0]),
+    bounds=st.sampled_from([None, (-0.1, 0.3), (0.0, 5.0)]),
+    excludes=st.booleans(),
+)
+def test_the_choice_equals_the_slow_loop(mask, seed, fraction, bounds, excludes):
+    inputs = _random_inputs(seed, mask)
+    advantages = inputs.advantages.round()  # so that some covariances are equal
+    excluded = inputs.selected if excludes else None
+    places = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
+    expected = torch.zeros_like(mask)
+    if places:
+        mean_a = sum(advantages[p].item() for p in places) / len(places)
+        mean_logp = sum(inputs.logprob[p].item() for p in places) / len(places)
+        ranked = []
+        for place in places:
+            covariance = (advantages[place].item() - mean_a) * (inputs.logprob[place].item() - mean_logp)
+            inside = bounds is None or bounds[0] < covariance < bounds[1]
+            if inside and not (excludes and excluded[place]):
+                ranked.append((-covariance, place))
+        for _, place in sorted(ranked)[: max(1, int(fraction * len(places)))]:
+            expected[place] = True
+    holes = inputs.logprob.masked_fill(~mask, math.nan), advantages.masked_fill(~mask, math.nan)
+    assert torch.equal(select_by_covariance(*holes, mask, fraction, bounds, excluded), expected)
+
+
+def test_tokens_that_the_clip_takes_are_not_chosen():
+    # Ratios e^.5, e^.5, e^-.5, e^-.5, 1: the clip takes a rise with A > 0 and a fall with A < 0.
+    logprob, old = [[-1.5, -1.5, -2.0, -2.0, -1.0]], [[-2.0, -2.0, -1.5, -1.5, -1.0]]
+    mask = torch.tensor([[True, True, True, True, True]])
+    inputs = _inputs(logprob, old, [[0.5, -0.5, 0.5, -0.5, 0.5]], mask)
+    assert clip_cov_excluded(inputs, DEFAULTS).tolist() == [[True, False, False, True, False]]
+    mask[0, 0] = False
+    assert clip_cov_excluded(inputs, DEFAULTS).tolist() == [[False, False, False, True, False]]

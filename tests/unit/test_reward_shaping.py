@@ -1,0 +1,65 @@
+"""Normalised, clipped and penalised scores, by hand."""
+
+import pytest
+import torch
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.trainers.reward_shaping import RewardShaper
+
+
+def _rollout(lengths, stopped, n=2):
+    mask = torch.arange(10) < torch.tensor(lengths)[:, None]
+    rows = len(lengths)
+    prompts = Prompts([[1]] * rows, [0] * rows, [""] * rows, [""] * rows, [""] * rows, [{}] * rows)
+    return Rollout(
+        prompts, [row % n for row in range(rows)], mask.long(), mask, mask.float(), torch.tensor(stopped), version=0
+    )
+
+
+def _shape(scores, lengths=(1, 1, 1, 1), stopped=(True,) * 4, **keys):
+    shaper = RewardShaper(AlgorithmSection.model_validate(keys), max_response_length=10)
+    return shaper.shape(torch.tensor(scores), _rollout(list(lengths), list(stopped))).tolist()
+
+
+def test_nothing_asked_nothing_done():
+    assert _shape([1.0, -7.0, 0.5, 3.0]) == [1.0, -7.0, 0.5, 3.0]
+
+
+def test_clip():
+    assert _shape([1.0, -7.0, 0.5, 3.0], reward_clip=2.0) == [1.0, -2.0, 0.5, 2.0]
+
+
+def test_the_overlong_penalty_grows_over_the_buffer():
+    keys = {"overlong_buffer": {"enable": True, "len": 4, "penalty_factor": 2.0}}
+    # Free up to 6 tokens; 8 is half-way, 10 the limit.
+    assert _shape([1.0, 1.0, 1.0, 0.0], lengths=(5, 6, 8, 10), **keys) == [1.0, 1.0, 0.0, -2.0]
+
+
+def test_a_response_without_an_end_is_penalised():
+    assert _shape([1.0] * 4, stopped=(True, False, True, False), missing_eos_penalty=0.5) == [1.0, 0.5, 1.0, 0.5]
+
+
+def test_penalties_come_after_normalisation_and_clipping():
+    keys = {"reward_norm": "batch", "reward_clip": 1.0, "missing_eos_penalty": 3.0}
+    shaped = _shape([0.0, 0.0, 0.0, 4.0], stopped=(True, True, True, False), **keys)
+    # mean 1, std 2: -.5, -.5, -.5, 1.5
+    assert shaped == pytest.approx([-0.5, -0.5, -0.5, 1.0 - 3.0], abs=1e-5)
+
+
+def test_group_normalisation():
+    shaped = _shape([1.0, 3.0, 5.0, 5.0], reward_norm="group")
+    assert shaped == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0, 0.0], abs=1e-5)
+
+
+def test_running_normalisation_knows_all_scores_so_far_and_goes_on_from_a_state():
+    algorithm = AlgorithmSection(reward_norm="running")
+    rollout = _rollout([1, 1], [True, True])
+    shaper = RewardShaper(algorithm, max_response_length=10)
+    assert shaper.shape(torch.tensor([0.0, 2.0]), rollout).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    resumed = RewardShaper(algorithm, max_response_length=10)
+    resumed.load_state_dict(shaper.state_dict())
+    for later in (shaper, resumed):
+        # 0, 2, 6, 8: mean 4, variance (16 + 4 + 4 + 16) / 3
+        wanted = [2 / (40 / 3) ** 0.5, 4 / (40 / 3) ** 0.5]
+        assert later.shape(torch.tensor([6.0, 8.0]), rollout).tolist() == pytest.approx(wanted, abs=1e-5)
