@@ -34,6 +34,8 @@ def _estimator(config: PPOConfig) -> str:
         return words if critic is None else f"{words}, of the critic's targets {critic}"
     if words == "reinforce_plus_plus":
         return f"{words}, gamma {algorithm.gamma}"
+    if words == "remax":
+        return f"{words}, against a greedy answer to each prompt"
     if words in ("grpo", "grpo_passk") and not algorithm.norm_adv_by_std_in_grpo:
         return f"{words}, not divided by the standard deviation"
     return f"{words}, divided by {algorithm.f_norm}" if words == "gpg" else words

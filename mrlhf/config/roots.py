@@ -1,7 +1,7 @@
 """The three configuration files, one a launcher, and the keys that take their value from another key.
 
-A root is a tree of sections. This file knows which sections make up a program; what a key means is said in
-`sections`, what must hold between keys in `checks`.
+A root is a tree of sections. This file knows which sections make up a program; what a key means is said in the file of
+its section, what must hold between keys in `checks` and `method_checks`.
 """
 
 from __future__ import annotations

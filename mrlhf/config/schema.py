@@ -1,6 +1,6 @@
 """The keys of a configuration as a flat list: their docs for --help, the nearest one to a misspelling.
 
-It reads the classes of `sections` and `roots` and knows nothing of files or values' meaning.
+It reads the classes of the sections and `roots` and knows nothing of files or values' meaning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of the configuration files, documented field by field: what may be asked for, in which unit.
+"""The sections of models, reward, run and processes, field by field: what may be asked for, in which unit.
 
 A section checks its own fields and the numbers it holds alone. It knows no other section (`roots` fills in what one
 takes from another, `checks` compares them), no model, no rank and no file.

@@ -173,6 +173,6 @@ _REACHES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "seq_sum": lambda values, mask: masked_sum(values, mask, dim=1)[:, None],
     "seq_mean": lambda values, mask: masked_mean(values, mask, dim=1)[:, None],
-    # k2 and k3 are not negative, so that 0 is their maximum over nothing.
-    "seq_max": lambda values, mask: values.masked_fill(~mask, 0).amax(dim=1, keepdim=True),
+    # k2 and k3 are nowhere below the 0 that they are outside the mask.
+    "seq_max": lambda values, mask: values.amax(dim=1, keepdim=True),
 }

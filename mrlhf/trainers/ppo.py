@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from mrlhf.batch import Experience
+from mrlhf.batch import Experience, Rollout
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import TrainingError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
+from mrlhf.models.flops import training_flops
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.trainers.collect import Collected
-from mrlhf.trainers.evaluate import evaluate
+from mrlhf.trainers.evaluate import evaluate, validation_metrics
 from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
 from mrlhf.trainers.report import closing_report, dump_rollout, save_batch
@@ -99,7 +101,7 @@ class PPOTrainer:
         prompt_tokens, response_tokens = sum(rollout.prompt_lengths), int(rollout.response_mask.sum())
         metrics |= throughput_metrics(timer.seconds, prompt_tokens, response_tokens, self.run.world_size)
         metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
-        return metrics | timer.metrics()
+        return metrics | self.utilisation(rollout, metrics, timer.seconds) | timer.metrics()
 
     def evaluate_rollout(self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]) -> Experience:
         """Old and reference log-probs, values, rewards, advantages; adds to `metrics` what comes up on the way."""
@@ -155,6 +157,24 @@ class PPOTrainer:
             save_batch(path, experience)
         return TrainingError(f"training step {number}: {error}; the batch is in {path}")
 
+    def utilisation(
+        self, rollout: Rollout, metrics: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """`perf/mfu/{actor,critic}`: operations that the update needed, over what the devices could have done."""
+        parts, found = self.parts, {}
+        lengths = [len(tokens) for tokens in rollout.sequences()]
+        for name, role in (("actor", parts.actor), ("critic", parts.critic)):
+            if role is None or f"update_{name}" not in seconds:
+                continue
+            peak = self.config.trainer.peak_tflops or self.run.device.peak_tflops(role.dtype)
+            if peak is None:
+                continue
+            mini_batches = -(-len(rollout) // parts.samples_per_mini_batch[name])
+            trained = metrics[f"{name}/optimizer_steps"] + metrics[f"{name}/skipped_steps"]
+            flops = training_flops(role.spec, lengths) * trained / mini_batches
+            found[f"perf/mfu/{name}"] = flops / (seconds[f"update_{name}"] * self.run.world_size * peak * 1e12)
+        return found
+
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
         freq = self.config.trainer.test_freq
@@ -171,9 +191,10 @@ class PPOTrainer:
             stop=self.sampling.stop,
             seed=self.config.seed,
         )
-        metrics = {f"val/{k}": v for k, v in evaluate(parts.generator, parts.scorer, parts.held_out, greedy).items()}
+        sampled: dict[str, float] = {}
         if self.config.trainer.val_sampled:
-            sampled = evaluate(parts.generator, parts.scorer, parts.held_out, self.sampling)
-            metrics |= {f"val_sampled/{k}": v for k, v in sampled.items()}
+            n = self.config.trainer.val_n
+            sampled = evaluate(parts.generator, parts.scorer, parts.held_out, self.sampling, n)
+        metrics = validation_metrics(evaluate(parts.generator, parts.scorer, parts.held_out, greedy), sampled)
         parts.generator.rest()
         return metrics

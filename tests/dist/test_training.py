@@ -28,6 +28,7 @@ from mrlhf.config.sections import (
     ReferenceSection,
 )
 from mrlhf.device import Device
+from mrlhf.errors import TrainingError
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
@@ -110,6 +111,7 @@ class Form:
 
 
 # 12 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
+SAFETY_FORMS = ("one pack", "sequence-parallel")  # without and with the distributed optimizer
 FORMS = {
     "many packs": Form(tuple(CASES), MODELS, 12, distributed_optimizer=True),
     "one pack": Form(("sampled KL and entropy", "entropy"), ("llama",), 1000, distributed_optimizer=False),
@@ -244,10 +246,45 @@ def _first_update(root: Path, model: str, form: Form, groups: RoleGroups, dtype:
     return {**actor.update(fresh, plan).metrics, "logprobs": logprobs.tolist()}
 
 
+def _stops_and_skips(root: Path, form: Form, groups: RoleGroups) -> dict[str, Any]:
+    """Metrics of updates that end early or skip steps, and whether the weights moved."""
+    experience = _experience(root, "llama")
+    case, plan_lengths = Case("llama", "token-mean"), [len(tokens) for tokens in experience.rollout.sequences()]
+    found: dict[str, Any] = {}
+
+    def run(name: str, change: Callable[[Tensor, Tensor], Experience], optim: dict[str, Any], **keys: Any) -> None:
+        settings = _optim(ActorOptimSection, case, form).model_copy(update=optim)
+        actor = _actor(root, case, form, groups, optim=settings, **keys)
+        plan = actor.plan(plan_lengths, plain_ppo.MINI_BATCH)
+        logprobs = actor.evaluate(experience.rollout, plan).logprobs
+        before = [slot.parameter.double().sum().item() for slot in actor.slots]
+        try:
+            found[name] = actor.update(change(logprobs, experience.advantages.clone()), plan).metrics
+        except TrainingError as error:
+            found[name] = {"error": str(error)}
+        after = [slot.parameter.double().sum().item() for slot in actor.slots]
+        found[name]["moved"] = float(before != after)
+
+    def far(logprobs: Tensor, advantages: Tensor) -> Experience:
+        shift = torch.where(torch.arange(len(logprobs)) < plain_ppo.MINI_BATCH, 0.0, 0.2)  # the second mini-batch
+        return replace(experience, old_logprobs=logprobs + shift[:, None])
+
+    def broken(logprobs: Tensor, advantages: Tensor) -> Experience:
+        advantages[-1, 0] = float("nan")
+        return replace(experience, old_logprobs=logprobs, advantages=advantages)
+
+    run("stopped", far, {}, target_kl_stop=0.1)
+    run("near enough", far, {"lr": 0.0}, target_kl_stop=0.3)
+    run("one broken mini-batch", broken, {"max_skipped_steps": 2})
+    run("too large", far, {"skip_grad_norm": 1e-6, "max_skipped_steps": 3})
+    run("too large, patient", far, {"skip_grad_norm": 1e-6, "max_skipped_steps": 5})
+    return found
+
+
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     factory, where = GroupFactory(timeout_s=120.0), Path(root)
-    found: dict[str, dict[str, Any]] = {"trained": {}, "evaluated": {}, "first": {}, "bfloat16": {}}
+    found: dict[str, dict[str, Any]] = {"trained": {}, "evaluated": {}, "first": {}, "bfloat16": {}, "safety": {}}
     for tp, pp in LAYOUTS[world_size]:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
         for form_name, form in _forms(tp):
@@ -260,6 +297,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]
                 looks = _look(where, model, form, groups)
                 found["evaluated"][label] = {name: table.tolist() for name, table in looks.items()}
                 found["first"][label] = _first_update(where, model, form, groups)
+            if form_name in SAFETY_FORMS:
+                found["safety"][layout] = _stops_and_skips(where, form, groups)
             if (tp, pp) == (2, 2) and form.sequence_parallel:
                 found["bfloat16"] = _first_update(where, "llama", form, groups, dtype="bfloat16")
     return found
@@ -357,6 +396,36 @@ def test_in_the_first_mini_batch_every_ratio_is_one(world: Any) -> None:
         assert metrics["actor/ppo_kl"] == 0.0, label
         assert metrics["actor/pg_clipfrac"] == 0.0, label
         assert metrics["actor/grad_norm"] > 0.1, label
+
+
+def test_an_update_ends_before_the_step_that_is_too_far(world: Any) -> None:
+    for rank in world[1]:
+        for layout, found in rank["safety"].items():
+            stopped = found["stopped"]
+            assert (stopped["actor/kl_stopped"], stopped["actor/optimizer_steps"], stopped["moved"]) == (1, 1, 1), (
+                layout
+            )
+            assert stopped["actor/ppo_kl"] == 0.0, layout  # of the one mini-batch that was trained on
+            near = found["near enough"]
+            assert (near["actor/kl_stopped"], near["actor/optimizer_steps"]) == (0, 4), layout
+            # The second mini-batch has 24 of 41 tokens, and nothing moves.
+            assert near["actor/ppo_kl"] == pytest.approx(0.2 * 24 / 41, abs=1e-5), layout
+
+
+def test_unusable_gradients_are_skipped_and_end_the_run(world: Any) -> None:
+    for rank in world[1]:
+        for layout, found in rank["safety"].items():
+            broken = found["one broken mini-batch"]
+            assert (broken["actor/skipped_steps"], broken["actor/optimizer_steps"], broken["moved"]) == (2, 2, 1), (
+                layout
+            )
+            assert math.isfinite(broken["actor/grad_norm"]), layout
+            assert found["too large"]["moved"] == 0, layout
+            assert found["too large"]["error"].startswith("3 optimizer steps in a row"), layout
+            assert "limit skip_grad_norm 1e-06" in found["too large"]["error"], layout
+            patient = found["too large, patient"]
+            assert (patient["actor/skipped_steps"], patient["actor/optimizer_steps"]) == (4, 0), layout
+            assert patient["moved"] == 0 and math.isnan(patient["actor/grad_norm"]), layout
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)

@@ -1,11 +1,37 @@
-"""Generalised advantage estimation against published numbers and against its definition as a double sum."""
+"""GAE against published numbers and its definition as a double sum; every named estimator, and its invariances."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
 
-from mrlhf.rl.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator, gae
+from mrlhf.rl.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    WHITENED,
+    AdvantageEstimator,
+    AdvantageInputs,
+    AdvantageOptions,
+    estimate_advantages,
+    gae,
+    length_adaptive_lam,
+)
+from tests.masked_batches import masked_batches
+
+NAN = float("nan")
+# Of the published example: A = [0, 0, .56525, .5] at gamma .99 and lambda .95.
+REWARDS = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+VALUES = torch.tensor([[0.2, 0.3, 0.4, 0.5]])
+MASK = torch.tensor([[False, False, True, True]])
+# Scores 3, 1 and 2 in one group, 4 alone in another.
+BATCH = AdvantageInputs(
+    rewards=torch.tensor([[1.0, 2.0], [1.0, NAN], [0.0, 2.0], [NAN, 4.0]]),
+    mask=torch.tensor([[True, True], [True, False], [True, True], [False, True]]),
+    groups=torch.tensor([8, 8, 8, 2]),
+    values=torch.tensor([[0.5, 1.0], [0.0, NAN], [1.0, 0.5], [NAN, 3.0]]),
+    greedy_scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+)
 
 
 def _slow_gae(rewards, values, mask, gamma, lam):
@@ -17,32 +43,57 @@ def _slow_gae(rewards, values, mask, gamma, lam):
         v = [values[row, t].item() for t in valid] + [0.0]
         deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(valid))]
         for i, t in enumerate(valid):
-            advantages[row, t] = sum((gamma * lam) ** (j - i) * deltas[j] for j in range(i, len(valid)))
+            advantages[row, t] = sum((gamma * lam[row]) ** (j - i) * deltas[j] for j in range(i, len(valid)))
     return advantages
 
 
 def test_worked_example():
-    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
-    values = torch.tensor([[0.2, 0.3, 0.4, 0.5]])
-    mask = torch.tensor([[False, False, True, True]])
-    advantages, returns = gae(rewards, values, mask, gamma=0.99, lam=0.95)
+    advantages, returns = gae(REWARDS, VALUES, MASK, gamma=0.99, lam=0.95)
     torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.0, 0.56525, 0.5]]))
     torch.testing.assert_close(returns, torch.tensor([[0.0, 0.0, 0.96525, 1.0]]))
 
 
+def test_each_row_may_have_its_own_lambda():
+    inputs = [tensor.repeat(3, 1) for tensor in (REWARDS, VALUES, MASK)]
+    lam = torch.tensor([0.95, 0.0, 1.0], dtype=torch.float64)
+    advantages, returns = gae(*inputs, gamma=0.99, lam=lam)
+    # The first delta is .095; what follows it counts .99 * lambda * .5.
+    expected = torch.tensor([[0.0, 0.0, 0.56525, 0.5], [0.0, 0.0, 0.095, 0.5], [0.0, 0.0, 0.59, 0.5]])
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, expected + torch.tensor([0.0, 0.0, 0.4, 0.5]))
+
+
+def test_the_critic_may_have_a_lambda_of_its_own():
+    inputs = AdvantageInputs(REWARDS, MASK, torch.tensor([0]), VALUES)
+    options = AdvantageOptions(gamma=0.99, lam=0.95, critic_lam=1.0)
+    advantages, returns = estimate_advantages("gae", inputs, options)
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.0, 0.56525, 0.5]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.0, 0.0, 0.99, 1.0]]))
+    _, coupled = estimate_advantages("gae", inputs, replace(options, critic_lam=None))
+    torch.testing.assert_close(coupled, torch.tensor([[0.0, 0.0, 0.96525, 1.0]]))
+
+
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
-def test_equals_the_double_sum_under_any_mask(gamma, lam):
-    generator = torch.Generator().manual_seed(1)
-    rewards = torch.randn(5, 8, dtype=torch.float64, generator=generator)
-    values = torch.randn(5, 8, dtype=torch.float64, generator=generator)
-    mask = torch.rand(5, 8, generator=generator) < 0.6  # holes in the middle, too
-    mask[0] = True
-    mask[1] = False
-    mask[2] = torch.arange(8) < 3
+@given(batch=masked_batches())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_gae_equals_the_double_sum_under_any_mask(batch, gamma, lam):
+    rewards, values, mask = batch.rewards, batch.values, batch.mask
     advantages, returns = gae(rewards, values, mask, gamma, lam)
-    torch.testing.assert_close(advantages, _slow_gae(rewards, values, mask, gamma, lam))
+    torch.testing.assert_close(advantages, _slow_gae(rewards, values, mask, gamma, [lam] * len(mask)))
     torch.testing.assert_close(returns[mask], (advantages + values)[mask])
     assert advantages[~mask].abs().sum() == returns[~mask].abs().sum() == 0
+    adaptive = length_adaptive_lam(mask, alpha=0.5)
+    advantages, _ = gae(rewards, values, mask, gamma, adaptive)
+    torch.testing.assert_close(advantages, _slow_gae(rewards, values, mask, gamma, adaptive.tolist()))
+
+
+def test_length_adaptive_lambda_literal_numbers():
+    lengths = [0, 10, 20, 100, 400]
+    mask = torch.arange(400) < torch.tensor(lengths)[:, None]
+    expected = [0.0, 0.0, 0.0, 0.8, 0.95]  # 1 - 1/(.05 * 10) = -1 is clamped, 1 - 1/5, 1 - 1/20
+    torch.testing.assert_close(length_adaptive_lam(mask, 0.05), torch.tensor(expected, dtype=torch.float64))
+    with_holes = torch.tensor([[True, False, True]])
+    assert length_adaptive_lam(with_holes, 2.0).tolist() == [0.75]
 
 
 def test_without_discount_the_return_is_the_reward_still_to_come():
@@ -54,8 +105,8 @@ def test_without_discount_the_return_is_the_reward_still_to_come():
 
 def test_what_stands_in_padding_does_not_matter():
     mask = torch.tensor([[True, True, False, False]])
-    rewards = torch.tensor([[0.0, 1.0, float("nan"), 7.0]])
-    values = torch.tensor([[0.5, 0.25, float("inf"), float("nan")]])
+    rewards = torch.tensor([[0.0, 1.0, NAN, 7.0]])
+    values = torch.tensor([[0.5, 0.25, float("inf"), NAN]])
     padded = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     cut = gae(rewards[:, :2], values[:, :2], mask[:, :2], gamma=0.9, lam=0.8)
     for long, short in zip(padded, cut, strict=True):
@@ -63,5 +114,99 @@ def test_what_stands_in_padding_does_not_matter():
         assert long[:, 2:].tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # gamma .5, lambda .5: row 0: deltas 1 + .5 - .5 and 2 - 1; row 2: 0 + .25 - 1 and 2 - .5.
+        ("gae", [[1.25, 1.0], [1.0, 0.0], [-0.375, 1.5], [0.0, 1.0]]),
+        ("grpo", [[1.0, 1.0], [-1.0, 0.0], [0.0, 0.0], [0.0, 4.0]]),  # norm_by_std is off
+        ("rloo", [[1.5, 1.5], [-1.5, 0.0], [0.0, 0.0], [0.0, 4.0]]),
+        # Lengths 2, 1, 2: baseline (6 + 1 + 4)/5 = 2.2.
+        ("opo", [[0.8, 0.8], [-1.2, 0.0], [-0.2, -0.2], [0.0, 4.0]]),
+        ("gpg", [[0.25, 0.25], [-0.25, 0.0], [0.0, 0.0], [0.0, 1.0]]),  # alpha 4/4, f_norm 4
+        ("reinforce_plus_plus", [[2.0, 2.0], [1.0, 0.0], [1.0, 2.0], [0.0, 4.0]]),
+        ("reinforce_plus_plus_baseline", [[1.0, 1.0], [-1.0, 0.0], [0.0, 0.0], [0.0, 4.0]]),
+        ("remax", [[2.0, 1.0], [-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]),
+    ],
+)
+def test_each_name_stands_for_its_estimator_with_its_options(name, expected):
+    options = AdvantageOptions(gamma=0.5, lam=0.5, norm_by_std=False, f_norm=4.0)
+    advantages, returns = estimate_advantages(name, BATCH, options)
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+    to_go = torch.tensor([[3.0, 2.0], [1.0, 0.0], [2.0, 2.0], [0.0, 4.0]])
+    values = BATCH.values.masked_fill(~BATCH.mask, 0)
+    expected_returns = {"gae": advantages + values, "remax": to_go}.get(name, advantages)
+    torch.testing.assert_close(returns, expected_returns)
+
+
+def test_grpo_passk_by_name():
+    pair = AdvantageInputs(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([5, 5]))
+    advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions(norm_by_std=False))
+    assert advantages.tolist() == [[0.0], [2.0]]
+    advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions())
+    torch.testing.assert_close(advantages, torch.tensor([[0.0], [1.41421256]]))  # 2 over sqrt(2) + 1e-6
+
+
+def test_options_default_to_those_of_the_field():
+    assert AdvantageOptions() == AdvantageOptions(gamma=1.0, lam=1.0, critic_lam=None, norm_by_std=True, f_norm=1.0)
+
+
+def test_what_an_estimator_lacks_is_named():
+    bare = replace(BATCH, values=None, greedy_scores=None)
+    for name, message in (("gae", "gae needs values"), ("remax", "remax needs greedy_scores")):
+        with pytest.raises(ValueError, match=message):
+            estimate_advantages(name, bare, AdvantageOptions())
+    with pytest.raises(ValueError, match="grpo_passk needs at least 2"):
+        estimate_advantages("grpo_passk", BATCH, AdvantageOptions())
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    with pytest.raises(AssertionError, match=r"\(4, 2\), \(4, 1\)"):
+        replace(BATCH, mask=BATCH.mask[:, :1])
+    with pytest.raises(AssertionError, match=r"\(3,\), \(4, 2\)"):
+        replace(BATCH, groups=BATCH.groups[:3])
+    with pytest.raises(AssertionError, match="bool"):
+        estimate_advantages("rloo", replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions())
+
+
 def test_each_named_estimator_exists():
-    assert set(ADVANTAGE_ESTIMATORS) == set(get_args(AdvantageEstimator)) == {"gae"}
+    assert set(ADVANTAGE_ESTIMATORS) == set(get_args(AdvantageEstimator))
+    assert len(ADVANTAGE_ESTIMATORS) == 9
+    assert {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"} == WHITENED
+
+
+def _by_name(name, batch):
+    inputs = AdvantageInputs(batch.rewards, batch.mask, batch.groups, batch.values, batch.greedy_scores)
+    options = AdvantageOptions(gamma=0.9, lam=0.8, critic_lam=0.7, f_norm=2.5)
+    return estimate_advantages(name, inputs, options)
+
+
+@pytest.mark.parametrize("name", get_args(AdvantageEstimator))
+@given(batch=masked_batches(smallest_group=2))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_order_numbering_and_padding_change_nothing(name, batch):
+    advantages, returns = _by_name(name, batch)
+    assert advantages[~batch.mask].abs().sum() == returns[~batch.mask].abs().sum() == 0
+    assert advantages.isfinite().all() and returns.isfinite().all()
+
+    order = torch.randperm(len(batch.groups), generator=torch.Generator().manual_seed(11))
+    for moved, result in zip(_by_name(name, batch.rows(order)), (advantages, returns), strict=True):
+        torch.testing.assert_close(moved, result[order], rtol=1e-12, atol=1e-12)
+
+    renumbered = replace(batch, groups=-3 * batch.groups + 1)
+    for other, result in zip(_by_name(name, renumbered), (advantages, returns), strict=True):
+        torch.testing.assert_close(other, result, rtol=1e-12, atol=1e-12)
+
+    width = batch.mask.shape[1] + 2
+    columns = torch.arange(1, width - 1)  # one column of padding before, one after
+    spread = {
+        name_of: torch.full((len(batch.groups), width), filler, dtype=tensor.dtype).index_copy(1, columns, tensor)
+        for name_of, tensor, filler in (
+            ("mask", batch.mask, False),
+            ("rewards", batch.rewards, float("inf")),
+            ("values", batch.values, NAN),
+        )
+    }
+    for padded, result in zip(_by_name(name, replace(batch, **spread)), (advantages, returns), strict=True):
+        torch.testing.assert_close(padded[:, 1:-1], result, rtol=1e-12, atol=1e-12)
+        assert not padded[:, [0, -1]].any()

@@ -47,9 +47,7 @@ class _Generator:
     def generate(self, prompts, sampling, stream, step, refill=0):
         self.calls.append((stream, step, refill, len(prompts), sampling.temperature, sampling.n))
         repeated = prompts.repeat(sampling.n)
-        answers = [
-            uid + (row % sampling.n) * (uid % self.informative == 0) for row, uid in enumerate(repeated.uid)
-        ]
+        answers = [uid + (row % sampling.n) * (uid % self.informative == 0) for row, uid in enumerate(repeated.uid)]
         rows = len(repeated)
         return Rollout(
             repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],

@@ -1,7 +1,6 @@
 """Cross-field checks, the batch arithmetic and the command line."""
 
 import json
-from typing import get_args
 
 import pytest
 
@@ -16,13 +15,10 @@ from mrlhf.config import (
     describe,
     dry_run,
     parse_args,
-    sections,
 )
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
-from mrlhf.rewards.combine import EXTERNAL_TERMS
-from mrlhf.rewards.rules import RULES
-from mrlhf.rl import advantages, kl, losses, shaping
+from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
     "hidden_size": 64,
@@ -32,47 +28,6 @@ FACTS = {
     "intermediate_size": 96,
     "max_position_embeddings": 256,
 }
-
-
-def ppo(**changes):
-    """A configuration that fits 8 ranks; `changes` replace keys, with `__` for the dot."""
-    tree = {
-        "actor": {"path": "none", "tp": 2, "pp": 2, "ppo_mini_batch_size": 16, "micro_batch_tokens": 512},
-        "critic": {"tp": 2, "micro_batch_tokens": 512},
-        "reward": {"terms": [{"name": "gsm8k"}]},
-        "rollout": {"n": 2, "tp": 2},
-        "data": {"train_files": "a.jsonl", "train_batch_size": 64, "max_prompt_length": 40, "max_response_length": 60},
-        "trainer": {"output_dir": "out", "total_steps": 10},
-        "algorithm": {},
-        "reference": {},
-    }
-    return PPOConfig.model_validate(changed(tree, changes))
-
-
-def supervised(root, **changes):
-    tree = {
-        "model": {"path": "none", "tp": 2, "micro_batch_tokens": 256},
-        "data": {"train_files": "a.jsonl", "max_length": 128, "batch_size": 16},
-        "trainer": {"output_dir": "out"},
-        "optim": {},
-    }
-    return root.model_validate(changed(tree, changes))
-
-
-def changed(tree, changes):
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        node = tree
-        for name in path:
-            node = node.setdefault(name, {})
-        node[last] = value
-    return tree
-
-
-def problems(config, world_size):
-    with pytest.raises(ConfigError) as caught:
-        check(config, world_size)
-    return str(caught.value).splitlines()
 
 
 def test_configurations_that_fit_pass():
@@ -125,16 +80,6 @@ def test_configurations_that_fit_pass():
             "rollout.tp 8 does not divide actor.tp 2 x actor.pp 2 = 4; use one of 1, 2, 4",
         ),
         (
-            {"rollout__top_p": 0.9},
-            "rollout.top_k -1, rollout.top_p 0.9: truncated sampling breaks PPO's probability ratio, because training "
-            "uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0",
-        ),
-        (
-            {"rollout__top_k": 50},
-            "rollout.top_k 50, rollout.top_p 1.0: truncated sampling breaks PPO's probability ratio, because training "
-            "uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0",
-        ),
-        (
             {"rollout__kv_cache_mb": 64, "rollout__gpu_memory_utilization": 0.5},
             "rollout.kv_cache_mb 64 and rollout.gpu_memory_utilization 0.5 both size the KV cache; set "
             "rollout.kv_cache_mb to null or leave rollout.gpu_memory_utilization at 0.9",
@@ -165,6 +110,22 @@ def test_configurations_that_fit_pass():
             "trainer.val_sampled is on but data.val_files is empty; give files or turn it off",
         ),
         (
+            {"trainer__val_n": 4},
+            "trainer.val_n 4 is of the sampled validation, but trainer.val_sampled is off; turn that on or leave val_n "
+            "at 1",
+        ),
+        (
+            {
+                "data__gen_batch_size": 3,
+                "actor__ppo_mini_batch_size": 64,
+                "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 30},
+                "reward_model": {"path": "rm"},
+                "reward__terms": [{"name": "reward_model"}],
+            },
+            "data.gen_batch_size 3 x rollout.n 2 = 6 samples are fewer than the data-parallel size 8 of reward_model; "
+            "set data.gen_batch_size to at least 4 or raise reward_model.tp",
+        ),
+        (
             {"trainer__critic_warmup": 11},
             "trainer.critic_warmup 11 is beyond trainer.total_steps 10, so the actor would never be trained; lower the "
             "first or raise the second",
@@ -186,7 +147,7 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
         {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
-        {"data__val_files": "v.jsonl", "trainer__test_freq": 5, "trainer__val_sampled": True},
+        {"data__val_files": "v.jsonl", "trainer__test_freq": 5, "trainer__val_sampled": True, "trainer__val_n": 4},
         {"trainer__critic_warmup": 10},
         {"rollout__max_prefill_tokens": 1},  # longer prompts are computed in chunks
         {"rollout__kv_cache_mb": 64},
@@ -306,6 +267,11 @@ def test_describe_ppo():
         "  actor        tp 2 x pp 2 x dp 2, 512 tokens a micro-batch",
         "  critic       tp 2 x pp 1 x dp 4, 512 tokens a micro-batch",
         "  rollout      tp 2 x 4 replicas, native engine",
+        "the method",
+        "  advantages: gae, gamma 1.0, lambda 1.0",
+        "  policy loss: vanilla, clip -0.2 +0.2, dual clip 3",
+        "  aggregation: token-mean",
+        "  rollout correction: none, the mismatch is only measured",
         "each training step",
         "  64 prompts x 2 = 128 samples, 32 a replica if equally long, 256 decoded at once",
         "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 a sample",
@@ -350,6 +316,25 @@ def test_dry_run_checks_first(tmp_path):
 ARGUMENTS = ["actor.path=m", "reward.terms=[{name: gsm8k}]", "data.train_files=a.jsonl", "trainer.output_dir=o"]
 
 
+def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
+    wrong = {"critic__tp": 3, "critic__micro_batch_tokens": 1, "critic__ppo_mini_batch_size": 48}
+    wrong["critic__optim"] = {"lr_warmup_steps": 10}
+    assert len(problems(ppo(**wrong), 8)) == 4
+    without = ppo(**wrong, algorithm__adv_estimator="grpo", actor__path=model_dir(tmp_path))
+    text = dry_run(without, 8)
+    assert "critic.path" not in text and "not checked" not in text
+    assert "  no critic: grpo needs none\n  advantages: grpo\n" in text
+    assert "  critic" not in text
+
+
+def test_later_files_override(tmp_path):
+    (tmp_path / "a.yaml").write_text("seed: 5\nactor: {tp: 2}\n")
+    (tmp_path / "b.yaml").write_text("actor: {pp: 3}\n")
+    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
+    config, _ = parse_args(PPOConfig, [*files, *ARGUMENTS, "seed=7"])
+    assert (config.seed, config.actor.tp, config.actor.pp) == (7, 2, 3)
+
+
 def test_parse_args_mixes_options_and_keys(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
@@ -382,13 +367,3 @@ def test_help_shows_defaults_and_where_they_come_from(capsys):
     assert "  critic.path = actor.path  (str)" in said
     assert "  actor.dtype = auto  (auto | float32 | bfloat16)" in said
     assert "  trainer.total_steps = null  (int | null)" in said
-
-
-def test_names_of_algorithms_are_those_of_the_code():
-    assert get_args(sections.KlLoss) == get_args(kl.KlKind)
-    assert set(get_args(sections.KlPenalty)) == {kind for kind in get_args(kl.KlKind) if not kind.endswith("+")}
-    assert get_args(sections.KlControl) == get_args(kl.KlControllerKind)
-    assert get_args(sections.LossAggMode) == get_args(losses.LossAggMode)
-    assert get_args(sections.KlPlacement) == get_args(shaping.KlPlacement)
-    assert get_args(sections.AdvEstimator) == get_args(advantages.AdvantageEstimator)
-    assert set(get_args(sections.RewardName)) == {*RULES, *EXTERNAL_TERMS}

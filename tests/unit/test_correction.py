@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrlhf.rl.correction import Correction, Criterion, Statistic, correct, geometric_mean_weights
+from tests.masks import masks
 
 STATISTICS = get_args(Statistic)
 # The first row's two tokens are .5 and -.25; the second row has none.
@@ -106,6 +107,13 @@ def test_all_criteria_must_hold():
     both = correct(log_ratio, mask, _rejecting(token, sequence)).kept
     assert both.tolist() == [[False, True, True], [True, True, False], [False] * 3, [False, True, True]]
     assert torch.equal(both, correct(log_ratio, mask, _rejecting(sequence, token)).kept)
+
+
+def test_divergences_are_those_of_log_ratios_cut_to_twenty():
+    log_ratio, mask = torch.tensor([[100.0, -math.inf]]), torch.tensor([[True, True]])
+    for statistic, value in (("token_k2", 200.0), ("seq_sum_k2", 400.0), ("seq_mean_k2", 200.0), ("seq_max_k2", 200.0)):
+        assert correct(log_ratio, mask, _rejecting(Criterion(statistic, None, value + 1))).kept.all()
+        assert not correct(log_ratio, mask, _rejecting(Criterion(statistic, None, value - 1))).kept.any()
 
 
 def test_no_criterion_keeps_the_mask():
@@ -238,16 +246,6 @@ def _slow_weights(rows, correction):
     return table
 
 
-@st.composite
-def masks(draw):
-    """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
-    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    row = st.one_of(
-        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
-    )
-    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
-
-
 def _batch(mask, seed, scale):
     drawn = scale * torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return drawn.masked_fill(~mask, math.nan), [x[m].tolist() for x, m in zip(drawn, mask, strict=True)]
@@ -284,7 +282,8 @@ def test_each_statistic_parts_a_random_batch(statistic):
     mask = torch.rand(30, 6, generator=torch.Generator().manual_seed(1)) < 0.8
     mask[3] = False
     log_ratio, rows = _batch(mask, 2, 0.6)
-    criterion = Criterion(statistic, 0.8, 1.25) if statistic.endswith("k1") else Criterion(statistic, None, 0.2)
+    upper = 0.5 if statistic.startswith("seq_sum") else 0.2
+    criterion = Criterion(statistic, 0.8, 1.25) if statistic.endswith("k1") else Criterion(statistic, None, upper)
     kept = correct(log_ratio, mask, _rejecting(criterion)).kept
     expected = [_slow_kept(criterion, row) if row else [] for row in rows]
     assert [found[keep].tolist() for found, keep in zip(kept, mask, strict=True)] == expected

@@ -7,6 +7,7 @@ import torch
 
 from mrlhf.rl.kl import KlKind, kl_penalty, make_kl_controller
 
+PLUS_KINDS = [kind for kind in get_args(KlKind) if kind.endswith("+")]
 LOGPROB = torch.tensor([[-2.0, -1.0, -3.0]])
 REF = torch.tensor([[-1.5, -1.0, -3.25]])  # log-ratios -.5, 0, .25
 
@@ -14,11 +15,12 @@ REF = torch.tensor([[-1.5, -1.0, -3.25]])  # log-ratios -.5, 0, .25
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        (["k1", "kl", "k1+"], [-0.5, 0.0, 0.25]),
-        (["abs"], [0.5, 0.0, 0.25]),
-        (["k2", "mse"], [0.125, 0.0, 0.03125]),
-        (["k3", "low_var_kl", "k3+"], [0.1487213, 0.0, 0.0288008]),  # e^.5 - .5 - 1 and e^-.25 + .25 - 1
-        (["k1_clamped"], [0.0, 0.0, 0.25]),
+        (["k1", "kl", "k1+", "kl+"], [-0.5, 0.0, 0.25]),
+        (["abs", "abs+"], [0.5, 0.0, 0.25]),
+        (["k2", "mse", "k2+", "mse+"], [0.125, 0.0, 0.03125]),
+        # e^.5 - .5 - 1 and e^-.25 + .25 - 1
+        (["k3", "low_var_kl", "k3+", "low_var_kl+"], [0.1487213, 0.0, 0.0288008]),
+        (["k1_clamped", "k1_clamped+"], [0.0, 0.0, 0.25]),
     ],
 )
 def test_literal_values(kinds, expected):
@@ -30,6 +32,11 @@ def test_published_example():
     old = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
     ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])
     torch.testing.assert_close(kl_penalty(old, ref, "k1"), torch.tensor([[0.03, 0.02, 0.03, 0.02, 0.03, 0.01]]))
+
+
+def test_the_value_stays_clamped_with_a_plus_where_k2_is_large():
+    far = kl_penalty(torch.tensor([-500.0]), torch.tensor([0.0]), "low_var_kl+")
+    assert far.tolist() == [10.0]
 
 
 def test_extreme_ratios_are_clamped_and_tiny_ones_keep_their_digits():
@@ -55,13 +62,14 @@ def test_k1_and_k3_have_the_exact_divergence_as_expectation():
     logits, ref = _policies()
     logprob = logits.log_softmax(0).detach()
     exact = torch.nn.functional.kl_div(ref, logprob, reduction="sum", log_target=True).item()
-    for kind in ("k1", "k3", "k1+", "k3+"):
+    for kind in ("k1", "k3", "k1+", "k3+", "kl+", "low_var_kl+"):
         expected_value = (logprob.exp() * kl_penalty(logprob, ref, kind)).sum().item()
         assert expected_value == pytest.approx(exact, rel=1e-12), kind
 
 
 @pytest.mark.parametrize(
-    ("kind", "unbiased"), [("k1", False), ("k3", False), ("k2", True), ("k1+", True), ("k3+", True)]
+    ("kind", "unbiased"),
+    [("k1", False), ("k3", False), ("abs", False), ("k2", True), *((kind, True) for kind in PLUS_KINDS)],
 )
 def test_expected_gradient_is_that_of_the_divergence_for_k2_and_plus_kinds_alone(kind, unbiased):
     logits, ref = _policies()
@@ -74,11 +82,44 @@ def test_expected_gradient_is_that_of_the_divergence_for_k2_and_plus_kinds_alone
     assert torch.allclose(gradient, exact, atol=1e-12) == unbiased
 
 
-def test_every_kind_but_full_has_an_estimator():
-    kinds = set(get_args(KlKind)) - {"full"}
-    assert len(kinds) == 10
-    for kind in kinds:
-        assert kl_penalty(LOGPROB, REF, kind).shape == LOGPROB.shape
+def test_every_kind_but_full_has_an_estimator_and_a_plus():
+    plain = set(get_args(KlKind)) - set(PLUS_KINDS) - {"full"}
+    assert plain == {"k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped"}
+    assert set(PLUS_KINDS) == {f"{kind}+" for kind in plain}
+    assert len(get_args(KlKind)) == 17
+    for kind in plain:
+        assert kl_penalty(LOGPROB, REF, kind).equal(kl_penalty(LOGPROB, REF, f"{kind}+"))
+
+
+@pytest.mark.parametrize("kind", ["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped"])
+def test_gradients_are_those_of_finite_differences(kind):
+    # Log-ratios of both signs, away from 0 and from the limits, where abs, k1_clamped and k3 have kinks.
+    logprob = torch.tensor([-0.5, -1.0, -3.0, -0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.5, -0.25, -1.0, -0.3], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, kind), (logprob,))
+
+
+@pytest.mark.parametrize("kind", PLUS_KINDS)
+def test_with_a_plus_the_gradient_is_the_log_ratio_also_beyond_the_limits(kind):
+    logprob = torch.tensor([-2.0, -1.0, -3.0, -50.0], requires_grad=True)
+    ref = torch.tensor([-1.5, -1.0, -3.25, -1.0])
+    kl_penalty(logprob, ref, kind).sum().backward()
+    assert logprob.grad.tolist() == [-0.5, 0.0, 0.25, -49.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("k1", [1.0, 1.0, 1.0]),
+        ("abs", [-1.0, 0.0, 1.0]),
+        ("k2", [-0.5, 0.0, 0.25]),
+        ("k3", [-0.6487213, 0.0, 0.2211992]),  # 1 - e^.5 and 1 - e^-.25
+    ],
+)
+def test_gradients_literal_numbers(kind, expected):
+    logprob = LOGPROB.clone().requires_grad_()
+    kl_penalty(logprob, REF, kind).sum().backward()
+    torch.testing.assert_close(logprob.grad, torch.tensor([expected]), atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrlhf.rl.losses import LossAggMode, aggregate, aggregation_count, value_loss
+from tests.masks import masks
 
 MODES = get_args(LossAggMode)
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])
-
-
-@st.composite
-def masks(draw):
-    """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
-    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    row = st.one_of(
-        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
-    )
-    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
 
 
 @pytest.mark.parametrize(

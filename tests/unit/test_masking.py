@@ -1,11 +1,15 @@
 """Masked sums, moments and whitening against torch's own reductions over the kept entries alone."""
 
 import math
+import statistics
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mrlhf.rl.masking import Moments, local_moments, masked_mean, masked_sum, merge_moments, whiten
+from tests.masked_batches import masked_batches
 
 X = torch.tensor([[1.0, 2.0, 6.0], [4.0, float("nan"), float("inf")]])
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -100,3 +104,42 @@ def test_halves_whitened_with_merged_moments_equal_the_whole():
     moments = merge_moments([local_moments(x[:1], mask[:1]), local_moments(x[1:], mask[1:])])
     halves = torch.cat([whiten(x[:1], mask[:1], moments), whiten(x[1:], mask[1:], moments)])
     torch.testing.assert_close(halves, whiten(x, mask, local_moments(x, mask)))
+
+
+def _kept(x, mask):
+    return [x[row, t].item() for row in range(len(mask)) for t in range(mask.shape[1]) if mask[row, t]]
+
+
+@given(batch=masked_batches())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_sums_moments_and_whitening_equal_the_slow_loop_under_any_mask(batch):
+    kept = _kept(batch.rewards, batch.mask)
+    assert masked_sum(batch.rewards, batch.mask).item() == sum(kept)
+    assert masked_mean(batch.rewards, batch.mask).item() == pytest.approx(sum(kept) / max(1, len(kept)), abs=1e-15)
+    rows = [_kept(batch.rewards[row : row + 1], batch.mask[row : row + 1]) for row in range(len(batch.mask))]
+    assert masked_sum(batch.rewards, batch.mask, dim=1).tolist() == [sum(row) for row in rows]
+
+    moments = local_moments(batch.rewards, batch.mask)
+    mean = statistics.fmean(kept) if kept else 0.0
+    variance = statistics.variance(kept) if len(kept) > 1 else 0.0
+    assert moments.count == len(kept)
+    assert moments.mean == pytest.approx(mean, abs=1e-15)
+    assert moments.variance == pytest.approx(variance, rel=1e-12)
+    for shift_mean, put_back in ((True, 0.0), (False, mean)):
+        white = whiten(batch.rewards, batch.mask, moments, shift_mean)
+        expected = [(x - mean) / math.sqrt(variance + 1e-8) + put_back for x in kept]
+        # A spread of 0 divides the rounding of the mean by 1e-4.
+        assert _kept(white, batch.mask) == pytest.approx(expected, rel=1e-9, abs=1e-11)
+        assert not white[~batch.mask].any()
+
+
+@given(batch=masked_batches(), cut=st.integers(0, 6))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_moments_merge_in_any_order_to_those_of_the_whole(batch, cut):
+    parts = [local_moments(batch.values[rows], batch.mask[rows]) for rows in (slice(0, cut), slice(cut, None))]
+    whole = local_moments(batch.values, batch.mask)
+    for order in (parts, parts[::-1], [Moments(0, 0.0, 0.0), *parts]):
+        merged = merge_moments(order)
+        assert merged.count == whole.count
+        assert merged.mean == pytest.approx(whole.mean, abs=1e-14)
+        assert merged.variance == pytest.approx(whole.variance, abs=1e-13)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mrlhf.rl.correction import Correction, Criterion, correct
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
+from tests.masks import masks
 
 NAN = math.nan
 # Trainer less engine: .2 and -.5 in the first row, .1 in the second; the third has no token.
@@ -212,16 +213,6 @@ def _slow_weights(rows, correction):
         "ratio_fraction_high": _mean([float(x > upper) for x in units]),
         "ratio_fraction_low": _mean([float(x < floor) for x in units]),
     }
-
-
-@st.composite
-def masks(draw):
-    """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
-    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    row = st.one_of(
-        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
-    )
-    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
 
 
 def _rows(table, mask):

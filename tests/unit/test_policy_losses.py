@@ -17,10 +17,9 @@ from mrlhf.rl.policy_losses import (
     PolicyLossInputs,
     PolicyLossName,
     PolicyLossOptions,
-    clip_cov_excluded,
     policy_loss,
-    select_by_covariance,
 )
+from tests.masks import masks
 
 NAMES = get_args(PolicyLossName)
 DEFAULTS = PolicyLossOptions()
@@ -93,6 +92,27 @@ def test_the_ratio_is_reported(name):
 def test_dual_clip_of_the_worked_example():
     found = policy_loss("vanilla", _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
     assert found.per_token.item() == 1.5 and found.clipped_lower.item() and not found.clipped.item()
+
+
+def test_the_ratio_of_a_sequence_is_capped():
+    logprob = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    inputs = PolicyLossInputs(logprob, logprob.detach() - 12, logprob.detach() - 1, torch.tensor([[True]]))
+    found = policy_loss("gspo", inputs, DEFAULTS)
+    found.per_token.sum().backward()
+    assert found.per_token.item() == pytest.approx(math.exp(10)) and logprob.grad.item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("logprob", "old", "advantage", "loss"),
+    [
+        (-0.1, 1e-7, -1.0, -0.0904837),  # a certain token, rounded beyond certainty: KL .1, inside
+        (-0.7, -math.inf, 1.0, 2.1),  # an impossible one: KL log(1 / (1 - e^-.7)) = .686, inside; r cut to 3
+    ],
+)
+def test_the_binary_kl_of_certain_and_impossible_tokens(logprob, old, advantage, loss):
+    options = PolicyLossOptions(clip_low=0.2, clip_high=0.7)
+    found = policy_loss("dppo_kl", _inputs([[logprob]], [[old]], [[advantage]]), options)
+    assert found.per_token.item() == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_sequence_weighs_each_of_its_tokens_alike():
@@ -325,16 +345,6 @@ def test_clipped_tokens_pass_no_gradient(name, old):
 # ---- what must hold whatever the mask
 
 
-@st.composite
-def masks(draw):
-    """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    row = st.one_of(
-        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
-    )
-    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
-
-
 def _summed(name, inputs, mode):
     return aggregate(policy_loss(name, inputs, OPTIONS).per_token, inputs.mask, mode, 7.0)
 
@@ -389,7 +399,7 @@ def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
 def test_extremes_stay_finite(name, dtype):
     # Every pairing of certain, ordinary and all but impossible tokens with each sign of the advantage, and empty rows.
     values, signs = [0.0, 1e-7, -1e-9, -0.7, -30.0, -1e4], [1.0, 0.0, -1.0]
-    tokens = [(new, old, a) for new in values for old in values for a in signs]
+    tokens = [(new, old, a) for new in values for old in [*values, -math.inf, -50.0] for a in signs]
     logprob, old, advantages = torch.tensor(tokens, dtype=dtype).T.reshape(3, -1, 4)
     mask = torch.rand(logprob.shape, generator=torch.Generator().manual_seed(3)) < 0.8
     mask[::5] = False
@@ -400,77 +410,3 @@ def test_extremes_stay_finite(name, dtype):
         assert found.per_token.dtype == dtype
         for numbers in (found.per_token, leaf.grad, found.ratio, found.approx_kl):
             assert numbers.isfinite().all()
-
-
-# ---- the choice of tokens by covariance
-
-
-def test_covariances_of_the_worked_example():
-    # Means -2 and 0 over the mask: covariances 1, 0, 1; the fourth token does not count.
-    logprob, advantages = torch.tensor([[-1.0, -2.0, -3.0, 50.0]]), torch.tensor([[1.0, 0.0, -1.0, 50.0]])
-    mask = torch.tensor([[True, True, True, False]])
-
-    def chosen(fraction, bounds=None, excluded=None):
-        excluded = None if excluded is None else torch.tensor([excluded])
-        return select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded).tolist()[0]
-
-    # A fraction of nothing is still one token; of equal covariances the first.
-    assert chosen(0.0002) == [True, False, False, False]
-    assert chosen(0.7) == [True, False, True, False]
-    assert chosen(1.0) == [True, True, True, False]
-    assert chosen(0.7, bounds=(0.5, 1.5)) == [True, False, True, False]
-    assert chosen(0.7, bounds=(-0.5, 0.5)) == [False, True, False, False]
-    # Bounds are strict.
-    assert chosen(0.7, bounds=(1.0, 5.0)) == [False] * 4
-    assert chosen(0.7, bounds=(0.5, 1.0)) == [False] * 4
-    assert chosen(0.4, excluded=[True, False, False, False]) == [False, False, True, False]
-
-
-def test_no_token_no_choice():
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    assert not select_by_covariance(torch.ones(2, 3), torch.ones(2, 3), nothing, 0.5, None, None).any()
-
-
-def test_no_gradient_flows_into_the_choice():
-    logprob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    everything = torch.ones(1, 2, dtype=torch.bool)
-    assert not select_by_covariance(logprob, torch.tensor([[1.0, 0.0]]), everything, 0.5, None, None).requires_grad
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(
-    mask=masks(),
-    seed=st.integers(0, 1000),
-    fraction=st.sampled_from([0.0002, 0.3, 0.5, 1.0]),
-    bounds=st.sampled_from([None, (-0.1, 0.3), (0.0, 5.0)]),
-    excludes=st.booleans(),
-)
-def test_the_choice_equals_the_slow_loop(mask, seed, fraction, bounds, excludes):
-    inputs = _random_inputs(seed, mask)
-    advantages = inputs.advantages.round()  # so that some covariances are equal
-    excluded = inputs.selected if excludes else None
-    places = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
-    expected = torch.zeros_like(mask)
-    if places:
-        mean_a = sum(advantages[p].item() for p in places) / len(places)
-        mean_logp = sum(inputs.logprob[p].item() for p in places) / len(places)
-        ranked = []
-        for place in places:
-            covariance = (advantages[place].item() - mean_a) * (inputs.logprob[place].item() - mean_logp)
-            inside = bounds is None or bounds[0] < covariance < bounds[1]
-            if inside and not (excludes and excluded[place]):
-                ranked.append((-covariance, place))
-        for _, place in sorted(ranked)[: max(1, int(fraction * len(places)))]:
-            expected[place] = True
-    holes = inputs.logprob.masked_fill(~mask, math.nan), advantages.masked_fill(~mask, math.nan)
-    assert torch.equal(select_by_covariance(*holes, mask, fraction, bounds, excluded), expected)
-
-
-def test_tokens_that_the_clip_takes_are_not_chosen():
-    # Ratios e^.5, e^.5, e^-.5, e^-.5, 1: the clip takes a rise with A > 0 and a fall with A < 0.
-    logprob, old = [[-1.5, -1.5, -2.0, -2.0, -1.0]], [[-2.0, -2.0, -1.5, -1.5, -1.0]]
-    mask = torch.tensor([[True, True, True, True, True]])
-    inputs = _inputs(logprob, old, [[0.5, -0.5, 0.5, -0.5, 0.5]], mask)
-    assert clip_cov_excluded(inputs, DEFAULTS).tolist() == [[True, False, False, True, False]]
-    mask[0, 0] = False
-    assert clip_cov_excluded(inputs, DEFAULTS).tolist() == [[False, False, False, True, False]]

@@ -1,0 +1,47 @@
+"""Configurations that fit, to be changed key by key, and what the checks say of one."""
+
+import pytest
+
+from mrlhf.config import PPOConfig, check
+from mrlhf.errors import ConfigError
+
+
+def ppo(**changes):
+    """A configuration that fits 8 ranks; `changes` replace keys, with `__` for the dot."""
+    tree = {
+        "actor": {"path": "none", "tp": 2, "pp": 2, "ppo_mini_batch_size": 16, "micro_batch_tokens": 512},
+        "critic": {"tp": 2, "micro_batch_tokens": 512},
+        "reward": {"terms": [{"name": "gsm8k"}]},
+        "rollout": {"n": 2, "tp": 2},
+        "data": {"train_files": "a.jsonl", "train_batch_size": 64, "max_prompt_length": 40, "max_response_length": 60},
+        "trainer": {"output_dir": "out", "total_steps": 10},
+        "algorithm": {},
+        "reference": {},
+    }
+    return PPOConfig.model_validate(changed(tree, changes))
+
+
+def supervised(root, **changes):
+    tree = {
+        "model": {"path": "none", "tp": 2, "micro_batch_tokens": 256},
+        "data": {"train_files": "a.jsonl", "max_length": 128, "batch_size": 16},
+        "trainer": {"output_dir": "out"},
+        "optim": {},
+    }
+    return root.model_validate(changed(tree, changes))
+
+
+def changed(tree, changes):
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        node = tree
+        for name in path:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return tree
+
+
+def problems(config, world_size):
+    with pytest.raises(ConfigError) as caught:
+        check(config, world_size)
+    return str(caught.value).splitlines()

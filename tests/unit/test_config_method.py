@@ -1,0 +1,278 @@
+"""What must hold between the keys of the method, and the method in words."""
+
+import pytest
+
+from mrlhf.config import check, describe
+from mrlhf.config.method_words import describe_method
+from tests.unit.configurations import ppo, problems
+
+GRPO = {"algorithm__adv_estimator": "grpo"}
+CORRECTION = "algorithm__rollout_correction"
+TRUNCATED = (
+    "rollout.top_k {}, rollout.top_p {}: truncated sampling breaks PPO's probability ratio, because training uses the "
+    "whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {**GRPO, "rollout__n": 1},
+            "algorithm.adv_estimator grpo compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+            "least 2",
+        ),
+        (
+            {"algorithm__adv_estimator": "grpo_passk", "rollout__n": 1},
+            "algorithm.adv_estimator grpo_passk compares the answers to a prompt, but rollout.n is 1; set rollout.n to "
+            "at least 2",
+        ),
+        (
+            {"algorithm__filter_groups": {"enable": True}, "rollout__n": 1},
+            "algorithm.filter_groups.enable compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+            "least 2",
+        ),
+        (
+            {"algorithm__reward_norm": "group", "rollout__n": 1},
+            "algorithm.reward_norm group compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+            "least 2",
+        ),
+        (
+            {"algorithm__adv_estimator": "remax", "algorithm__reward_norm": "running"},
+            "algorithm.reward_norm running with algorithm.adv_estimator remax: the greedy answer's score, which is "
+            "taken off, would stay on another scale; set algorithm.reward_norm to null",
+        ),
+        (
+            {**GRPO, "trainer__critic_warmup": 3},
+            "trainer.critic_warmup 3 waits for a critic, but algorithm.adv_estimator grpo has none; set "
+            "trainer.critic_warmup to 0 or use gae",
+        ),
+        (
+            {**GRPO, "algorithm__lam": 0.95},
+            "algorithm.lam 0.95 has no effect with algorithm.adv_estimator grpo; leave it at 1.0, or use gae",
+        ),
+        (
+            {"algorithm__adv_estimator": "rloo", "algorithm__lam_critic": 1.0},
+            "algorithm.lam_critic 1.0 has no effect with algorithm.adv_estimator rloo; leave it at null, or use gae",
+        ),
+        (
+            {"algorithm__adv_estimator": "opo", "algorithm__lam_length_alpha": 0.05},
+            "algorithm.lam_length_alpha 0.05 has no effect with algorithm.adv_estimator opo; leave it at null, or use "
+            "gae",
+        ),
+        (
+            {"algorithm__lam": 0.9, "algorithm__lam_length_alpha": 0.05},
+            "algorithm.lam 0.9 and algorithm.lam_length_alpha 0.05 both set the lambda of the advantages; leave lam at "
+            "1.0 or lam_length_alpha at null",
+        ),
+        (
+            {"algorithm__adv_estimator": "remax", "algorithm__gamma": 0.99},
+            "algorithm.gamma 0.99 has no effect with algorithm.adv_estimator remax; leave it at 1.0, or use gae or "
+            "reinforce_plus_plus",
+        ),
+        (
+            {"algorithm__norm_adv_by_std_in_grpo": False},
+            "algorithm.norm_adv_by_std_in_grpo false has no effect with algorithm.adv_estimator gae; leave it at true, "
+            "or use grpo or grpo_passk",
+        ),
+        (
+            {**GRPO, "algorithm__f_norm": 2.0},
+            "algorithm.f_norm 2.0 has no effect with algorithm.adv_estimator grpo; leave it at 1.0, or use gpg",
+        ),
+        (
+            {"actor__policy_loss__loss_mode": "geo_mean"},
+            "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but algorithm.adv_estimator "
+            "gae gives one a token; use another estimator, such as grpo, or another loss",
+        ),
+        ({"rollout__top_p": 0.9}, TRUNCATED.format(-1, 0.9)),
+        ({"rollout__top_k": 50}, TRUNCATED.format(50, 1.0)),
+        ({"rollout__top_k": 50, "actor__policy_loss__loss_mode": "cispo"}, TRUNCATED.format(50, 1.0)),
+        (
+            {"rollout__top_p": 0.5, "actor__policy_loss__loss_mode": "gpg", CORRECTION: {"rollout_is": "token"}},
+            TRUNCATED.format(-1, 0.5),
+        ),
+        (
+            {"rollout__top_p": 0.5, "actor__policy_loss__loss_mode": "gpg", CORRECTION: {"bypass_mode": True}},
+            TRUNCATED.format(-1, 0.5),
+        ),
+        (
+            {"algorithm__overlong_buffer": {"enable": True}},
+            "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len to the number of "
+            "last tokens to penalise, below data.max_response_length 60",
+        ),
+        (
+            {"algorithm__overlong_buffer": {"enable": True, "len": 60}},
+            "algorithm.overlong_buffer.len 60 is not below data.max_response_length 60, so every response would be "
+            "penalised; lower the first or raise the second",
+        ),
+        (
+            {CORRECTION: {"rollout_is_batch_normalize": True}},
+            "algorithm.rollout_correction.rollout_is_batch_normalize is on but there are no weights; set "
+            "algorithm.rollout_correction.rollout_is to token or sequence, or turn it off",
+        ),
+        (
+            {CORRECTION: {"loss_type": "reinforce"}},
+            "algorithm.rollout_correction.loss_type reinforce needs algorithm.rollout_correction.bypass_mode; turn "
+            "that on or set loss_type to ppo_clip",
+        ),
+        (
+            {CORRECTION: {"preset": "bypass_pg_is"}, "actor__policy_loss__loss_mode": "gspo"},
+            "algorithm.rollout_correction.loss_type reinforce and actor.policy_loss.loss_mode gspo are two losses; set "
+            "loss_mode to vanilla or loss_type to ppo_clip",
+        ),
+        (
+            {CORRECTION: {"bypass_mode": True, "rollout_is": "sequence"}},
+            "algorithm.rollout_correction.rollout_is sequence with bypass_mode and loss_type ppo_clip: the ratio is to "
+            "the engine's policy already and would count twice; set rollout_is to null or loss_type to reinforce",
+        ),
+        (
+            {
+                CORRECTION: {"bypass_mode": True},
+                "algorithm__use_kl_in_reward": True,
+                "algorithm__kl_penalty": "full",
+            },
+            "algorithm.kl_penalty full needs the forward pass that algorithm.rollout_correction.bypass_mode saves; "
+            "choose another algorithm.kl_penalty, such as k1, or turn bypass_mode off",
+        ),
+        (
+            {"data__gen_batch_size": 96},
+            "data.gen_batch_size 96 is not data.train_batch_size 64, and no prompts are dropped; leave gen_batch_size "
+            "out or turn algorithm.filter_groups.enable on",
+        ),
+        (
+            {
+                "data__gen_batch_size": 20,
+                "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 3},
+            },
+            "algorithm.filter_groups.max_num_gen_batches 3 x data.gen_batch_size 20 = 60 prompts never fill "
+            "data.train_batch_size 64; raise max_num_gen_batches to at least 4 or gen_batch_size",
+        ),
+        (
+            {
+                "algorithm__filter_groups": {"enable": True, "metric": "acc"},
+                "reward__terms": [{"name": "format"}],
+            },
+            "algorithm.filter_groups.metric acc needs to know which responses are right, but no reward term tells; add "
+            "{name: exact_match, weight: 0}, gsm8k, or a function that returns acc, to reward.terms",
+        ),
+        (
+            {"actor__positive_lm_coef": 0.1, "reward__terms": [{"name": "gsm8k_flexible"}]},
+            "actor.positive_lm_coef 0.1 needs to know which responses are right, but no reward term tells; add {name: "
+            "exact_match, weight: 0}, gsm8k, or a function that returns acc, to reward.terms",
+        ),
+    ],
+)
+def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
+    assert problems(ppo(**changes), 8) == [expected]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm__gamma": 0.9, "algorithm__lam": 0.9, "algorithm__lam_critic": 0.5},
+        {"algorithm__lam_length_alpha": 0.05, "algorithm__lam_critic": 1.0},
+        {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__gamma": 0.9, "rollout__n": 1},
+        {"algorithm__adv_estimator": "grpo_passk", "algorithm__norm_adv_by_std_in_grpo": False},
+        {"algorithm__adv_estimator": "gpg", "algorithm__f_norm": 2.0},
+        {"algorithm__adv_estimator": "rloo", "rollout__n": 1},
+        {"algorithm__reward_norm": "batch", "rollout__n": 1},
+        {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
+        {**GRPO, "actor__policy_loss__loss_mode": "geo_mean"},
+        {"rollout__top_p": 0.5, "rollout__top_k": 5, "actor__policy_loss__loss_mode": "gpg"},
+        {"actor__tau_pos": 2.0, "actor__policy_loss": {"clip_cov_ratio": 0.1, "ppo_kl_coef": 1.0}},  # of other losses
+        {"algorithm__overlong_buffer": {"enable": True, "len": 59}},
+        {"algorithm__overlong_buffer": {"len": 60}},
+        {CORRECTION: {"preset": "bypass_pg_geo_rs_token_tis", "rollout_is_batch_normalize": True}},
+        {CORRECTION: {"preset": "bypass_ppo_clip"}, "actor__policy_loss__loss_mode": "gspo"},
+        {CORRECTION: {"bypass_mode": True}, "algorithm__use_kl_in_reward": True},
+        {CORRECTION: {"bypass_mode": True}, "algorithm__kl_penalty": "full"},
+        {"data__gen_batch_size": 96, "algorithm__filter_groups": {"enable": True, "metric": "acc"}},
+        {"data__gen_batch_size": 16, "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 4}},
+        {"reward__terms": [{"name": "my.py:score"}], "actor__positive_lm_coef": 0.1},
+        {"reward__terms": [{"name": "exact_match", "weight": 0.0}], "actor__positive_lm_coef": 0.1},
+        {"reward__terms": [{"name": "format"}], "algorithm__filter_groups": {"enable": True}},
+    ],
+)
+def test_what_resembles_a_mistake_passes(changes):
+    check(ppo(**changes), 8)
+
+
+def test_the_method_in_words():
+    config = ppo(
+        algorithm__lam_length_alpha=0.05,
+        algorithm__lam_critic=1.0,
+        actor__clip_ratio_high=0.28,
+        actor__positive_lm_coef=0.1,
+        actor__use_kl_loss=True,
+        actor__entropy_coeff=0.01,
+        algorithm__rollout_correction={"preset": "decoupled_geo_rs_seq_tis", "rollout_is_batch_normalize": True},
+    )
+    assert list(describe_method(config)) == [
+        "the method",
+        "  advantages: gae, gamma 1.0, lambda 1 - 1 / (0.05 x length), of the critic's targets 1.0",
+        "  policy loss: vanilla, clip -0.2 +0.28, dual clip 3, + 0.001 x KL low_var_kl to the reference, - 0.01 x "
+        "entropy, + 0.1 x negative log-likelihood of right responses",
+        "  aggregation: token-mean",
+        "  rollout correction: decoupled, sequence weights cut off at 2, divided by their mean, kept where seq_mean_k1 "
+        "in 0.999..1.001",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {**GRPO, "algorithm__norm_adv_by_std_in_grpo": False, "actor__policy_loss__loss_mode": "gspo"},
+            [
+                "  no critic: grpo needs none",
+                "  advantages: grpo, not divided by the standard deviation",
+                "  policy loss: gspo, clip -0.2 +0.2",
+                "  aggregation: seq-mean-token-mean",
+                "  rollout correction: none, the mismatch is only measured",
+            ],
+        ),
+        (
+            {"algorithm__adv_estimator": "gpg", CORRECTION: {"preset": "bypass_pg_token_icepop"}},
+            [
+                "  no critic: gpg needs none",
+                "  advantages: gpg, divided by 1.0",
+                "  policy loss: reinforce",
+                "  aggregation: token-mean",
+                "  rollout correction: bypass, old = the engine's log-probs, token weights 0 outside 0.5..5",
+            ],
+        ),
+        (
+            {"algorithm__adv_estimator": "remax", "actor__policy_loss__loss_mode": "gpg"},
+            [
+                "  no critic: remax needs none",
+                "  advantages: remax, against a greedy answer to each prompt",
+                "  policy loss: gpg",
+                "  aggregation: token-mean",
+                "  rollout correction: none, the mismatch is only measured",
+            ],
+        ),
+        (
+            {
+                "algorithm__adv_estimator": "reinforce_plus_plus",
+                "actor__policy_loss__loss_mode": "kl_cov",
+                CORRECTION: {"preset": "decoupled_k3_rs"},
+            },
+            [
+                "  no critic: reinforce_plus_plus needs none",
+                "  advantages: reinforce_plus_plus, gamma 1.0",
+                "  policy loss: kl_cov",
+                "  aggregation: token-mean",
+                "  rollout correction: decoupled, kept where seq_mean_k3 <= 0.01",
+                "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first",
+            ],
+        ),
+    ],
+)
+def test_other_methods_in_words(changes, expected):
+    assert list(describe_method(ppo(**changes))) == ["the method", *expected]
+
+
+def test_dynamic_sampling_in_words():
+    config = ppo(data__gen_batch_size=96, algorithm__filter_groups={"enable": True, "max_num_gen_batches": 5})
+    line = "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are generated"
+    assert line in describe(config, 8).splitlines()
