@@ -66,6 +66,12 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
     return [_with(row, kept=row.kept & ok) for ok, row in zip(inside, rows, strict=True)]
 
 
+def geometric_mean(row: Row) -> Tensor:
+    """The weights' geometric mean over the tokens that count, at each token."""
+    logs = [math.log(w) for w, kept in zip(row.weights.tolist(), row.kept.tolist(), strict=True) if kept]
+    return torch.full_like(row.weights, math.exp(sum(logs) / max(1, len(logs))))
+
+
 def _with(row: Row, kept: Tensor | None = None, weights: Tensor | None = None) -> Row:
     return Row(
         row.logprobs, row.old, row.advantages, row.kept if kept is None else kept,

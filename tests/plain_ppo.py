@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from mrlhf.batch import Experience, Prompts, Rollout, pad_responses
-from tests.plain_losses import Row, Told, bypass, token_losses
+from tests.plain_losses import Row, Told, bypass, geometric_mean, token_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -186,7 +186,8 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         rows = rows if case.bypass is None else bypass(case.bypass, rows)
         found: Tables = {"kept": [row.kept for row in rows]}
         told = token_losses(case.loss, rows)
-        found["actor/pg_loss"] = [t.losses * row.weights for t, row in zip(told, rows, strict=True)]
+        weights = [geometric_mean(row) if case.loss == "geo_mean" else row.weights for row in rows]
+        found["actor/pg_loss"] = [t.losses * w for t, w in zip(told, weights, strict=True)]
         total = found["actor/pg_loss"]
         if settings.get("entropy_coeff"):
             entropies = [-(log_p.exp() * log_p).sum(-1) for log_p in distributions]

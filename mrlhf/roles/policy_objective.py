@@ -15,7 +15,7 @@ from torch import Tensor
 from mrlhf.batch import Experience
 from mrlhf.config.sections import ActorSection
 from mrlhf.metrics import Tally
-from mrlhf.rl.correction import Correction, correct
+from mrlhf.rl.correction import Correction, correct, geometric_mean_weights
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregate, aggregation_count
 from mrlhf.rl.masking import masked_sum
@@ -25,6 +25,7 @@ from mrlhf.rl.policy_losses import (
     PolicyLossInputs,
     PolicyLossName,
     PolicyLossOptions,
+    clip_cov_excluded,
     policy_loss,
     select_by_covariance,
 )
@@ -135,20 +136,24 @@ class PolicyLossSettings:
         batch = self.corrected(batch, logprobs)
         if self.name not in COVARIANCE:
             return batch
-        cov = self.section.policy_loss
-        if self.name == "kl_cov":
-            fraction, bounds, excluded = cov.kl_cov_ratio, None, None
-        else:
+        cov, excluded, bounds = self.section.policy_loss, None, None
+        fraction = cov.kl_cov_ratio
+        if self.name == "clip_cov":
             inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask)
+            excluded = clip_cov_excluded(inputs, self.options)
             fraction, bounds = cov.clip_cov_ratio, (cov.clip_cov_lb, cov.clip_cov_ub)
-            excluded = policy_loss("vanilla", inputs, self.options).clipped
         selected = select_by_covariance(logprobs, batch.advantages, batch.mask, fraction, bounds, excluded)
         return replace(batch, selected=selected)
 
-    def loss(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyLoss:
-        """The loss of each token, before correction weights."""
+    def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:
+        """The loss and what is told of it, and the loss of each token times its correction weight."""
         inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected)
-        return policy_loss(self.name, inputs, self.options)
+        policy, weights = policy_loss(self.name, inputs, self.options), batch.weights
+        if weights is None:
+            return policy, policy.per_token
+        if self.name == "geo_mean":
+            weights = geometric_mean_weights(weights, batch.mask)
+        return policy, policy.per_token * weights
 
 
 class PolicyObjective:
@@ -174,8 +179,7 @@ class PolicyObjective:
         section, batch = self._section, self._batch.micro_batch(rows, logprobs.device)
         if not self._settings.looks_ahead:
             batch = self._settings.corrected(batch, logprobs)
-        policy = self._settings.loss(batch, logprobs)
-        per_token = policy.per_token if batch.weights is None else policy.per_token * batch.weights
+        policy, per_token = self._settings.loss(batch, logprobs)
         mask, tokens = batch.mask, batch.mask.sum()
         loss = policy_term = self._aggregate(per_token, mask)
         share = len(rows) / self._sequences

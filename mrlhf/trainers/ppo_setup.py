@@ -115,7 +115,6 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     _check_stop(config.rollout.stop, tokenizer)
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
-    assert config.data.gen_batch_size is not None
     sampler = StatefulSampler(len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle)
     steps = config.trainer.steps(len(prompts), config.data.train_batch_size)
     reward_model = _reward_model(config, run)

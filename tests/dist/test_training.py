@@ -58,6 +58,7 @@ CASES = {
     "entropy": Case("llama", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
     "weights and rejection": Case("llama", "token-mean", NEAR, corrected=True),
     "rejection by sequence means": Case("llama", "seq-mean-token-mean", corrected=True, loss="gspo"),
+    "weights of a geometric mean": Case("llama", "seq-mean-token-mean", corrected=True, loss="geo_mean"),
     "positive examples": Case("llama", "token-mean", {"positive_lm_coef": 0.3}),
     "bypass, reinforce": Case("llama", "token-mean", loss="reinforce", bypass="reinforce"),
     "bypass, sequence weights": Case("llama", "seq-mean-token-sum", loss="reinforce", bypass="sequence"),
