@@ -10,22 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.programs import run_program, succeed, torchrun
+from tests.e2e.programs import succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def demo(start_policy: Path) -> dict[str, Any]:
     """Run what `make demo` runs, in a directory of its own."""
-    root = tmp_path_factory.mktemp("demo")
-    data, model = root / "data", root / "sft" / "model"
-    succeed(run_program(["tools/prepare_data.py", "arithmetic", "--out", str(data)]))
-    sft = [f"data.train_files={data}/sft.jsonl", f"data.tokenizer={data}/tokenizer"]
-    sft += [f"trainer.output_dir={root}/sft"]
-    succeed(torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *sft], timeout=900))
-    ppo = [f"actor.path={model}", f"data.train_files={data}/train.jsonl", f"data.val_files={data}/held_out.jsonl"]
-    ppo += [f"trainer.output_dir={root}"]
+    root, data = start_policy, start_policy / "data"
+    ppo = [f"actor.path={root}/sft/model", f"data.train_files={data}/train.jsonl"]
+    ppo += [f"data.val_files={data}/held_out.jsonl", f"trainer.output_dir={root}"]
     log = succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *ppo], timeout=900))
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return {"root": root, "log": log, "records": records, "summary": json.loads((root / "summary.json").read_text())}
