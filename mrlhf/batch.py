@@ -146,7 +146,8 @@ class Experience:
     Attributes:
         rollout: the responses.
         scores: [batch], the reward of each whole response before any shaping or KL.
-        loss_mask: bool, the response tokens that train; rollout correction takes some away.
+        loss_mask: bool, the response tokens that train: all but those that rollout correction, made before the update,
+            has rejected. (In bypass mode it is made on every mini-batch of the update.)
         old_logprobs: log-probabilities that the probability ratio starts from, fixed throughout the step: those under
             the policy before this step's updates, or (bypass) those of the engine.
         ref_logprobs: log-probabilities under the frozen reference, or None where no KL is asked for.
@@ -169,18 +170,3 @@ class Experience:
     returns: Tensor
     weights: Tensor | None = None
     positive: Tensor | None = None
-
-
-def pad_responses(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Right-pad ragged rows with zeros.
-
-    Returns:
-        The padded tensor [batch, response_len] of `dtype` and its bool mask, response_len the longest row (>= 1).
-    """
-    width = max([1, *(len(row) for row in rows)])
-    padded = torch.zeros(len(rows), width, dtype=dtype)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(list(row), dtype=dtype)
-        mask[i, : len(row)] = True
-    return padded, mask

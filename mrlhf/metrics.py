@@ -37,6 +37,14 @@ class Tally:
         for name, total in other._sums.items():
             self.add(name, total, other._counts[name])
 
+    def finite(self) -> Tally:
+        """The entries whose sum is a finite number."""
+        kept = Tally()
+        for name, total in self._sums.items():
+            if math.isfinite(float(total)):
+                kept.add(name, total, self._counts[name])
+        return kept
+
     def means(self) -> dict[str, float]:
         """Sum over count of each name; NaN where nothing was counted."""
         return {name: _quotient(float(total), float(self._counts[name])) for name, total in self._sums.items()}
@@ -118,26 +126,30 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     Args:
         values: [batch, response_len], predictions.
         returns: [batch, response_len], targets.
-        mask: bool [batch, response_len].
+        mask: bool [batch, response_len]; where it is empty there is no such share, and the result is NaN.
     """
+    if not mask.any():
+        return math.nan
     unexplained = local_moments(returns - values, mask).variance
     return 1 - unexplained / (local_moments(returns, mask).variance + 1e-5)
 
 
 def throughput_metrics(
-    seconds: Mapping[str, float], prompt_tokens: int, response_tokens: int, world_size: int
+    seconds: Mapping[str, float], prompt_tokens: int, response_tokens: int, generated_tokens: int, world_size: int
 ) -> dict[str, float]:
     """Speed of a step over all its tokens.
 
     Args:
         seconds: of each phase, `step` among them.
         prompt_tokens: in the global batch.
-        response_tokens: in the global batch; generation is measured by these alone.
+        response_tokens: in the global batch.
+        generated_tokens: response tokens that were generated, those that did not come into the batch included;
+            generation is measured by these alone.
         world_size: ranks; `perf/throughput` is tokens per second and rank.
     """
     tokens = prompt_tokens + response_tokens
     metrics = {
-        f"timing_per_token_ms/{phase}": _quotient(1000 * spent, response_tokens if phase == "gen" else tokens)
+        f"timing_per_token_ms/{phase}": _quotient(1000 * spent, generated_tokens if phase == "gen" else tokens)
         for phase, spent in seconds.items()
     }
     metrics["perf/total_num_tokens"] = tokens

@@ -14,7 +14,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from mrlhf.batch import Experience, Prompts, Rollout, pad_responses
+from mrlhf.batch import Experience, Prompts, Rollout
+from tests.padding import pad_responses
 from tests.plain_losses import Row, Told, bypass, geometric_mean, token_losses
 
 SIZES: dict[str, Any] = {
@@ -47,7 +48,8 @@ Tables = dict[str, list[Tensor]]  # numbers of the tokens of a mini-batch, a ten
 class Case:
     """One way of training: the model, how its loss is made, and what the gradient is clipped to (0: not).
 
-    `corrected` experiences have weights and rejected tokens; `bypass` names a correction of `tests.plain_losses`.
+    `corrected` experiences have weights and rejected tokens; `bypass` names a correction of `tests.plain_losses`;
+    `broken` experiences have an advantage that is no number, so that the last mini-batch of each epoch is skipped.
     """
 
     model: str
@@ -57,11 +59,12 @@ class Case:
     loss: str = "vanilla"
     corrected: bool = False
     bypass: str | None = None
+    broken: bool = False
 
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained too: the policy's loss is nothing to it."""
-        return self.loss == "vanilla" and self.bypass is None
+        return self.loss == "vanilla" and self.bypass is None and not self.broken
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,13 @@ def make_experience(model: Path) -> Experience:
         returns=values + noise(1.0),
         positive=torch.arange(len(rollout)) % 3 == 0,
     )
+
+
+def broken(experience: Experience) -> Experience:
+    """The same with one advantage that is no number, in the last response."""
+    advantages = experience.advantages.clone()
+    advantages[-1, 0] = float("nan")
+    return replace(experience, advantages=advantages)
 
 
 def with_correction(experience: Experience) -> Experience:
@@ -276,6 +286,8 @@ def _train(
             optimizer.zero_grad()
             (aggregated(found.pop("total"), kept, case.agg) + sum(found.pop("extra", []))).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad or float("inf"))
+            if not torch.isfinite(norm):
+                continue
             optimizer.step()
             told.setdefault(f"{role}/grad_norm", []).append(norm.item())
             for name, table in found.items():

@@ -53,7 +53,8 @@ class FilterGroupsSection(Section):
 
     enable: bool = Field(False, description="drop such prompts and generate others until the batch is full")
     metric: FilterMetric = Field(
-        "score", description="what must differ: right or wrong, the score, or the sum of the token rewards"
+        "score",
+        description="what must differ: right or wrong, the score, or (seq_reward) the clipped score with penalties",
     )
     max_num_gen_batches: Count = Field(10, description="batches of data.gen_batch_size prompts a step at most")
 
@@ -64,7 +65,7 @@ class AlgorithmSection(Section):
     adv_estimator: AdvEstimator = Field("gae", description="advantage estimator; only gae needs a critic")
     gamma: Fraction = Field(1.0, description="discount a token; of gae and reinforce_plus_plus")
     lam: Fraction = Field(1.0, description="lambda of generalised advantage estimation")
-    lam_critic: Fraction | None = Field(None, description="lambda of the critic's targets; null: as the policy's")
+    lam_critic: Fraction | None = Field(None, description="lambda of the critic's targets; null: the policy's own")
     lam_length_alpha: Positive | None = Field(
         None, description="VAPO: lambda = 1 - 1 / (this x response length), in place of lam; null: off"
     )
@@ -80,7 +81,7 @@ class AlgorithmSection(Section):
     reward_norm: RewardNorm | None = Field(
         None, description="scores - mean over std, of all so far, of the prompt's group or of the batch; null: off"
     )
-    whiten_rewards: bool = Field(False, description="divide token rewards by their std over the batch, mean kept")
+    whiten_rewards: bool = Field(False, description="gae: divide token rewards by their std over the batch, mean kept")
     missing_eos_penalty: NotNegative = Field(0.0, description="off the score of a response that was cut off")
     overlong_buffer: OverlongBufferSection = Field(description="penalty of long responses")
     filter_groups: FilterGroupsSection = Field(description="prompts that teach nothing are replaced")

@@ -90,6 +90,20 @@ PRESETS: Mapping[str, Mapping[str, object]] = MappingProxyType(
 )
 
 
+NO_CORRECTION: Mapping[str, object] = MappingProxyType(
+    {
+        "rollout_is": None,
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+        "bypass_mode": False,
+        "loss_type": "ppo_clip",
+    }
+)
+NOT_EVEN_ONE = "does not even hold the ratio 1, at which engine and trainer agree"
+
+
 def _numbers(text: str) -> tuple[float | None, float]:
     """(None, number) of "number", (lower, upper) of "lower_upper".
 
@@ -131,8 +145,21 @@ def _readable(value: object, parts: list[str], allowed: str) -> object:
 
 def _weight_threshold(value: object) -> object:
     parts = _as_texts(value)
-    allowed = "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_5.0"
-    return _readable(value, parts if len(parts) == 1 else [], allowed)
+    allowed = "a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
+    read = _readable(value, parts if len(parts) == 1 else [], allowed)
+    lower, upper = _numbers(parts[0])
+    if upper < 1 or (lower is not None and lower > 1):
+        raise ValueError(f"{NOT_EVEN_ONE}; should be {allowed}")
+    return read
+
+
+def _known_preset(value: object) -> object:
+    """`value`, if it is a preset or none; else names the nearest one before all."""
+    if value is None or value in get_args(CorrectionPreset):
+        return value
+    near = difflib.get_close_matches(str(value), get_args(CorrectionPreset), n=1)
+    hint = f"did you mean '{near[0]}'? It should be" if near else "should be"
+    raise ValueError(f"{hint} one of {', '.join(get_args(CorrectionPreset))}")
 
 
 def _rejection_threshold(value: object) -> object:
@@ -146,6 +173,9 @@ def _rejection_threshold(value: object) -> object:
 
 def _statistics(value: object) -> object:
     """Comma-joined names without spaces and repetitions."""
+    if isinstance(value, list):
+        joined = ",".join(str(name) for name in value)
+        raise ValueError(f"should be one text, not a list; join the names by commas: '{joined}'")
     if not isinstance(value, str):
         return value
     names = list(dict.fromkeys(name.strip() for name in value.split(",")))
@@ -160,8 +190,10 @@ def _statistics(value: object) -> object:
 class RolloutCorrectionSection(Section):
     """What is done about the engine's policy not being the trainer's; its metrics are reported in any case."""
 
-    preset: CorrectionPreset | None = Field(
-        None, description="a named setting that fills in the keys below; those given win"
+    preset: Annotated[CorrectionPreset | None, BeforeValidator(_known_preset)] = Field(
+        None,
+        description="a named setting of all the keys below; those beside it win, those of earlier files do not; "
+        "once read it is null and the keys hold its values",
     )
     rollout_is: WeightLevel | None = Field(
         None, description="importance weight of each token, or of each response on all its tokens; null: none"
@@ -183,19 +215,27 @@ class RolloutCorrectionSection(Section):
     bypass_mode: bool = Field(False, description="take the engine's log-probs for the old ones; saves a forward pass")
     loss_type: BypassLoss = Field("ppo_clip", description="bypass_mode: clip the ratio, or REINFORCE with the weights")
 
+    @classmethod
+    def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """`raw` with its preset's keys in place of the preset; without rejection there is no threshold of it either."""
+        full = dict(raw)
+        if isinstance(raw.get("preset"), str) and raw["preset"] in PRESETS:
+            full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
+        if "rollout_rs" in raw and raw["rollout_rs"] is None and "rollout_rs_threshold" not in raw:
+            full["rollout_rs_threshold"] = None
+        return full
+
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_preset(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping) or not isinstance(raw.get("preset"), str):
-            return raw
-        return {**PRESETS[raw["preset"]], **raw} if raw["preset"] in PRESETS else raw
+    def _spell_out(cls, raw: Any) -> Any:
+        return cls.spelt_out(dict(raw)) if isinstance(raw, Mapping) else raw
 
     @model_validator(mode="after")
     def _thresholds_fit(self) -> RolloutCorrectionSection:
         if self.rollout_rs is None and self.rollout_rs_threshold is not None:
             raise ValueError(
                 f"rollout_rs_threshold {self.rollout_rs_threshold} is given without rollout_rs; "
-                "name the statistic in rollout_rs or leave the threshold out"
+                "name the statistic in rollout_rs or set rollout_rs_threshold to null"
             )
         if self.rollout_rs is not None and self.rollout_rs_threshold is None:
             raise ValueError(f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one")
@@ -235,13 +275,18 @@ def _range(name: str, lower: float | None, upper: float) -> tuple[float | None, 
     """The bounds of statistic `name`: of k1 always two, of the others the upper one.
 
     Raises:
-        ValueError: a lower bound that the statistic has not, or an upper one whose inverse is above it.
+        ValueError: a lower bound that the statistic has not, or bounds that the ratio 1 is outside of.
     """
     if not name.endswith("_k1"):
         if lower is not None:
             raise ValueError(f"rollout_rs_threshold {lower}_{upper} of {name} has a lower bound; give {upper} alone")
         return None, upper
     if lower is not None:
+        if not lower <= 1 <= upper:
+            raise ValueError(
+                f"rollout_rs_threshold {lower}_{upper} of {name} {NOT_EVEN_ONE}; give lower_upper with lower <= 1 <= "
+                "upper"
+            )
         return lower, upper
     if upper <= 1:
         raise ValueError(

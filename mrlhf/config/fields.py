@@ -37,6 +37,11 @@ class Section(BaseModel):
         types = ((name, field.annotation) for name, field in cls.model_fields.items())
         return {name: kind for name, kind in types if isinstance(kind, type) and issubclass(kind, Section)}
 
+    @classmethod
+    def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """What `raw`, all that one file or the arguments say of this section, stands for; shorthands override this."""
+        return raw
+
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, raw: Any) -> Any:

@@ -1,5 +1,6 @@
 """A configuration from its YAML files and `key.path=value` arguments: defaults <- files in order <- arguments.
 
+A shorthand, such as a preset, is spelt out in each source before the next one is laid over it.
 Whatever is wrong is a ConfigError with one line a mistake: the full key, the value, what is allowed. It knows how to
 read, not what the keys mean; what must hold between keys is checked in `checks`.
 """
@@ -77,17 +78,18 @@ def load_config(
     """
     raw: dict[str, Any] = {}
     for path in [paths] if isinstance(paths, str | Path) else paths or []:
-        raw = _merged(root_class, raw, _read_yaml(root_class, Path(path)))
+        raw = _merged(root_class, raw, _spelt_out(root_class, _read_yaml(root_class, Path(path))))
+    arguments = [_parse_override(override) for override in overrides]
     known = {key.name for key in keys(root_class)}
-    unknown = []
-    for override in overrides:
-        key, value = _parse_override(override)
-        if starred(key) in known:
-            _assign(raw, key, value)
-        else:
-            unknown.append(unknown_key(root_class, key))
+    unknown = [unknown_key(root_class, key) for key, _ in arguments if starred(key) not in known]
     if unknown:
         raise ConfigError("\n".join(unknown))
+    said: dict[str, Any] = {}  # by the arguments alone, shared with `raw`; those that reach into lists are in `raw`
+    for key, value in arguments:
+        _assign(raw, key, value)
+        if starred(key) == key:
+            _assign(said, key, value)
+    raw = _merged(root_class, raw, _spelt_out(root_class, said))
     try:
         return root_class.model_validate(raw)
     except ValidationError as error:
@@ -154,10 +156,18 @@ def _merged(section: type[Section], first: dict[str, Any], second: dict[str, Any
     return merged
 
 
+def _spelt_out(section: type[Section], raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw`, all that one source says, with the shorthands of its sections spelt out."""
+    full = section.spelt_out(raw)
+    below = {name: kind for name, kind in section.subsections().items() if isinstance(full.get(name), dict)}
+    return {**full, **{name: _spelt_out(kind, full[name]) for name, kind in below.items()}}
+
+
 def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"argument '{override}' is not of the form key.path=value")
+        hint = f"; to read it as a file, write --config {override}" if override.endswith((".yaml", ".yml")) else ""
+        raise ConfigError(f"argument '{override}' is not of the form key.path=value{hint}")
     return key, _parse_yaml(text, f"argument '{override}'")
 
 

@@ -1,7 +1,8 @@
 """What must hold between the keys that make up the method: advantages, loss, reward, correction, dynamic sampling.
 
-Each complaint is one line with the numbers and the remedy. A key that the chosen method would not read is refused
-rather than ignored, except those that belong to another objective of `actor.policy_loss`. It knows no rank.
+Each complaint is one line with the numbers and the remedy. A key that only another advantage estimator would read is
+refused rather than ignored, and so is what would destroy or contradict the method. Numbers that are not in use for
+another reason may stay: those of another objective, of a KL or a buffer that is off. It knows no rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig
+from mrlhf.config.sections import CLIP_RATIO
 
 CORRECTNESS_TERMS = ("exact_match", "gsm8k")  # repeats mrlhf.trainers.scoring; a test compares them
 GROUPED = ("grpo", "grpo_passk")
@@ -19,6 +21,7 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
     """Every complaint about the method, one line each."""
     yield from _estimator_problems(config)
     yield from _group_problems(config)
+    yield from _reward_problems(config)
     yield from _loss_problems(config)
     yield from _correction_problems(config)
     yield from _sampling_problems(config)
@@ -54,6 +57,13 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
             f"algorithm.lam {algorithm.lam} and algorithm.lam_length_alpha {algorithm.lam_length_alpha} both set the "
             "lambda of the advantages; leave lam at 1.0 or lam_length_alpha at null"
         )
+    longest = config.data.max_response_length
+    if name == "gae" and algorithm.lam_length_alpha is not None and algorithm.lam_length_alpha * longest <= 1:
+        yield (
+            f"algorithm.lam_length_alpha {algorithm.lam_length_alpha} x data.max_response_length {longest} = "
+            f"{algorithm.lam_length_alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
+            f"lam_length_alpha above {1 / longest:g} or the length"
+        )
     if not config.needs_critic and config.trainer.critic_warmup:
         yield (
             f"trainer.critic_warmup {config.trainer.critic_warmup} waits for a critic, but algorithm.adv_estimator "
@@ -81,12 +91,55 @@ def _group_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _loss_problems(config: PPOConfig) -> Iterator[str]:
-    rollout, mode = config.rollout, config.actor.policy_loss.loss_mode
-    if mode == "geo_mean" and config.algorithm.adv_estimator == "gae":
+def _reward_problems(config: PPOConfig) -> Iterator[str]:
+    """The KL in the reward, and rewards that are rescaled one by one."""
+    algorithm, control = config.algorithm, config.algorithm.kl_ctrl
+    if algorithm.whiten_rewards and algorithm.adv_estimator != "gae":
         yield (
-            "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but "
-            "algorithm.adv_estimator gae gives one a token; use another estimator, such as grpo, or another loss"
+            f"algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator {algorithm.adv_estimator} "
+            "compares sums over responses; turn whiten_rewards off or use gae"
+        )
+    if not algorithm.use_kl_in_reward or control.type != "adaptive":
+        return
+    samples, key = config.samples_per_step, "algorithm.kl_ctrl"
+    if samples >= 5 * control.horizon:
+        yield (
+            f"{key}.horizon {control.horizon} is too short for data.train_batch_size x rollout.n = {samples} samples a "
+            f"step: the coefficient could change by -0.2 x {samples} / {control.horizon} and so reach 0 or less; raise "
+            f"horizon above {samples // 5}"
+        )
+    if control.kl_coef == 0:
+        yield (
+            f"{key}.kl_coef {control.kl_coef} with {key}.type adaptive stays 0 for ever, since it is multiplied; set "
+            "kl_coef above 0 or use_kl_in_reward to false"
+        )
+
+
+def _differ_within_a_response(config: PPOConfig) -> str | None:
+    """Why the advantages of a response's tokens differ, or None where they are all the same."""
+    algorithm = config.algorithm
+    name, of_each_token = algorithm.adv_estimator, algorithm.use_kl_in_reward and algorithm.kl_placement == "token"
+    if name == "gae":
+        return f"algorithm.adv_estimator {name}"
+    if name == "reinforce_plus_plus" and algorithm.gamma != 1.0:
+        return f"algorithm.adv_estimator {name} with algorithm.gamma {algorithm.gamma}"
+    if name in ("reinforce_plus_plus", "remax") and of_each_token:
+        return f"algorithm.adv_estimator {name} with the KL in the reward at algorithm.kl_placement token"
+    return None
+
+
+def _loss_problems(config: PPOConfig) -> Iterator[str]:
+    actor, rollout, mode = config.actor, config.rollout, config.actor.policy_loss.loss_mode
+    reason = _differ_within_a_response(config)
+    if mode == "geo_mean" and reason is not None:
+        yield (
+            f"actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but {reason} gives one a "
+            "token; use another estimator, such as grpo, or another loss"
+        )
+    if actor.clip_ratio != CLIP_RATIO and actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+        yield (
+            f"actor.clip_ratio {actor.clip_ratio} has no effect beside actor.clip_ratio_low {actor.clip_ratio_low} and "
+            f"actor.clip_ratio_high {actor.clip_ratio_high}; leave it at {CLIP_RATIO}, or set one of these to null"
         )
     if rollout.truncates and (mode != "gpg" or config.algorithm.rollout_correction.active):
         yield (

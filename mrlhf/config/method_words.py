@@ -12,16 +12,45 @@ DUAL_CLIPPED = ("vanilla", "clip_cov")
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
-    """A line each: critic, advantages, policy loss, aggregation, correction, and what costs a further pass."""
+    """A line each: critic, rewards, advantages, policy loss, KL, aggregation, correction, limits, a further pass."""
     yield "the method"
     if not config.needs_critic:
         yield f"  no critic: {config.algorithm.adv_estimator} needs none"
+    yield f"  rewards: {', '.join(_rewards(config))}"
     yield f"  advantages: {_estimator(config)}"
     yield f"  policy loss: {_loss(config)}"
+    if config.actor.use_kl_loss:
+        yield f"  KL in the loss: + {config.actor.kl_loss_coef:g} x KL {config.actor.kl_loss_type} to the reference"
     yield f"  aggregation: {config.actor.agg_mode}"
     yield f"  rollout correction: {_correction(config.algorithm.rollout_correction)}"
+    if config.actor.target_kl_stop is not None:
+        yield f"  an update stops before the step whose actor/ppo_kl is above {config.actor.target_kl_stop:g}"
+    for name, role in config.trained().items():
+        if role.optim.skip_grad_norm is not None:
+            yield f"  {name}: steps with a gradient norm above {role.optim.skip_grad_norm:g} are skipped"
     if config.needs_mini_batch_pass:
         yield "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first"
+
+
+def _rewards(config: PPOConfig) -> Iterator[str]:
+    """What becomes of the scores, in the order in which it is done."""
+    algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
+    yield "scores" if algorithm.reward_norm is None else f"scores normalised ({algorithm.reward_norm})"
+    if algorithm.reward_clip is not None:
+        yield f"clipped to -/+ {algorithm.reward_clip:g}"
+    if buffer.enable:
+        yield f"up to -{buffer.penalty_factor:g} in the last {buffer.len} of {config.data.max_response_length} tokens"
+    if algorithm.missing_eos_penalty:
+        yield f"-{algorithm.missing_eos_penalty:g} where cut off"
+    if algorithm.use_kl_in_reward:
+        control = algorithm.kl_ctrl
+        beta = f"{control.kl_coef:g}"
+        if control.type == "adaptive":
+            beta += f" (adaptive, target {control.target_kl:g}, horizon {control.horizon})"
+        place = "of each token" if algorithm.kl_placement == "token" else "of the response off its last token"
+        yield f"minus {beta} x KL {algorithm.kl_penalty} {place}"
+    if algorithm.whiten_rewards:
+        yield "whitened"
 
 
 def _estimator(config: PPOConfig) -> str:
@@ -50,8 +79,6 @@ def _loss(config: PPOConfig) -> str:
     elif mode in CLIPPED:
         words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
         words += f", dual clip {actor.clip_ratio_c:g}" if mode in DUAL_CLIPPED else ""
-    if actor.use_kl_loss:
-        words += f", + {actor.kl_loss_coef:g} x KL {actor.kl_loss_type} to the reference"
     if actor.entropy_coeff:
         words += f", - {actor.entropy_coeff:g} x entropy"
     if actor.positive_lm_coef:

@@ -114,6 +114,8 @@ def starred(name: str) -> str:
 def unknown_key(root_class: type[Root], name: str) -> str:
     """One line that says `name` is no key, and which one was probably meant."""
     known = [key.name for key in keys(root_class)]
+    if name.split(".")[0] == "actor_rollout_ref":
+        return f"unknown key '{name}'; {_without_verls_section(name, known)}"
     near = _nearest(starred(name), known)
     for part in name.split("."):
         if near and part.isdecimal():
@@ -122,9 +124,25 @@ def unknown_key(root_class: type[Root], name: str) -> str:
     return f"unknown key '{name}'; {hint}"
 
 
+def _without_verls_section(name: str, known: list[str]) -> str:
+    """What verl's `name`, in a section of its own for actor, rollout and reference, is here."""
+    for theirs, ours in (("actor", "actor"), ("rollout", "rollout"), ("ref", "reference")):
+        start = f"actor_rollout_ref.{theirs}"
+        if name == start or name.startswith(f"{start}."):
+            here = ours + name.removeprefix(start)
+            if here in known:
+                return f"verl's '{name}' is '{here}' here"
+            near = _nearest(here, known)
+            return f"verl's '{start}' is '{ours}' here" + (f"; did you mean '{near}'?" if near else "")
+    return "verl's 'actor_rollout_ref.actor', '.rollout' and '.ref' are 'actor', 'rollout' and 'reference' here"
+
+
 def _nearest(name: str, known: list[str]) -> str | None:
-    """A sibling spelt alike, else the same last word in another section, else any key spelt alike."""
+    """The same word in a subsection, else a sibling spelt alike, else that word elsewhere, else any key spelt alike."""
     parent, _, last = name.rpartition(".")
+    inside = [key for key in known if parent and key.startswith(f"{parent}.") and key.rpartition(".")[2] == last]
+    if inside:
+        return inside[0]
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
     close = difflib.get_close_matches(last, siblings, n=1)
     if close:

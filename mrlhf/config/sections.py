@@ -52,6 +52,7 @@ KlLoss = Literal[
     "low_var_kl+",
     "k1_clamped+",
 ]
+CLIP_RATIO = 0.2
 RewardName = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format", "reward_model"]
 
 
@@ -129,7 +130,7 @@ class ActorSection(RoleSection):
     ppo_mini_batch_size: Count = Field(256, description="prompts an optimizer step (x rollout.n = samples)")
     ppo_epochs: Count = Field(1, description="passes over the batch in each training step")
     clip_ratio: Positive = Field(
-        0.2,
+        CLIP_RATIO,
         description="the probability ratio is clipped to 1 -/+ this; geo_mean: its logarithm to -/+ this; dppo_tv, "
         "dppo_kl: a token has no gradient once its probability has moved by more",
     )

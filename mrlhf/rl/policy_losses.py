@@ -94,15 +94,12 @@ class PolicyLoss:
 
     Attributes:
         per_token: the loss, to be aggregated; 0 outside the mask.
-        ratio: probability under the current policy over that under the old one, of the token, or for `gspo` and
-            `geo_mean` the one that its whole sequence is weighted with.
         approx_kl: -d, whose mean estimates KL(old || current).
         clipped: bool, True where the clip of the loss was taken; each loss says what that means.
         clipped_lower: bool, True where the second clip of a loss was taken.
     """
 
     per_token: Tensor
-    ratio: Tensor
     approx_kl: Tensor
     clipped: Tensor
     clipped_lower: Tensor
@@ -137,7 +134,7 @@ def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     bound = -inputs.advantages * options.clip_c
     negative = inputs.advantages < 0
     per_token = torch.where(negative, torch.minimum(surrogate, bound), surrogate)
-    return _told(inputs, per_token, ratio, clipped, negative & (surrogate > bound))
+    return _told(inputs, per_token, clipped, negative & (surrogate > bound))
 
 
 def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -149,14 +146,14 @@ def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     log_ratio = (inputs.logprob - inputs.logprob.detach() + sequence[:, None]).clamp(max=SEQUENCE_LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     per_token, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
-    return _told(inputs, per_token, ratio, clipped)
+    return _told(inputs, per_token, clipped)
 
 
 def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r, which stops no gradient."""
     ratio = _log_ratio(inputs).exp().detach()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    return _told(inputs, -weight * inputs.advantages * inputs.logprob, ratio, ratio != weight)
+    return _told(inputs, -weight * inputs.advantages * inputs.logprob, ratio != weight)
 
 
 def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -164,18 +161,17 @@ def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     ratio = _log_ratio(inputs).exp()
     tau = torch.full_like(inputs.advantages, options.tau_neg).masked_fill(inputs.advantages > 0, options.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-    return _told(inputs, -gate * inputs.advantages, ratio)
+    return _told(inputs, -gate * inputs.advantages)
 
 
 def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-A logp, which the caller's importance weights make exact off-policy; also GPG, https://arxiv.org/abs/2504.02546."""
-    return _told(inputs, -inputs.advantages * inputs.logprob, _log_ratio(inputs).exp())
+    return _told(inputs, -inputs.advantages * inputs.logprob)
 
 
 def surrogate(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-A r, unclipped: the conservative policy iteration objective of https://arxiv.org/abs/1502.05477."""
-    ratio = _log_ratio(inputs).exp()
-    return _told(inputs, -inputs.advantages * ratio, ratio)
+    return _told(inputs, -inputs.advantages * _log_ratio(inputs).exp())
 
 
 def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -193,8 +189,7 @@ def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
     shape = inputs.mask.shape
     per_token = torch.where(inputs.mask, (-advantage * ratio)[:, None].expand(shape), 0)
     changed = log_ratio != clamped
-    ratios = ratio[:, None].expand(shape)
-    return _told(inputs, per_token, ratios, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0))
+    return _told(inputs, per_token, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0))
 
 
 def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -205,16 +200,15 @@ def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
     selected = _selected(inputs, "clip_cov")
     ratio = _log_ratio(inputs).exp()
     loss, _ = _clipped_surrogate(inputs.advantages, ratio, options)
-    return _told(inputs, loss.masked_fill(selected, 0), ratio, selected)
+    return _told(inputs, loss.masked_fill(selected, 0), selected)
 
 
 def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-A r, plus ppo_kl_coef |d| at the selected tokens (KL-Cov), https://arxiv.org/abs/2505.22617."""
     selected = _selected(inputs, "kl_cov")
     log_ratio = _log_ratio(inputs)
-    ratio = log_ratio.exp()
     penalty = torch.where(selected, options.ppo_kl_coef * log_ratio.abs(), 0)
-    return _told(inputs, -inputs.advantages * ratio + penalty, ratio)
+    return _told(inputs, -inputs.advantages * log_ratio.exp() + penalty)
 
 
 def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -307,7 +301,7 @@ def _clipped_surrogate(advantages: Tensor, ratio: Tensor, options: PolicyLossOpt
 def _inside_trust_region(inputs: PolicyLossInputs, options: PolicyLossOptions, valid: Tensor) -> PolicyLoss:
     ratio = _log_ratio(inputs).exp().detach()
     loss = -inputs.advantages * ratio.clamp(max=options.clip_c) * inputs.logprob
-    return _told(inputs, torch.where(valid, loss, 0), ratio, ~valid, valid & (ratio > options.clip_c))
+    return _told(inputs, torch.where(valid, loss, 0), ~valid, valid & (ratio > options.clip_c))
 
 
 def _selected(inputs: PolicyLossInputs, name: PolicyLossName) -> Tensor:
@@ -319,14 +313,12 @@ def _selected(inputs: PolicyLossInputs, name: PolicyLossName) -> Tensor:
 def _told(
     inputs: PolicyLossInputs,
     per_token: Tensor,
-    ratio: Tensor,
     clipped: Tensor | None = None,
     clipped_lower: Tensor | None = None,
 ) -> PolicyLoss:
     nowhere = torch.zeros_like(inputs.mask)
     return PolicyLoss(
         per_token=per_token,
-        ratio=ratio.detach(),
         approx_kl=-_log_ratio(inputs).detach(),
         clipped=nowhere if clipped is None else clipped,
         clipped_lower=nowhere if clipped_lower is None else clipped_lower,

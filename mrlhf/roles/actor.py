@@ -107,34 +107,38 @@ class Actor(TrainedRole):
         Raises:
             TrainingError: too many gradients in a row were not usable.
         """
-        rollout, limit = experience.rollout, self.section.target_kl_stop
-        first_seen = torch.zeros(rollout.response_mask.shape, dtype=torch.float32)
+        rollout, limit, bypass = experience.rollout, self.section.target_kl_stop, self._loss.bypass is not None
+        first_seen = torch.zeros(rollout.response_mask.shape if bypass else (0, 0), dtype=torch.float32)
         seen_rows = torch.zeros(len(rollout), dtype=torch.bool)
 
         def too_far(tally: Tally) -> bool:
             return limit is not None and tally.means()["actor/ppo_kl"] > limit
 
         parts = self._parts(rollout, plan, ref_logits)
-        total, steps = Tally(), 0
+        total, steps, kl_at_stop = Tally(), 0, None
         for number, (mini_batch, packs, reference) in enumerate(self.section.ppo_epochs * parts):
             batch = self._batch(experience, mini_batch, packs)
             loss = _ActorObjective(self, batch, mini_batch, packs, reference)
-            tally = self.train_mini_batch(packs, loss, UPDATE_METRICS, too_far)
-            if number < len(parts):
+            tally, near = self.train_mini_batch(packs, loss, UPDATE_METRICS, too_far)
+            if bypass and number < len(parts):
                 loss.store_logprobs(first_seen)
                 seen_rows[mini_batch.rows] = True
-            if tally is None:
+            if near or steps == 0:  # of an update that ends at once, what it saw is all there is
+                total.merge(tally)
+            if not near:
+                kl_at_stop = tally.means()["actor/ppo_kl"]
                 break
-            total.merge(tally)
             steps += 1
         metrics = self.end_update("actor", total, steps)
         if limit is not None:
-            metrics["actor/kl_stopped"] = float(steps < self.section.ppo_epochs * len(parts))
-        logprobs = None
-        if self._loss.bypass is not None:
-            logprobs = first_seen
-            torch.distributed.all_reduce(logprobs, group=self.groups.dp_pp)  # each entry comes from one rank: exact
-        return PolicyUpdate(self._present(metrics), logprobs, rollout.response_mask & seen_rows[:, None])
+            metrics["actor/kl_stopped"] = float(kl_at_stop is not None)
+        if kl_at_stop is not None:
+            metrics["actor/kl_at_stop"] = kl_at_stop
+        if bypass:
+            torch.distributed.all_reduce(first_seen, group=self.groups.dp_pp)  # each entry comes from one rank: exact
+        return PolicyUpdate(
+            self._present(metrics), first_seen if bypass else None, rollout.response_mask & seen_rows[:, None]
+        )
 
     def _parts(
         self, rollout: Rollout, plan: Sequence[MiniBatch], ref_logits: Sequence[Tensor] | None
@@ -170,9 +174,7 @@ class Actor(TrainedRole):
             "actor/positive_lm_loss": section.positive_lm_coef > 0,
         }
         present = {name: value for name, value in metrics.items() if measured.get(name, True)}
-        if "actor/ppo_kl" in present:
-            present["actor/approx_kl"] = present["actor/ppo_kl"]
-        return present
+        return present | {"actor/approx_kl": present["actor/ppo_kl"]}
 
     @property
     def wants_entropy(self) -> bool:
@@ -217,6 +219,8 @@ class _ActorObjective:
         rows = _within(self._mini_batch, pack)
         mask = self._batch.response_mask[rows].to(logits.device)
         flat, flat_entropy = actor._logprobs(logits, pack, with_entropy=actor.wants_entropy)
+        if not actor.section.entropy_coeff:
+            flat_entropy = flat_entropy.detach()
         logprobs, entropy = spread(torch.stack([flat, flat_entropy]), mask)
         self._seen[number] = logprobs.detach()
         full_kl = None
@@ -228,7 +232,7 @@ class _ActorObjective:
     def store_logprobs(self, table: Tensor) -> None:
         """Write the log-probabilities that this rank's packs had into `table` [batch, response_len]."""
         for number, logprobs in self._seen.items():
-            table[self._packs[number].rows] = logprobs.float().cpu()
+            table[self._packs[number].rows] = logprobs.cpu()
 
 
 def _within(mini_batch: MiniBatch, pack: Pack) -> list[int]:

@@ -167,7 +167,7 @@ class TrainedRole(Role):
         loss: Callable[[Tensor, int], tuple[Tensor, Tally]],
         names: Sequence[str],
         stop: Callable[[Tally], bool] | None = None,
-    ) -> Tally | None:
+    ) -> tuple[Tally, bool]:
         """One optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
 
         A gradient that is not finite, or whose norm is above `skip_grad_norm`, leaves the weights as they are.
@@ -181,7 +181,7 @@ class TrainedRole(Role):
 
         Returns:
             The tally of the whole mini-batch, equal on every rank; with `grad_norm` (before clipping) of a step that
-            was taken, and `skipped`, 0 or 1. None where `stop` said so.
+            was taken, and `skipped`, 0 or 1; of a skipped step, what is finite. And whether `stop` let it pass.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
@@ -198,11 +198,10 @@ class TrainedRole(Role):
         torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
         whole = Tally.from_vector(names, vector)
         if stop is not None and stop(whole):
-            return None
+            return whole, False
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())  # the same on every rank: it is reduced over all of them
-        limit = self._optim.skip_grad_norm
-        usable = math.isfinite(grad_norm) and (limit is None or grad_norm <= limit)
+        grad_norm = float(self.optimizer.get_grad_norm())
+        usable = self._usable(grad_norm)
         if usable:
             successful, *_ = self.optimizer.step()
             assert successful, "the optimizer refused finite gradients"
@@ -210,8 +209,17 @@ class TrainedRole(Role):
             self.skipped = 0
         else:
             self._skip(grad_norm)
+            whole = whole.finite()
         whole.add("skipped", not usable, 1)
-        return whole
+        return whole, True
+
+    def _usable(self, grad_norm: float) -> bool:
+        """Whether every rank can use its gradient; replicas may differ in the last digit of the norm."""
+        limit = self._optim.skip_grad_norm
+        usable = math.isfinite(grad_norm) and (limit is None or grad_norm <= limit)
+        verdict = torch.tensor(float(usable), dtype=torch.float32)
+        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=self.groups.world)
+        return bool(verdict)
 
     def _skip(self, grad_norm: float) -> None:
         self.skipped += 1

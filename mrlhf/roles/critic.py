@@ -35,9 +35,7 @@ class Critic(TrainedRole):
         for mini_batch in mini_batches:
             packs = self.packs([mini_batch], sequences, prompts, "response")
             loss = _ValueObjective(self.section, experience, mini_batch, packs)
-            tally = self.train_mini_batch(packs, loss, UPDATE_METRICS)
-            assert tally is not None
-            total.merge(tally)
+            total.merge(self.train_mini_batch(packs, loss, UPDATE_METRICS)[0])
         return self.end_update("critic", total, len(mini_batches))
 
 

@@ -8,8 +8,10 @@ section 3.2). It knows neither models nor losses.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -34,12 +36,14 @@ class Collected:
         rollout: the responses.
         scores: of each response.
         greedy_scores: float32 [batch], the shaped score of the greedy response to the row's prompt, or None.
+        generated_tokens: of all responses that were generated for the batch.
         metrics: of generation and refilling.
     """
 
     rollout: Rollout
     scores: Scores
     greedy_scores: Tensor | None
+    generated_tokens: int
     metrics: dict[str, float]
 
 
@@ -67,13 +71,14 @@ class Collector:
 
     def collect(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> Collected:
         """Generate and score the batch of training step `step`; the engine rests afterwards."""
+        drawn = _Drawn()
         if self.filters.enable:
-            rollout, scores, metrics = self._refill(step, sampling, timer)
+            rollout, scores = self._refill(step, sampling, timer, drawn)
         else:
             with timer("gen"):
                 rollout = self.generator.generate(next(self.prompts), sampling, stream="train", step=step)
-            scores, metrics = None, {}
-        metrics |= self.generator.metrics
+            drawn.take(rollout, self.generator.metrics)
+            scores = None
         greedy = None
         with timer("gen"):
             if self.greedy_baseline:
@@ -83,33 +88,45 @@ class Collector:
                     stream="greedy baseline",
                     step=step,
                 )
+                drawn.take(greedy, self.generator.metrics)
             self.generator.rest()
+        greedy_scores = None
         with timer("reward"):
             if scores is None:
                 scores = self.scorer.score(rollout)
-            greedy_scores = None
             if greedy is not None:
-                baseline = self.shaper.penalised(self.scorer.score(greedy).total, greedy)
+                baseline = self.shaper.shape_alone(self.scorer.score(greedy).total, greedy)
                 greedy_scores = baseline.repeat_interleave(sampling.n)
-                metrics["critic/greedy_score/mean"] = float(baseline.mean())
-        return Collected(rollout, scores, greedy_scores, metrics)
+                drawn.metrics["critic/greedy_score/mean"] = float(baseline.mean())
+        return Collected(rollout, scores, greedy_scores, drawn.tokens, drawn.summary())
 
-    def _refill(
-        self, step: int, sampling: SamplingParams, timer: PhaseTimer
-    ) -> tuple[Rollout, Scores, dict[str, float]]:
+    def _refill(self, step: int, sampling: SamplingParams, timer: PhaseTimer, drawn: _Drawn) -> tuple[Rollout, Scores]:
         """Generate batches until enough groups have different rewards, or the limit of batches is reached."""
         rollouts: list[Rollout] = []
         scored: list[Scores] = []
         differs: list[bool] = []
         while sum(differs) < self.train_batch_size and len(rollouts) < self.filters.max_num_gen_batches:
             prompts = next(self.prompts)
+            if rollouts and self.scorer.has_model:
+                with timer("reshard"):
+                    self.generator.take_weights(version=rollouts[0].version)
             with timer("gen"):
                 rollout = self.generator.generate(prompts, sampling, stream="train", step=step, refill=len(rollouts))
+                if self.scorer.has_model:
+                    self.generator.rest()  # the reward model needs the memory
+            drawn.take(rollout, self.generator.metrics)
             with timer("reward"):
-                scores = self.scorer.score(rollout)
-            differs += groups_that_differ(self._measure(rollout, scores), sampling.n)
+                scored.append(self.scorer.score(rollout))
             rollouts.append(rollout)
-            scored.append(scores)
+            differs += groups_that_differ(self._measure(rollout, scored[-1]), sampling.n)
+        if self.filters.metric == "acc" and all(scores.correct is None for scores in scored):
+            raise ConfigError(
+                "algorithm.filter_groups.metric is acc, but no reward term tells right from wrong; use a rule that "
+                "does (exact_match, gsm8k), let your function return 'acc', or set the metric to score"
+            )
+        if self.greedy_baseline and self.scorer.has_model:
+            with timer("reshard"):
+                self.generator.take_weights(version=rollouts[0].version)
         groups = choose_groups(differs, self.train_batch_size)
         rows = [group * sampling.n + sample for group in groups for sample in range(sampling.n)]
         uninformative = sum(not differs[group] for group in groups)
@@ -119,32 +136,62 @@ class Collector:
                 "max_num_gen_batches); they stay in the batch and teach nothing",
                 step, uninformative, len(groups), len(rollouts),
             )  # fmt: skip
-        metrics = {
+        drawn.metrics |= {
             "training/num_gen_batches": float(len(rollouts)),
             "training/generated_groups": float(len(differs)),
-            "training/filtered_groups": float(len(differs) - sum(differs)),
+            "training/filtered_groups": float(len(differs) - sum(differs) - uninformative),
             "training/uninformative_groups": float(uninformative),
         }
-        return Rollout.join(rollouts).select(rows), Scores.join(scored).select(rows), metrics
+        return Rollout.join(rollouts).select(rows), Scores.join(scored).select(rows)
 
     def _measure(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[batch], the number in which the responses of a group have to differ."""
         if self.filters.metric == "acc":
-            if scores.correct is None:
-                raise ConfigError(
-                    "algorithm.filter_groups.metric is acc, but no reward term tells right from wrong; use a rule "
-                    "that does (exact_match, gsm8k), let your function return 'acc', or set the metric to score"
-                )
-            return torch.tensor(scores.correct, dtype=torch.float32)
+            return torch.tensor(scores.correct or [math.nan] * len(rollout), dtype=torch.float32)
         if self.filters.metric == "seq_reward":
-            return self.shaper.penalised(scores.total, rollout)
+            return self.shaper.shape_alone(scores.total, rollout)
         return scores.total
 
 
+@dataclass
+class _Drawn:
+    """What was generated for one training step, over all its batches.
+
+    Attributes:
+        tokens: of the responses.
+        metrics: other numbers of the step.
+        engine: the engine's metrics of each batch.
+    """
+
+    tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    engine: list[dict[str, float]] = field(default_factory=list)
+
+    def take(self, rollout: Rollout, metrics: dict[str, float]) -> None:
+        """Count one batch."""
+        self.tokens += int(rollout.response_mask.sum())
+        self.engine.append(metrics)
+
+    def summary(self) -> dict[str, float]:
+        """All metrics; of the engine's, bytes are the most of any batch, preemptions their sum, the rest their mean."""
+        found = dict(self.metrics)
+        for name in self.engine[0]:
+            column = [metrics[name] for metrics in self.engine]
+            if name.endswith("_bytes"):
+                found[name] = max(column)
+            else:
+                found[name] = sum(column) if name == "rollout/preemptions" else fmean(column)
+        return found
+
+
 def groups_that_differ(values: Tensor, n: int) -> list[bool]:
-    """Whether the `n` consecutive values of each group are not all the same; `values` is [groups * n]."""
+    """Whether the `n` consecutive values of each group are not all the same; `values` is [groups * n].
+
+    NaN stands for no value; a group with fewer than two values does not differ.
+    """
     groups = values.view(-1, n)
-    return (groups.amax(dim=1) > groups.amin(dim=1)).tolist()
+    highest, lowest = groups.nan_to_num(nan=-math.inf).amax(dim=1), groups.nan_to_num(nan=math.inf).amin(dim=1)
+    return (highest > lowest).tolist()
 
 
 def choose_groups(differs: list[bool], count: int) -> list[int]:

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 
-from mrlhf.batch import Prompts
-from mrlhf.inference.base import SamplingParams
-from mrlhf.trainers.generation import Generator
+from mrlhf.batch import Rollout
 from mrlhf.trainers.scoring import Scorer, Scores
 
 OF_MANY = ("/pass@", "/maj@")
 
 
-def evaluate(
-    generator: Generator, scorer: Scorer, prompts: Prompts, sampling: SamplingParams, n: int = 1
-) -> dict[str, float]:
-    """`n` responses a prompt, scored; every rank calls it, the engine being awake.
+def measure(scorer: Scorer, rollout: Rollout, n: int = 1) -> dict[str, float]:
+    """Score a rollout of `n` responses a prompt and sum it up; every rank calls it.
 
     Returns:
         `<data_source>/reward_mean` over all responses; where a reward term tells right from wrong, `.../acc@1` over all
         responses and, for n > 1, `.../pass@<n>`; where the term says what each answer is, `.../maj@<n>` too.
     """
-    rollout = generator.generate(prompts, replace(sampling, n=n), stream="validation")
-    return summarise(scorer.score(rollout, with_answers=n > 1), prompts.data_source, n)
+    return summarise(scorer.score(rollout, with_answers=n > 1), rollout.prompts.data_source[::n], n)
 
 
 def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
-    """The metrics of `evaluate` from its scores; right is a response whose correctness is above one half.
+    """The metrics of `measure` from its scores; right is a response whose correctness is above one half.
 
     Args:
         scores: of every response [prompts * n], those of one prompt side by side.
@@ -74,8 +68,8 @@ def validation_metrics(greedy: Mapping[str, float], sampled: Mapping[str, float]
     """What a validation reports: `val/` greedy answers and what is said of many samples, `val_sampled/` the rest.
 
     Args:
-        greedy: metrics of `evaluate` on greedy answers.
-        sampled: metrics of `evaluate` on samples; empty where there are none.
+        greedy: metrics of `measure` on greedy answers.
+        sampled: metrics of `measure` on samples; empty where there are none.
     """
     metrics = {f"val/{name}": value for name, value in greedy.items()}
     for name, value in sampled.items():

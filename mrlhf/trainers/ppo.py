@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
@@ -19,8 +21,9 @@ from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.roles.actor import Evaluation
 from mrlhf.trainers.collect import Collected
-from mrlhf.trainers.evaluate import evaluate, validation_metrics
+from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
 from mrlhf.trainers.report import closing_report, dump_rollout, save_batch
@@ -99,7 +102,8 @@ class PPOTrainer:
         metrics |= scores.metrics() | data_metrics(experience, self.config.data.max_prompt_length)
         metrics |= {f"reshard/{name}": value for name, value in vars(handover).items()}
         prompt_tokens, response_tokens = sum(rollout.prompt_lengths), int(rollout.response_mask.sum())
-        metrics |= throughput_metrics(timer.seconds, prompt_tokens, response_tokens, self.run.world_size)
+        generated = collected.generated_tokens
+        metrics |= throughput_metrics(timer.seconds, prompt_tokens, response_tokens, generated, self.run.world_size)
         metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
         return metrics | self.utilisation(rollout, metrics, timer.seconds) | timer.metrics()
 
@@ -113,11 +117,9 @@ class PPOTrainer:
                 if self.config.needs_full_kl:
                     self._ref_logits = parts.reference.logits(rollout, parts.actor_plan(rollout))
         if not algorithm.rollout_correction.bypass_mode:
-            with timer("old_log_prob"):
-                old = parts.actor.evaluate(rollout, parts.actor_plan(rollout), self._ref_logits)
-            metrics["actor/entropy"] = float(old.entropy[rollout.response_mask].mean())
-            mask = rollout.response_mask
-            metrics |= correction_metrics(old.logprobs, rollout, mask, algorithm.rollout_correction)
+            old = self.evaluate_actor(rollout, timer, metrics)
+            if not (self.config.actor.use_kl_loss and self.config.actor.kl_loss_type == "full"):
+                self._ref_logits = None
         if parts.critic is not None:
             with timer("values"):
                 values = parts.critic.values(rollout, parts.critic_plan(rollout))
@@ -131,6 +133,15 @@ class PPOTrainer:
             self.kl_controller.update(kl, len(rollout))
         return experience
 
+    def evaluate_actor(self, rollout: Rollout, timer: PhaseTimer, metrics: dict[str, float]) -> Evaluation:
+        """The policy's own view of the rollout; adds its entropy and its distance from the engine's to `metrics`."""
+        with timer("old_log_prob"):
+            seen = self.parts.actor.evaluate(rollout, self.parts.actor_plan(rollout), self._ref_logits)
+        mask, correction = rollout.response_mask, self.config.algorithm.rollout_correction
+        metrics["actor/entropy"] = float(seen.entropy[mask].mean())
+        metrics |= correction_metrics(seen.logprobs, rollout, mask, correction)
+        return seen
+
     def update(self, number: int, experience: Experience, timer: PhaseTimer, metrics: dict[str, float]) -> None:
         """Train critic and actor, adding their metrics to `metrics`.
 
@@ -141,13 +152,15 @@ class PPOTrainer:
         if parts.critic is not None:
             with timer("update_critic"):
                 metrics |= parts.critic.update(experience, parts.critic_plan(rollout))
+        correction = self.config.algorithm.rollout_correction
         if number < self.config.trainer.critic_warmup:
+            if correction.bypass_mode:  # else it is known already
+                self.evaluate_actor(rollout, timer, metrics)
             return
         with timer("update_actor"):
             done = parts.actor.update(experience, parts.actor_plan(rollout), self._ref_logits)
         metrics |= done.metrics
         if done.logprobs is not None:
-            correction = self.config.algorithm.rollout_correction
             metrics |= correction_metrics(done.logprobs, rollout, done.evaluated, correction)
 
     def with_saved_batch(self, error: TrainingError, number: int, experience: Experience) -> TrainingError:
@@ -155,6 +168,7 @@ class PPOTrainer:
         path = self.run.output_dir / f"failed_step_{number:06d}.pt"
         if self.run.speaks:
             save_batch(path, experience)
+        dist.barrier()  # a rank that ends now would end the others before the file is whole
         return TrainingError(f"training step {number}: {error}; the batch is in {path}")
 
     def utilisation(
@@ -170,7 +184,8 @@ class PPOTrainer:
             if peak is None:
                 continue
             mini_batches = -(-len(rollout) // parts.samples_per_mini_batch[name])
-            trained = metrics[f"{name}/optimizer_steps"] + metrics[f"{name}/skipped_steps"]
+            counted = (f"{name}/optimizer_steps", f"{name}/skipped_steps", f"{name}/kl_stopped")
+            trained = sum(metrics[count] for count in counted if count in metrics)
             flops = training_flops(role.spec, lengths) * trained / mini_batches
             found[f"perf/mfu/{name}"] = flops / (seconds[f"update_{name}"] * self.run.world_size * peak * 1e12)
         return found
@@ -191,10 +206,11 @@ class PPOTrainer:
             stop=self.sampling.stop,
             seed=self.config.seed,
         )
-        sampled: dict[str, float] = {}
+        drawn = parts.generator.generate(parts.held_out, greedy, stream="validation")
+        sampled, n = None, self.config.trainer.val_n
         if self.config.trainer.val_sampled:
-            n = self.config.trainer.val_n
-            sampled = evaluate(parts.generator, parts.scorer, parts.held_out, self.sampling, n)
-        metrics = validation_metrics(evaluate(parts.generator, parts.scorer, parts.held_out, greedy), sampled)
-        parts.generator.rest()
-        return metrics
+            sampled = parts.generator.generate(parts.held_out, replace(self.sampling, n=n), stream="validation")
+        parts.generator.rest()  # scoring may need the memory
+        return validation_metrics(
+            measure(parts.scorer, drawn), {} if sampled is None else measure(parts.scorer, sampled, n)
+        )

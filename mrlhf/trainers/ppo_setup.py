@@ -16,7 +16,7 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, DataError
 from mrlhf.inference.base import EngineLimits, InferenceEngine
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine, check_support
@@ -116,12 +116,12 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
     sampler = StatefulSampler(len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle)
-    steps = config.trainer.steps(len(prompts), config.data.train_batch_size)
+    steps = _steps(config, len(prompts))
     reward_model = _reward_model(config, run)
     actor, critic, reference = _roles(config, run, tokenizer)
     scorer = Scorer(config.reward, tokenizer, reward_model, actor.groups.world)
     # The optimizer re-homes parameters, so the engine is connected after it.
-    actor.prepare(config.actor.optim, steps)
+    actor.prepare(config.actor.optim, max(1, steps - max(0, config.trainer.critic_warmup - 1)))
     if critic is not None:
         critic.prepare(config.critic.optim, steps)
     generator = _generator(config, run, actor, tokenizer)
@@ -152,6 +152,22 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
             "critic": config.critic.ppo_mini_batch_size * config.rollout.n,
         },
     )
+
+
+def _steps(config: PPOConfig, rows: int) -> int:
+    """Training steps; an epoch has as many as it has batches, refills of dynamic sampling not counted.
+
+    Raises:
+        DataError: there would be none.
+    """
+    batch = max(config.data.train_batch_size, config.data.gen_batch_size)
+    steps = config.trainer.steps(rows, batch)
+    if steps < 1:
+        raise DataError(
+            f"data.train_files hold {rows} prompts, which is less than one batch of {batch}, so there would be no "
+            "training step; give more prompts, lower data.train_batch_size, or set trainer.total_steps"
+        )
+    return steps
 
 
 def _check_stop(stop: list[str], tokenizer: Tokenizer) -> None:

@@ -67,8 +67,7 @@ class RewardModelTrainer(SupervisedTrainer):
                 tally.add(name, value, len(margin))
             return total / len(rows), tally
 
-        tally = self.model.train_mini_batch(packs, loss, names)
-        assert tally is not None
+        tally, _ = self.model.train_mini_batch(packs, loss, names)
         return self.model.end_update("rm", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
 
     def validate(self) -> dict[str, float]:

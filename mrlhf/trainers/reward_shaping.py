@@ -41,13 +41,22 @@ class RewardShaper:
             scores = normalise_scores(scores, _moments(scores))
         elif kind == "group":
             scores = normalise_in_groups(scores, rollout.groups)
-        return self.penalised(scores, rollout)
+        return self._penalised(self._clipped(scores), rollout)
 
-    def penalised(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Clipped scores [batch] with the penalties on length; needs no other response."""
+    def shape_alone(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """What can be done to scores [batch] before the whole batch is there: clip, unless that comes after a
+        normalisation, and penalties.
+        """
+        if self.algorithm.reward_norm is None:
+            scores = self._clipped(scores)
+        return self._penalised(scores, rollout)
+
+    def _clipped(self, scores: Tensor) -> Tensor:
+        limit = self.algorithm.reward_clip
+        return scores if limit is None else scores.clamp(-limit, limit)
+
+    def _penalised(self, scores: Tensor, rollout: Rollout) -> Tensor:
         algorithm, buffer = self.algorithm, self.algorithm.overlong_buffer
-        if algorithm.reward_clip is not None:
-            scores = scores.clamp(-algorithm.reward_clip, algorithm.reward_clip)
         if buffer.enable:
             assert buffer.len is not None
             lengths = rollout.response_mask.sum(dim=1)

@@ -85,6 +85,11 @@ class Scorer:
         self._model = reward_model
         self._world = world
 
+    @property
+    def has_model(self) -> bool:
+        """Whether scoring runs a model, which needs the device's memory."""
+        return self._model is not None
+
     def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
         """Score every response; each rank calls it with the same rollout.
 

@@ -54,8 +54,7 @@ class SFTTrainer(SupervisedTrainer):
             tally.add("sft/loss", total, len(packs[number].targets))
             return total / count, tally
 
-        tally = self.model.train_mini_batch(packs, loss, ("sft/loss",))
-        assert tally is not None
+        tally, _ = self.model.train_mini_batch(packs, loss, ("sft/loss",))
         return self.model.end_update("sft", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
 
     def validate(self) -> dict[str, float]:

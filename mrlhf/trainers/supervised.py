@@ -10,6 +10,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from mrlhf.config.roots import SupervisedConfig
 from mrlhf.config.sections import TrainerSection
 from mrlhf.data.sampler import StatefulSampler
@@ -85,6 +87,7 @@ class SupervisedTrainer(ABC):
         path = self.run.output_dir / f"failed_step_{step:06d}.json"
         if self.run.speaks:
             path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
+        dist.barrier()  # a rank that ends now would end the others before the file is whole
         return TrainingError(f"training step {step}: {error}; the numbers of the batch's rows are in {path}")
 
     def _finish(self, metrics: dict[str, float], began: float) -> None:

@@ -43,7 +43,8 @@ ONCE = ["actor.ppo_epochs=1", "actor.ppo_mini_batch_size=8", "actor.micro_batch_
 FULL_KL = ["algorithm.kl_penalty=full", "actor.kl_loss_type=full"]
 GRPO = ["algorithm.adv_estimator=grpo"]
 BYPASS = [
-    "algorithm.rollout_correction={preset: bypass_pg_geo_rs_seq_tis, rollout_rs_threshold: 1.5, rollout_is_threshold: 1.1}"
+    "algorithm.rollout_correction={preset: bypass_pg_geo_rs_seq_tis, rollout_rs_threshold: 1.5}",
+    "algorithm.rollout_correction.rollout_is_threshold=1.1",
 ]
 OTHERS: dict[str, list[str]] = {
     # One mini-batch, so that its only update must see the very log-probs of before.
@@ -57,6 +58,7 @@ OTHERS: dict[str, list[str]] = {
     "remax": ["algorithm.adv_estimator=remax", "algorithm.missing_eos_penalty=0.25"],
     "bypass, tp2 pp2": ["actor.tp=2", "actor.pp=2", *BYPASS],
     "bypass, dp4": BYPASS,
+    "bypass, warmup": ["trainer.critic_warmup=2", *BYPASS],
     "dynamic sampling": [
         "algorithm.filter_groups={enable: true, max_num_gen_batches: 3}",
         "data.gen_batch_size=6",
@@ -344,6 +346,14 @@ def test_bypass_takes_the_engines_word_and_still_measures_the_mismatch(ranks: li
         assert 1e-5 < metrics["training/rollout_probs_diff_max"] < 0.1
         assert 0.9 < metrics["rollout_corr/rollout_is_mean"] < 1.1
         assert 0.0 <= metrics["rollout_corr/rollout_rs_masked_fraction"] < 1.0
+
+
+def test_bypass_measures_the_mismatch_also_while_the_critic_warms_up(ranks: list[dict[str, Any]]) -> None:
+    one, two = (step["metrics"] for step in ranks[0]["bypass, warmup"])
+    for metrics in (one, two):
+        assert abs(metrics["rollout_corr/kl"]) < 0.1 and metrics["training/rollout_probs_diff_max"] < 0.1
+        assert metrics["actor/entropy"] > 1.0
+    assert "timing_s/old_log_prob" in one and "timing_s/old_log_prob" not in two
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(ranks: list[dict[str, Any]]) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrlhf.batch import Prompts, Rollout, pad_responses
+from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.sections import RewardSection
 from mrlhf.trainers.evaluate import summarise
 from mrlhf.trainers.scoring import Scorer
+from tests.padding import pad_responses
 from tests.ranks import run_ranks
 
 RESPONSES = ["#### 7", "#### 8", "none", "so #### 8.", "#### 1,000", "#### 7"]

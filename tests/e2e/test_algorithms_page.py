@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from mrlhf.config import PPOConfig
+from mrlhf.config import PPOConfig, load_config
 from mrlhf.config.algorithm import AdvEstimator, FilterMetric, KlControl, KlPenalty, KlPlacement, RewardNorm
 from mrlhf.config.correction import PRESETS, BypassLoss, CorrectionPreset, Statistic, WeightLevel
 from mrlhf.config.schema import keys
@@ -100,6 +101,17 @@ def test_it_lists_the_shipped_files() -> None:
     shipped = {file.name for file in (ROOT / "configs" / "algorithms").glob("*.yaml")}
     (table,) = re.findall(r"\| file in `configs/algorithms/`.*?\n\n", PAGE, re.DOTALL)
     assert {name for names in first_column(table) for name in names if name.endswith(".yaml")} == shipped
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_files_are_as_the_page_has_them(file: Path) -> None:
+    config = load_config(PPOConfig, [ROOT / "configs" / "arithmetic_cpu.yaml", file])
+    (row,) = re.findall(rf"^\| `{file.name}` \| (.+) \|$", PAGE, re.MULTILINE)
+    assert row.split(" | ")[:3] == [
+        f"`{config.algorithm.adv_estimator}`",
+        f"`{config.actor.policy_loss.loss_mode}`",
+        f"`{config.actor.agg_mode}`",
+    ]
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -27,6 +27,11 @@ def _never(_: object) -> None:
         (["--config", DEMO, "actor.clip_rato=0.1"], "did you mean 'actor.clip_ratio'"),
         (["--config", DEMO, "actor.tp=three"], "actor.tp"),
         (["--config", "configs/none.yaml"], "configs/none.yaml"),
+        (
+            ["--config", DEMO, "configs/algorithms/grpo.yaml"],
+            "argument 'configs/algorithms/grpo.yaml' is not of the form key.path=value; to read it as a file, write "
+            "--config configs/algorithms/grpo.yaml",
+        ),
         (["--config", DEMO, "--dry-run", "--world-size", "6"], "world size 6 is not divisible by tp 2 x pp 2 = 4"),
         (["--config", DEMO, "rollout.tp=3", "--dry-run"], "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2"),
         (["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=4", "--dry-run"], "heads"),

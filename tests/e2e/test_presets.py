@@ -23,7 +23,7 @@ FITTED: dict[str, list[str]] = {
     "dapo": ["rollout.n=8", "algorithm.overlong_buffer.len=2"],
     "gspo": ["rollout.n=8"],
     "cispo": ["rollout.n=8"],
-    "vapo": ["rollout.n=8", "trainer.critic_warmup=5"],
+    "vapo": ["rollout.n=8", "trainer.critic_warmup=5", "algorithm.lam_length_alpha=1.0"],
 }
 EXTRA: dict[str, list[str]] = {"ppo": ["trainer.val_n=4", "trainer.peak_tflops=0.05"]}
 CRITICS = ("ppo", "vapo")

@@ -25,6 +25,12 @@ def test_a_group_differs_when_not_all_its_values_are_the_same():
     assert groups_that_differ(values, 1) == [False] * 8
 
 
+def test_what_has_no_value_does_not_differ():
+    nan = float("nan")
+    assert groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [False, False, True]
+    assert groups_that_differ(torch.tensor([nan, 1.0, 1.0, nan, 0.0, 1.0]), 3) == [False, True]
+
+
 @pytest.mark.parametrize(
     ("differs", "chosen"),
     [
@@ -42,10 +48,16 @@ class _Generator:
     """Answers prompt u with u and, in sample 1, u + 1 where u is divisible by `informative`, else u again."""
 
     def __init__(self, informative: int) -> None:
-        self.informative, self.calls, self.metrics = informative, [], {"rollout/preemptions": 0}
+        self.informative, self.calls = informative, []
+        self.metrics: dict[str, float] = {}
 
     def generate(self, prompts, sampling, stream, step, refill=0):
         self.calls.append((stream, step, refill, len(prompts), sampling.temperature, sampling.n))
+        self.metrics = {
+            "rollout/preemptions": 1,
+            "rollout/peak_kv_cache_bytes": 10 - refill,
+            "rollout/imbalance": refill,
+        }
         repeated = prompts.repeat(sampling.n)
         answers = [uid + (row % sampling.n) * (uid % self.informative == 0) for row, uid in enumerate(repeated.uid)]
         rows = len(repeated)
@@ -57,11 +69,15 @@ class _Generator:
     def rest(self):
         self.calls.append("rest")
 
+    def take_weights(self, version):
+        self.calls.append(f"weights {version}")
+
 
 class _Scorer:
     """The score of a response is its token."""
 
     terms: tuple[str, ...] = ()
+    has_model = False
 
     def score(self, rollout):
         total = rollout.response_ids[:, 0].float()
@@ -101,8 +117,20 @@ def test_equal_groups_are_replaced_by_those_of_further_prompts():
         "training/generated_groups": 8,
         "training/filtered_groups": 4,
         "training/uninformative_groups": 0,
-        "rollout/preemptions": 0,
+        "rollout/preemptions": 2,
+        "rollout/peak_kv_cache_bytes": 10,
+        "rollout/imbalance": 0.5,
     }
+    assert collected.generated_tokens == 16
+
+
+def test_a_reward_model_finds_the_engine_asleep():
+    collector = _collector(informative=2, greedy=True, enable=True, max_num_gen_batches=5)
+    collector.scorer.has_model = True
+    _collect(collector)
+    assert [call if isinstance(call, str) else call[0] for call in collector.generator.calls] == [
+        "train", "rest", "weights 0", "train", "rest", "weights 0", "greedy baseline", "rest"
+    ]  # fmt: skip
 
 
 def test_a_batch_may_be_filled_from_smaller_ones():
@@ -116,13 +144,14 @@ def test_at_the_limit_the_batch_is_filled_with_what_there_is_and_says_so(caplog)
         collected = _collect(_collector(informative=6, enable=True, max_num_gen_batches=2))
     assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 6, 6]
     assert collected.metrics["training/uninformative_groups"] == 3
+    assert collected.metrics["training/filtered_groups"] == 4
     assert "3 of 4 groups have equal rewards after 2 batches" in caplog.text
 
 
 def test_without_filtering_each_step_is_one_batch():
     collected = _collect(_collector(informative=2))
     assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert collected.metrics == {"rollout/preemptions": 0}
+    assert collected.metrics.keys() == {"rollout/preemptions", "rollout/peak_kv_cache_bytes", "rollout/imbalance"}
     assert collected.greedy_scores is None
 
 

@@ -268,6 +268,7 @@ def test_describe_ppo():
         "  critic       tp 2 x pp 1 x dp 4, 512 tokens a micro-batch",
         "  rollout      tp 2 x 4 replicas, native engine",
         "the method",
+        "  rewards: scores",
         "  advantages: gae, gamma 1.0, lambda 1.0",
         "  policy loss: vanilla, clip -0.2 +0.2, dual clip 3",
         "  aggregation: token-mean",
@@ -323,7 +324,7 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     without = ppo(**wrong, algorithm__adv_estimator="grpo", actor__path=model_dir(tmp_path))
     text = dry_run(without, 8)
     assert "critic.path" not in text and "not checked" not in text
-    assert "  no critic: grpo needs none\n  advantages: grpo\n" in text
+    assert "  no critic: grpo needs none\n  rewards: scores\n  advantages: grpo\n" in text
     assert "  critic" not in text
 
 

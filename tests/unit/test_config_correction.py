@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from mrlhf.config import PPOConfig, dump_yaml, load_config
-from mrlhf.config.correction import CorrectionPreset, RolloutCorrectionSection
+from mrlhf.config.correction import NO_CORRECTION, CorrectionPreset, RolloutCorrectionSection
 from mrlhf.errors import ConfigError
 
 ARGUMENTS = ["actor.path=m", "reward.terms=[{name: gsm8k}]", "data.train_files=a.jsonl", "trainer.output_dir=o"]
@@ -111,9 +111,20 @@ def test_bounds_of_the_weights(text, bounds):
 )
 def test_bad_bounds_of_the_weights(text):
     said = message("rollout_is=token", f"rollout_is_threshold={text}")
-    assert (
-        f"for '{KEY}.rollout_is_threshold': should be a number above 0, or lower_upper with 0 < lower < upper" in said
+    assert f"for '{KEY}.rollout_is_threshold': should be a number of at least 1, or lower_upper with 0 < lower" in said
+
+
+@pytest.mark.parametrize("text", ["0.5", "0.99", "0.2_0.9", "1.1_2"])
+def test_weights_that_leave_out_the_ratio_1(text):
+    assert message("rollout_is=token", f"rollout_is_threshold={text}").endswith(
+        f"for '{KEY}.rollout_is_threshold': does not even hold the ratio 1, at which engine and trainer agree; should "
+        "be a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
     )
+
+
+@pytest.mark.parametrize(("text", "bounds"), [("1", (None, 1.0)), ("0.5_1", (0.5, 1.0)), ("1_1.5", (1.0, 1.5))])
+def test_weights_that_just_hold_the_ratio_1(text, bounds):
+    assert load("rollout_is=token", f"rollout_is_threshold={text}").bounds == bounds
 
 
 @pytest.mark.parametrize(
@@ -121,6 +132,8 @@ def test_bad_bounds_of_the_weights(text):
     [
         ("token_k1", "2.0", (("token_k1", 0.5, 2.0),)),
         ("token_k1", "0.25_2.0", (("token_k1", 0.25, 2.0),)),
+        ("token_k1", "0.25_1", (("token_k1", 0.25, 1.0),)),
+        ("token_k1", "1_2", (("token_k1", 1.0, 2.0),)),
         ("seq_max_k2", "0.1", (("seq_max_k2", None, 0.1),)),
         ("seq_mean_k1,seq_max_k3", "4", (("seq_mean_k1", 0.25, 4.0), ("seq_max_k3", None, 4.0))),
         ("'token_k1, seq_sum_k3'", "'0.5_2, 0.01'", (("token_k1", 0.5, 2.0), ("seq_sum_k3", None, 0.01))),
@@ -151,8 +164,8 @@ def test_criteria(names, threshold, criteria):
         ),
         (
             ("rollout_rs_threshold=2",),
-            f"'{KEY}': rollout_rs_threshold 2.0 is given without rollout_rs; name the statistic in rollout_rs or leave "
-            "the threshold out",
+            f"'{KEY}': rollout_rs_threshold 2.0 is given without rollout_rs; name the statistic in rollout_rs or set "
+            "rollout_rs_threshold to null",
         ),
         (
             ("rollout_rs='token_k1,token_k2'", "rollout_rs_threshold='1.5,2,3'"),
@@ -168,6 +181,21 @@ def test_criteria(names, threshold, criteria):
             f"'{KEY}': rollout_rs_threshold 0.5 of token_k1 stands for 2_0.5, which holds nothing; give a number above "
             "1, or lower_upper",
         ),
+        (
+            ("rollout_rs=seq_sum_k1", "rollout_rs_threshold=1.1_2"),
+            f"'{KEY}': rollout_rs_threshold 1.1_2.0 of seq_sum_k1 does not even hold the ratio 1, at which engine and "
+            "trainer agree; give lower_upper with lower <= 1 <= upper",
+        ),
+        (
+            ("rollout_rs='token_k2,seq_mean_k1'", "rollout_rs_threshold='3,0.5_0.9'"),
+            f"'{KEY}': rollout_rs_threshold 0.5_0.9 of seq_mean_k1 does not even hold the ratio 1, at which engine and "
+            "trainer agree; give lower_upper with lower <= 1 <= upper",
+        ),
+        (
+            ("rollout_rs=[token_k1, token_k2]", "rollout_rs_threshold=2"),
+            f"bad value ['token_k1', 'token_k2'] for '{KEY}.rollout_rs': should be one text, not a list; join the "
+            "names by commas: 'token_k1,token_k2'",
+        ),
     ],
 )
 def test_bad_criteria(settings, expected):
@@ -175,6 +203,89 @@ def test_bad_criteria(settings, expected):
 
 
 def test_an_unknown_preset_is_told_with_the_known_ones():
-    said = message("preset=tis")
-    assert said.startswith(f"bad value 'tis' for '{KEY}.preset': input should be 'decoupled_token_is', ")
-    assert said.endswith("or 'disabled'")
+    said = message("preset=xyz")
+    assert said.startswith(f"bad value 'xyz' for '{KEY}.preset': should be one of decoupled_token_is, decoupled_seq_is")
+    assert said.endswith(", disabled")
+    near = message("preset=geo_rs_seq_ts")
+    assert near.startswith(
+        f"bad value 'geo_rs_seq_ts' for '{KEY}.preset': did you mean 'geo_rs_seq_tis'? It should be one of decoupled_"
+    )
+
+
+def sources(tmp_path, texts, *settings):
+    """The section from one file a text, each with the keys of the section alone, then arguments."""
+    files = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(f"algorithm: {{rollout_correction: {text}}}\n")
+    config = load_config(PPOConfig, files, [*ARGUMENTS, *(f"{KEY}.{setting}" for setting in settings)])
+    return config.algorithm.rollout_correction
+
+
+def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
+    earlier = "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, bypass_mode: true}"
+    section = sources(tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"])
+    assert told(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
+    assert section.rollout_is_batch_normalize is False
+    assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])) == (
+        *TOKEN, (), False, "ppo_clip"
+    )  # fmt: skip
+    assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: disabled}"])) == OFF
+
+
+def test_a_key_of_a_later_file_overrides_an_earlier_preset(tmp_path):
+    section = sources(tmp_path, ["{preset: bypass_pg_is}", "{rollout_is: token}", "{rollout_is_threshold: 0.5_2}"])
+    assert told(section) == ("token", (0.5, 2.0), (), True, "reinforce")
+
+
+def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path):
+    file = "{rollout_is: token, rollout_is_threshold: 7.0, bypass_mode: true}"
+    settings = ("preset=decoupled_k3_rs_seq_tis", "rollout_is_threshold=4")
+    for order in (settings, settings[::-1]):
+        assert told(sources(tmp_path, [file], *order)) == ("sequence", (None, 4.0), K3, False, "ppo_clip")
+    assert told(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (*TOKEN, (), True, "reinforce")
+    assert told(sources(tmp_path, [file], "preset=disabled")) == OFF
+
+
+def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
+    (tmp_path / "c.yaml").write_text("algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n")
+    arguments = [*ARGUMENTS, f"{KEY}={{preset: decoupled_geo_rs}}", f"{KEY}.rollout_rs_threshold=1.5"]
+    algorithm = load_config(PPOConfig, tmp_path / "c.yaml", arguments).algorithm
+    assert told(algorithm.rollout_correction) == (*NO_WEIGHTS, (("seq_mean_k1", 1 / 1.5, 1.5),), False, "ppo_clip")
+    assert algorithm.gamma == 0.5
+
+
+def test_no_rejection_beside_a_preset_drops_its_threshold(tmp_path):
+    wanted = (*SEQUENCE, (), True, "reinforce")
+    preset = "preset: bypass_pg_geo_rs_seq_tis"
+    for section in (
+        sources(tmp_path, [f"{{{preset}, rollout_rs: null}}"]),
+        sources(tmp_path, [f"{{{preset}}}", "{rollout_rs: null}"]),
+        sources(tmp_path, [f"{{{preset}}}"], "rollout_rs=null"),
+        RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_rs=None),
+    ):
+        assert told(section) == wanted
+        assert section.rollout_rs_threshold is None
+
+
+def test_a_preset_is_spelt_out_in_the_section_and_in_dumps(tmp_path):
+    section = RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_is_threshold=3.0)
+    assert section.model_dump() == {
+        "preset": None,
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 3.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.999_1.001",
+        "bypass_mode": True,
+        "loss_type": "reinforce",
+    }
+    config = load_config(PPOConfig, None, [*ARGUMENTS, f"{KEY}.preset=bypass_pg_geo_rs_seq_tis"])
+    (tmp_path / "dump.yaml").write_text(dump_yaml(config))
+    again = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.rollout_is=token", f"{KEY}.loss_type=ppo_clip"])
+    assert told(again.algorithm.rollout_correction) == (*TOKEN, GEO, True, "ppo_clip")
+    other = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.preset=decoupled_k3_rs"])
+    assert told(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")
+
+
+def test_what_a_preset_leaves_out_is_the_default():
+    assert RolloutCorrectionSection().model_dump() == {"preset": None, **NO_CORRECTION}

@@ -167,6 +167,15 @@ def test_integers(tmp_path, text, number):
     assert load_text(tmp_path, PPO, f"seed={text}").seed == number
 
 
+def test_a_list_given_as_an_argument_may_be_changed_by_a_later_one(ppo_file):
+    whole, part = "reward.terms=[{name: format}, {name: gsm8k}]", "reward.terms.1.weight=0.5"
+    weights = {
+        order: [term.weight for term in load_config(PPOConfig, ppo_file, order).reward.terms]
+        for order in ((whole, part), (part.replace("1", "0", 1), whole))
+    }
+    assert list(weights.values()) == [[1.0, 0.5], [1.0, 1.0]]
+
+
 def test_one_file_name_is_a_list_of_one(ppo_file):
     config = load_config(PPOConfig, ppo_file, ["data.train_files=one.jsonl", "data.val_files=[x, y]"])
     assert (config.data.train_files, config.data.val_files) == (["one.jsonl"], ["x", "y"])
@@ -196,6 +205,35 @@ def test_an_argument_reaches_into_a_list_and_opens_an_absent_section(ppo_file):
         ("zzzzzz=1", "unknown key 'zzzzzz'; --help lists all keys"),
         ("reward.terms.3.weight=1", "cannot set 'reward.terms.3.weight': the file's list has 1 items, numbered from 0"),
         ("actor.tp", "argument 'actor.tp' is not of the form key.path=value"),
+        (
+            "b.yaml",
+            "argument 'b.yaml' is not of the form key.path=value; to read it as a file, write --config b.yaml",
+        ),
+        ("actor.loss_mode=gspo", "unknown key 'actor.loss_mode'; did you mean 'actor.policy_loss.loss_mode'?"),
+        ("actor.loss_aggmode=a", "unknown key 'actor.loss_aggmode'; did you mean 'actor.loss_agg_mode'?"),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            "unknown key 'actor_rollout_ref.actor.clip_ratio'; verl's 'actor_rollout_ref.actor.clip_ratio' is "
+            "'actor.clip_ratio' here",
+        ),
+        (
+            "actor_rollout_ref.rollout.n=4",
+            "unknown key 'actor_rollout_ref.rollout.n'; verl's 'actor_rollout_ref.rollout.n' is 'rollout.n' here",
+        ),
+        (
+            "actor_rollout_ref.ref.dtype=bfloat16",
+            "unknown key 'actor_rollout_ref.ref.dtype'; verl's 'actor_rollout_ref.ref.dtype' is 'reference.dtype' here",
+        ),
+        (
+            "actor_rollout_ref.actor.lr=1",
+            "unknown key 'actor_rollout_ref.actor.lr'; verl's 'actor_rollout_ref.actor' is 'actor' here; did you mean "
+            "'actor.optim.lr'?",
+        ),
+        (
+            "actor_rollout_ref.model.path=m",
+            "unknown key 'actor_rollout_ref.model.path'; verl's 'actor_rollout_ref.actor', '.rollout' and '.ref' are "
+            "'actor', 'rollout' and 'reference' here",
+        ),
     ],
 )
 def test_wrong_arguments(tmp_path, override, expected):
@@ -217,6 +255,14 @@ def test_wrong_arguments(tmp_path, override, expected):
 )
 def test_unknown_keys_in_the_file(tmp_path, old, new, expected):
     assert message(tmp_path, PPO.replace(old, new)) == f"{tmp_path / 'config.yaml'}: {expected}"
+
+
+def test_verls_section_of_actor_rollout_and_reference_is_told(tmp_path):
+    said = message(tmp_path, PPO + "actor_rollout_ref: {actor: {ppo_epochs: 2}}\n")
+    assert said == (
+        f"{tmp_path / 'config.yaml'}: unknown key 'actor_rollout_ref'; verl's 'actor_rollout_ref.actor', '.rollout' "
+        "and '.ref' are 'actor', 'rollout' and 'reference' here"
+    )
 
 
 def write(path, text):

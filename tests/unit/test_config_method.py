@@ -8,6 +8,11 @@ from tests.unit.configurations import ppo, problems
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
 CORRECTION = "algorithm__rollout_correction"
+ADAPTIVE = {"algorithm__use_kl_in_reward": True}
+GEO_MEAN = (
+    "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but algorithm.adv_estimator {} "
+    "gives one a token; use another estimator, such as grpo, or another loss"
+)
 TRUNCATED = (
     "rollout.top_k {}, rollout.top_p {}: truncated sampling breaks PPO's probability ratio, because training uses the "
     "whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
@@ -83,6 +88,60 @@ TRUNCATED = (
             {"actor__policy_loss__loss_mode": "geo_mean"},
             "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but algorithm.adv_estimator "
             "gae gives one a token; use another estimator, such as grpo, or another loss",
+        ),
+        (
+            {
+                "algorithm__adv_estimator": "reinforce_plus_plus",
+                "algorithm__gamma": 0.9,
+                "actor__policy_loss__loss_mode": "geo_mean",
+            },
+            GEO_MEAN.format("reinforce_plus_plus with algorithm.gamma 0.9"),
+        ),
+        (
+            {
+                "algorithm__adv_estimator": "reinforce_plus_plus",
+                "algorithm__use_kl_in_reward": True,
+                "actor__policy_loss__loss_mode": "geo_mean",
+            },
+            GEO_MEAN.format("reinforce_plus_plus with the KL in the reward at algorithm.kl_placement token"),
+        ),
+        (
+            {
+                "algorithm__adv_estimator": "remax",
+                "algorithm__use_kl_in_reward": True,
+                "actor__policy_loss__loss_mode": "geo_mean",
+            },
+            GEO_MEAN.format("remax with the KL in the reward at algorithm.kl_placement token"),
+        ),
+        (
+            {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 25}},
+            "algorithm.kl_ctrl.horizon 25 is too short for data.train_batch_size x rollout.n = 128 samples a step: the "
+            "coefficient could change by -0.2 x 128 / 25 and so reach 0 or less; raise horizon above 25",
+        ),
+        (
+            {**ADAPTIVE, "data__train_batch_size": 80, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 32}},
+            "algorithm.kl_ctrl.horizon 32 is too short for data.train_batch_size x rollout.n = 160 samples a step: the "
+            "coefficient could change by -0.2 x 160 / 32 and so reach 0 or less; raise horizon above 32",
+        ),
+        (
+            {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "kl_coef": 0.0}},
+            "algorithm.kl_ctrl.kl_coef 0.0 with algorithm.kl_ctrl.type adaptive stays 0 for ever, since it is "
+            "multiplied; set kl_coef above 0 or use_kl_in_reward to false",
+        ),
+        (
+            {"algorithm__adv_estimator": "remax", "algorithm__whiten_rewards": True},
+            "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator remax compares sums over "
+            "responses; turn whiten_rewards off or use gae",
+        ),
+        (
+            {"algorithm__lam_length_alpha": 0.015625, "data__max_response_length": 64},
+            "algorithm.lam_length_alpha 0.015625 x data.max_response_length 64 = 1 is not above 1, so lambda would be "
+            "0 for every response; raise lam_length_alpha above 0.015625 or the length",
+        ),
+        (
+            {"actor__clip_ratio": 0.1, "actor__clip_ratio_low": 0.2, "actor__clip_ratio_high": 0.28},
+            "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and actor.clip_ratio_high 0.28; leave "
+            "it at 0.2, or set one of these to null",
         ),
         ({"rollout__top_p": 0.9}, TRUNCATED.format(-1, 0.9)),
         ({"rollout__top_k": 50}, TRUNCATED.format(50, 1.0)),
@@ -178,6 +237,22 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"algorithm__reward_norm": "batch", "rollout__n": 1},
         {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
         {**GRPO, "actor__policy_loss__loss_mode": "geo_mean"},
+        {**GRPO, "algorithm__use_kl_in_reward": True, "actor__policy_loss__loss_mode": "geo_mean"},
+        {"algorithm__adv_estimator": "reinforce_plus_plus", "actor__policy_loss__loss_mode": "geo_mean"},
+        {"algorithm__adv_estimator": "remax", "actor__policy_loss__loss_mode": "geo_mean"},
+        {
+            "algorithm__adv_estimator": "remax",
+            "algorithm__use_kl_in_reward": True,
+            "algorithm__kl_placement": "terminal",
+            "actor__policy_loss__loss_mode": "geo_mean",
+        },
+        {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 26}},
+        {"algorithm__kl_ctrl": {"type": "adaptive", "horizon": 1, "kl_coef": 0.0}},  # no KL in use
+        {**ADAPTIVE, "algorithm__kl_ctrl": {"horizon": 1, "kl_coef": 0.0}},  # fixed
+        {"algorithm__whiten_rewards": True},
+        {"algorithm__lam_length_alpha": 0.017},
+        {"actor__clip_ratio": 0.1, "actor__clip_ratio_high": 0.28},
+        {"actor__clip_ratio_low": 0.1, "actor__clip_ratio_high": 0.28},
         {"rollout__top_p": 0.5, "rollout__top_k": 5, "actor__policy_loss__loss_mode": "gpg"},
         {"actor__tau_pos": 2.0, "actor__policy_loss": {"clip_cov_ratio": 0.1, "ppo_kl_coef": 1.0}},  # of other losses
         {"algorithm__overlong_buffer": {"enable": True, "len": 59}},
@@ -205,17 +280,54 @@ def test_the_method_in_words():
         actor__positive_lm_coef=0.1,
         actor__use_kl_loss=True,
         actor__entropy_coeff=0.01,
+        actor__target_kl_stop=0.05,
+        actor__optim={"skip_grad_norm": 20.0},
+        critic__optim={"skip_grad_norm": 30.0},
         algorithm__rollout_correction={"preset": "decoupled_geo_rs_seq_tis", "rollout_is_batch_normalize": True},
     )
     assert list(describe_method(config)) == [
         "the method",
+        "  rewards: scores",
         "  advantages: gae, gamma 1.0, lambda 1 - 1 / (0.05 x length), of the critic's targets 1.0",
-        "  policy loss: vanilla, clip -0.2 +0.28, dual clip 3, + 0.001 x KL low_var_kl to the reference, - 0.01 x "
-        "entropy, + 0.1 x negative log-likelihood of right responses",
+        "  policy loss: vanilla, clip -0.2 +0.28, dual clip 3, - 0.01 x entropy, + 0.1 x negative log-likelihood of "
+        "right responses",
+        "  KL in the loss: + 0.001 x KL low_var_kl to the reference",
         "  aggregation: token-mean",
         "  rollout correction: decoupled, sequence weights cut off at 2, divided by their mean, kept where seq_mean_k1 "
         "in 0.999..1.001",
+        "  an update stops before the step whose actor/ppo_kl is above 0.05",
+        "  actor: steps with a gradient norm above 20 are skipped",
+        "  critic: steps with a gradient norm above 30 are skipped",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "scores"),
+        (
+            {
+                "reward_norm": "running",
+                "reward_clip": 5.0,
+                "overlong_buffer": {"enable": True, "len": 20, "penalty_factor": 0.5},
+                "missing_eos_penalty": 2.0,
+                "use_kl_in_reward": True,
+                "kl_penalty": "k3",
+                "kl_ctrl": {"type": "adaptive", "kl_coef": 0.02},
+                "whiten_rewards": True,
+            },
+            "scores normalised (running), clipped to -/+ 5, up to -0.5 in the last 20 of 60 tokens, -2 where cut off, "
+            "minus 0.02 (adaptive, target 0.1, horizon 10000) x KL k3 of each token, whitened",
+        ),
+        (
+            {"use_kl_in_reward": True, "kl_placement": "terminal"},
+            "scores, minus 0.001 x KL kl of the response off its last token",
+        ),
+    ],
+)
+def test_what_becomes_of_the_scores_in_words(changes, expected):
+    config = ppo(**{f"algorithm__{key}": value for key, value in changes.items()})
+    assert f"  rewards: {expected}" in describe_method(config)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +337,7 @@ def test_the_method_in_words():
             {**GRPO, "algorithm__norm_adv_by_std_in_grpo": False, "actor__policy_loss__loss_mode": "gspo"},
             [
                 "  no critic: grpo needs none",
+                "  rewards: scores",
                 "  advantages: grpo, not divided by the standard deviation",
                 "  policy loss: gspo, clip -0.2 +0.2",
                 "  aggregation: seq-mean-token-mean",
@@ -235,6 +348,7 @@ def test_the_method_in_words():
             {"algorithm__adv_estimator": "gpg", CORRECTION: {"preset": "bypass_pg_token_icepop"}},
             [
                 "  no critic: gpg needs none",
+                "  rewards: scores",
                 "  advantages: gpg, divided by 1.0",
                 "  policy loss: reinforce",
                 "  aggregation: token-mean",
@@ -245,6 +359,7 @@ def test_the_method_in_words():
             {"algorithm__adv_estimator": "remax", "actor__policy_loss__loss_mode": "gpg"},
             [
                 "  no critic: remax needs none",
+                "  rewards: scores",
                 "  advantages: remax, against a greedy answer to each prompt",
                 "  policy loss: gpg",
                 "  aggregation: token-mean",
@@ -259,6 +374,7 @@ def test_the_method_in_words():
             },
             [
                 "  no critic: reinforce_plus_plus needs none",
+                "  rewards: scores",
                 "  advantages: reinforce_plus_plus, gamma 1.0",
                 "  policy loss: kl_cov",
                 "  aggregation: token-mean",

@@ -10,12 +10,8 @@ import pytest
 import torch
 
 from mrlhf.batch import Prompts, Rollout
-from mrlhf.inference.base import SamplingParams
-from mrlhf.trainers.evaluate import evaluate, majority, summarise, validation_metrics
-from mrlhf.trainers.generation import Generator
+from mrlhf.trainers.evaluate import majority, measure, summarise, validation_metrics
 from mrlhf.trainers.scoring import Scorer, Scores, _answers, _correctness
-
-SAMPLING = SamplingParams(n=7, temperature=0.5, max_tokens=4, seed=1)
 
 
 def scores(
@@ -95,28 +91,23 @@ def test_names_of_a_validation() -> None:
 
 
 class Recorder:
-    """Stands for the generator and the scorer: keeps what it is asked and gives fixed scores."""
+    """Stands for the scorer: keeps what it is asked and gives fixed scores."""
 
     def __init__(self, given: Scores) -> None:
-        self.given, self.asked = given, SimpleNamespace()
-
-    def generate(self, prompts: Prompts, sampling: SamplingParams, stream: str) -> Rollout:
-        self.asked = SimpleNamespace(n=sampling.n, temperature=sampling.temperature, stream=stream)
-        return cast(Rollout, prompts)
+        self.given = given
+        self.asked: list[bool] = []
 
     def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
-        self.asked.with_answers = with_answers
+        self.asked.append(with_answers)
         return self.given
 
 
 @pytest.mark.parametrize(("n", "expected"), [(1, {"a/reward_mean", "a/acc@1"}), (2, {"a/pass@2", "a/maj@2"})])
-def test_evaluate_draws_n_and_asks_for_answers_only_to_vote(n: int, expected: set[str]) -> None:
-    given = scores([0.0, 1.0][:n], [0.0, 1.0][:n], ["4", "5"] if n == 2 else None)
-    stand_in: Any = Recorder(given)
-    prompts = Prompts([[3]], [0], ["p"], ["a"], ["5"], [{}])
-    found = evaluate(cast(Generator, stand_in), cast(Scorer, stand_in), prompts, SAMPLING, n)
-    assert expected <= set(found)
-    assert vars(stand_in.asked) == {"n": n, "temperature": 0.5, "stream": "validation", "with_answers": n > 1}
+def test_answers_are_asked_for_only_to_vote(n: int, expected: set[str]) -> None:
+    scorer = Recorder(scores([0.0, 1.0][:n], [0.0, 1.0][:n], ["4", "5"] if n == 2 else None))
+    rollout: Any = SimpleNamespace(prompts=Prompts([[3]], [0], ["p"], ["a"], ["5"], [{}]).repeat(n))
+    assert expected <= measure(cast(Scorer, scorer), rollout, n).keys()
+    assert scorer.asked == [n > 1]
 
 
 def test_the_answers_are_those_of_the_term_that_tells() -> None:

@@ -38,6 +38,13 @@ def test_nothing_counted_has_no_mean():
     assert math.isnan(tally.means()["empty"])
 
 
+def test_what_is_not_finite_can_be_left_out():
+    tally = Tally()
+    for name, total in (("loss", torch.tensor(float("nan"))), ("kl", float("inf")), ("clipped", 3.0)):
+        tally.add(name, total, 4)
+    assert tally.finite().means() == {"clipped": 0.75}
+
+
 def test_summed_vectors_of_ranks_that_met_different_names_are_the_merged_tally():
     names = ["a", "b", "c"]
     ranks = [Tally(), Tally(), Tally()]
@@ -132,10 +139,14 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
     assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(0, abs=2e-5)
 
 
+def test_an_empty_mask_has_no_share_of_variance():
+    assert math.isnan(explained_variance(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool)))
+
+
 def test_throughput_counts_responses_for_generation_and_everything_elsewhere():
-    metrics = throughput_metrics({"gen": 2.0, "step": 10.0}, prompt_tokens=300, response_tokens=100, world_size=4)
+    metrics = throughput_metrics({"gen": 2.0, "step": 10.0}, 300, 100, generated_tokens=200, world_size=4)
     assert metrics == {
-        "timing_per_token_ms/gen": 20.0,
+        "timing_per_token_ms/gen": 10.0,
         "timing_per_token_ms/step": 25.0,
         "perf/total_num_tokens": 400,
         "perf/time_per_step": 10.0,

@@ -1,0 +1,92 @@
+"""The files in configs/algorithms: laid over anything, each is the same method as alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrlhf.config import PPOConfig, flatten, load_config
+from mrlhf.config.method_checks import method_problems
+
+FILES = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
+ARGUMENTS = [
+    "actor.path=m",
+    "reward.terms=[{name: gsm8k}]",
+    "data.train_files=a.jsonl",
+    "data.max_response_length=20480",
+    "trainer.output_dir=o",
+]
+# A PPO run that has moved every number of its method.
+USED = """
+algorithm:
+  adv_estimator: gae
+  gamma: 0.99
+  lam: 0.9
+  lam_critic: 0.8
+  whiten_rewards: true
+  use_kl_in_reward: true
+  kl_penalty: k3
+  kl_placement: terminal
+  kl_ctrl: {type: adaptive, kl_coef: 0.3}
+  reward_clip: 5.0
+  reward_norm: running
+  overlong_buffer: {enable: true, len: 9, penalty_factor: 0.5}
+  filter_groups: {enable: true}
+actor:
+  policy_loss: {loss_mode: clip_cov}
+  clip_ratio: 0.1
+  clip_ratio_high: 0.3
+  loss_agg_mode: token-sum
+  positive_lm_coef: 0.3
+  use_kl_loss: true
+  kl_loss_type: k2
+  kl_loss_coef: 0.3
+critic: {cliprange_value: 0.3}
+rollout: {n: 3}
+trainer: {critic_warmup: 7}
+"""
+METHOD = ("algorithm.", "actor.", "critic.", "rollout.n", "trainer.critic_warmup")
+OF_THE_TASK = ("algorithm.reward_clip", "algorithm.reward_norm")
+
+
+def load(*files: Path) -> PPOConfig:
+    return load_config(PPOConfig, files, ARGUMENTS)
+
+
+def method(config: PPOConfig) -> dict[str, Any]:
+    """The values that are in use."""
+    algorithm, unused = config.algorithm, list(OF_THE_TASK)
+    unused += [] if algorithm.use_kl_in_reward else ["algorithm.kl_"]
+    for name, section in (("overlong_buffer", algorithm.overlong_buffer), ("filter_groups", algorithm.filter_groups)):
+        numbers = section.model_dump(exclude={"enable"})
+        unused += [] if section.enable else [f"algorithm.{name}.{key}" for key in numbers]
+    unused += [] if config.actor.use_kl_loss else ["actor.kl_loss_"]
+    unused += [] if config.needs_critic else ["critic."]
+    flat = flatten(config).items()
+    return {key: value for key, value in flat if key.startswith(METHOD) and not key.startswith(tuple(unused))}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_preset_over_any_other_is_the_method_that_it_is_alone(file: Path) -> None:
+    alone = method(load(file))
+    for other in FILES:
+        over = load(other, file)
+        assert method(over) == alone, other.stem
+        assert not list(method_problems(over)), other.stem
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(file: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(USED)
+    over = load(base, file)
+    # what no preset sets stays
+    assert over.algorithm.reward_clip == 5.0
+    assert method(over) == method(load(file))
+    assert not list(method_problems(over))
+
+
+def test_the_presets_differ() -> None:
+    methods = [method(load(file)) for file in FILES]
+    assert len(methods) == 10
+    assert all(first != second for number, first in enumerate(methods) for second in methods[:number])
