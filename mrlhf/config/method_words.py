@@ -8,7 +8,6 @@ from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
 
 CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
-DUAL_CLIPPED = ("vanilla", "clip_cov")
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
@@ -78,7 +77,7 @@ def _loss(config: PPOConfig) -> str:
         words = "reinforce"
     elif mode in CLIPPED:
         words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
-        words += f", dual clip {actor.clip_ratio_c:g}" if mode in DUAL_CLIPPED else ""
+        words += f", dual clip {actor.clip_ratio_c:g}" if mode == "vanilla" else ""
     if actor.entropy_coeff:
         words += f", - {actor.entropy_coeff:g} x entropy"
     if actor.positive_lm_coef:

@@ -174,7 +174,9 @@ class Actor(TrainedRole):
             "actor/positive_lm_loss": section.positive_lm_coef > 0,
         }
         present = {name: value for name, value in metrics.items() if measured.get(name, True)}
-        return present | {"actor/approx_kl": present["actor/ppo_kl"]}
+        if "actor/ppo_kl" in present:  # not where every mini-batch was skipped since nothing in it was finite
+            present["actor/approx_kl"] = present["actor/ppo_kl"]
+        return present
 
     @property
     def wants_entropy(self) -> bool:
@@ -222,7 +224,8 @@ class _ActorObjective:
         if not actor.section.entropy_coeff:
             flat_entropy = flat_entropy.detach()
         logprobs, entropy = spread(torch.stack([flat, flat_entropy]), mask)
-        self._seen[number] = logprobs.detach()
+        if actor._loss.bypass is not None:
+            self._seen[number] = logprobs.detach()
         full_kl = None
         if actor.section.use_kl_loss and actor.section.kl_loss_type == "full":
             assert self._ref_logits is not None

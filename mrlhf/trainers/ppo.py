@@ -135,9 +135,11 @@ class PPOTrainer:
 
     def evaluate_actor(self, rollout: Rollout, timer: PhaseTimer, metrics: dict[str, float]) -> Evaluation:
         """The policy's own view of the rollout; adds its entropy and its distance from the engine's to `metrics`."""
+        algorithm, plan = self.config.algorithm, self.parts.actor_plan(rollout)
+        in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         with timer("old_log_prob"):
-            seen = self.parts.actor.evaluate(rollout, self.parts.actor_plan(rollout), self._ref_logits)
-        mask, correction = rollout.response_mask, self.config.algorithm.rollout_correction
+            seen = self.parts.actor.evaluate(rollout, plan, self._ref_logits if in_reward else None)
+        mask, correction = rollout.response_mask, algorithm.rollout_correction
         metrics["actor/entropy"] = float(seen.entropy[mask].mean())
         metrics |= correction_metrics(seen.logprobs, rollout, mask, correction)
         return seen
