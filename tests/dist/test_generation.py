@@ -6,6 +6,8 @@ another one is seen.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +65,19 @@ class Relabelling(FakeEngine):
         return [*swapped, *rest]
 
 
+class Silent(FakeEngine):
+    """Gives no log-probability for the last token of prompt 7's first sample."""
+
+    def generate(self, prompts: Any, uids: Any, *args: Any) -> list[Sample]:
+        samples = super().generate(prompts, uids, *args)
+        return [
+            replace(s, logprobs=[*s.logprobs[:-1], math.nan])
+            if uids[s.prompt_index] == 7 and s.sample_index == 0
+            else s
+            for s in samples
+        ]
+
+
 def _generator(factory: GroupFactory, sizes: tuple[int, int, int], rank: int, engine: Any) -> Generator:
     layout = ParallelLayout.for_world("actor", WORLD_SIZE, sizes[0], sizes[1])
     groups = factory.engine_groups(EngineLayout.inside(layout, sizes[2]))
@@ -92,6 +107,15 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
             "state": generator.state_dict(),
             "replica": generator.groups.replica,
         }
+    refilling = _generator(factory, (2, 2, 1), rank, FakeEngine())
+    refilling.take_weights(version=5)
+    found["refill"] = _as_lists(refilling.generate(_prompts(UIDS), _sampling(N), "train", step=2, refill=1))
+    silent = _generator(factory, (2, 2, 1), rank, Silent())
+    silent.take_weights(version=5)
+    try:
+        silent.generate(_prompts(UIDS), _sampling(N), "train", step=2)
+    except EngineError as error:
+        found["silent"] = str(error)
     relabelled = _generator(factory, (2, 2, 1), rank, Relabelling())
     relabelled.take_weights(version=5)
     found["relabelled"] = _as_lists(relabelled.generate(_prompts(UIDS), _sampling(N), "train", step=2))
@@ -129,6 +153,17 @@ def test_rows_are_those_of_their_prompt_and_sample(ranks: list[dict[str, Any]], 
 def test_exchanged_samples_are_seen(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["relabelled"]["responses"] != _wanted()
     assert sorted(ranks[0]["relabelled"]["responses"]) == sorted(_wanted())
+
+
+def test_a_refill_of_a_step_has_random_numbers_of_its_own(ranks: list[dict[str, Any]]) -> None:
+    seed = mix_seed(SEED, "train 2 refill 1")
+    wanted = [response(seed, uid, sample, LIMIT) for uid in UIDS for sample in range(N)]
+    assert ranks[0]["refill"]["responses"] == wanted != _wanted()
+
+
+def test_every_rank_refuses_a_token_without_a_log_probability(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "token of prompt uid 7 the log-probability inf or nan" in rank["silent"]
 
 
 def test_replicas_share_the_work_and_keep_samples_together(ranks: list[dict[str, Any]]) -> None:
