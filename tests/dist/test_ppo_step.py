@@ -66,6 +66,11 @@ OTHERS: dict[str, list[str]] = {
         "reward_model=null",
         *GRPO,
     ],
+    "refill with a reward model": [
+        "algorithm.filter_groups={enable: true, max_num_gen_batches: 3}",
+        "data.gen_batch_size=4",
+        "algorithm.adv_estimator=remax",
+    ],
     "unusable gradients": ["actor.optim={lr: 1.0e-3, skip_grad_norm: 1.0e-9, max_skipped_steps: 3}"],
     "full KL, tp2 pp2": ["actor.tp=2", "actor.pp=2", *FULL_KL],
     "full KL, dp4": FULL_KL,
@@ -365,6 +370,15 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(ranks: list[di
         assert 2 <= metrics["training/num_gen_batches"] <= 3
         assert metrics["training/generated_groups"] == 6 * metrics["training/num_gen_batches"]
         assert metrics["training/filtered_groups"] > 0
+
+
+def test_a_refill_has_the_weights_again_after_a_reward_model_had_the_memory(ranks: list[dict[str, Any]]) -> None:
+    for number, step in enumerate(ranks[0]["refill with a reward model"]):
+        experience, metrics = step["experience"], step["metrics"]
+        assert metrics["training/num_gen_batches"] >= 2 and len(experience.rollout) == 16
+        assert experience.rollout.version == number
+        assert metrics["training/rollout_probs_diff_max"] < 1e-5
+        assert metrics["critic/greedy_score/mean"] != 0.0
 
 
 def test_the_mismatch_is_measured_in_every_step(ranks: list[dict[str, Any]]) -> None:
