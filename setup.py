@@ -1,4 +1,6 @@
-"""Packaging of mrlhf: the ranges it works with; `constraints-cpu.txt` pins what was tested without a GPU."""
+"""Packaging of mrlhf: the ranges it works with; `constraints-cpu.txt` pins what was tested without
+a GPU.
+"""
 
 from pathlib import Path
 
@@ -34,6 +36,14 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit"],
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "pre-commit",
+        ],
     },
 )

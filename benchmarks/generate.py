@@ -1,12 +1,13 @@
-"""Tokens a second of generation: the native engine, vLLM and `transformers`, on the same weights and prompts.
+"""Tokens a second of generation: the native engine, vLLM and `transformers`, on the same weights
+and prompts.
 
     python benchmarks/generate.py [--quick] [--json FILE]
 
-Each model size, dtype and number of threads runs in a process of its own, in which the contenders alternate; the tables
-give medians. Random weights, prompts of 64 random tokens, temperature 1. With "~N" the responses end at random, after N
-tokens in the mean, which spreads their lengths more than tenfold. Shares are of the seconds that the workload would
-take if nothing but matrix products, or nothing but reading weights and cache, cost time, at the speed measured in that
-run.
+Each model size, dtype and number of threads runs in a process of its own, in which the contenders
+alternate; the tables give medians. Random weights, prompts of 64 random tokens, temperature 1. With
+"~N" the responses end at random, after N tokens in the mean, which spreads their lengths more than
+tenfold. Shares are of the seconds that the workload would take if nothing but matrix products, or
+nothing but reading weights and cache, cost time, at the speed measured in that run.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ NAMES = ("native", "vllm", "transformers")
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there too")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: the small model, float32, little work")
+    parser.add_argument(
+        "--quick", action="store_true", help="a smoke run: the small model, float32, little work"
+    )
     parser.add_argument("--sizes", default="3M,110M")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--threads", default="1,2", help="on a GPU: 1")
@@ -76,7 +81,9 @@ def _cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "threads": count,
                     "contenders": arguments.contenders.split(","),
                     "repeats": repeats,
-                    "workloads": [_workload(name, *chosen[name]) for name in names if name in chosen],
+                    "workloads": [
+                        _workload(name, *chosen[name]) for name in names if name in chosen
+                    ],
                 }
 
 
@@ -103,9 +110,13 @@ def _run(case: Mapping[str, Any]) -> dict[str, Any]:
     script = Path(__file__).with_name("generation_case.py")
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
-        # What the contenders print goes to standard error, so that standard output has the tables alone.
+        # What the contenders print goes to standard error, so that standard output has the tables
+        # alone.
         subprocess.run(
-            [sys.executable, str(script), json.dumps(case), str(out)], env=environment, stdout=sys.stderr, check=True
+            [sys.executable, str(script), json.dumps(case), str(out)],
+            env=environment,
+            stdout=sys.stderr,
+            check=True,
         )
         result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -117,7 +128,9 @@ def _speed_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for result in results:
         for workload in result["workloads"]:
             found = workload["contenders"]
-            speeds = {name: found[name]["tokens_per_second"] if name in found else None for name in NAMES}
+            speeds = {
+                name: found[name]["tokens_per_second"] if name in found else None for name in NAMES
+            }
             cells = [result["size"], result["dtype"], str(result["threads"]), workload["name"]]
             cells += [_number(speeds[name], ",.0f") for name in NAMES]
             cells += [_number(_ratio(speeds["native"], speeds[name]), ".2f") for name in NAMES[1:]]
@@ -131,7 +144,9 @@ def _limit_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for result in results:
         limits = result["limits"]
-        agreement = ", ".join(f"{name} {share:.1%}" for name, share in result["greedy_agreement"].items())
+        agreement = ", ".join(
+            f"{name} {share:.1%}" for name, share in result["greedy_agreement"].items()
+        )
         yield (
             f"| {result['size']} | {result['parameters'] / 1e6:.1f}M | {result['dtype']} | {result['threads']} | "
             f"{limits['gemm_flops'] / 1e9:.1f} | {limits['read_bandwidth'] / 1e9:.1f} | {agreement} |"

@@ -57,9 +57,13 @@ def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     config = _write_model(case["size"], dtype, directory)
     workloads = case["workloads"]
     longest = max(workload["prompt_length"] + workload["max_tokens"] for workload in workloads)
-    setting = Setting(directory, device, dtype, max(workload["prompts"] for workload in workloads), longest)
+    setting = Setting(
+        directory, device, dtype, max(workload["prompts"] for workload in workloads), longest
+    )
     # Where the processor has no bfloat16 instructions, float32 is what it multiplies fastest.
-    speeds = [gemm_flops(config, workloads[0]["prompts"], device, kind) for kind in (dtype, torch.float32)]
+    speeds = [
+        gemm_flops(config, workloads[0]["prompts"], device, kind) for kind in (dtype, torch.float32)
+    ]
     limits = {"gemm_flops": max(speeds)}
     limits["read_bandwidth"] = read_bandwidth(device)
     contenders, failed = {}, {}
@@ -76,7 +80,10 @@ def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         "limits": limits,
         "failed": failed,
         "greedy_agreement": _agreement(contenders, workloads[0], config),
-        "workloads": [_compare(contenders, workload, config, limits, case["repeats"]) for workload in workloads],
+        "workloads": [
+            _compare(contenders, workload, config, limits, case["repeats"])
+            for workload in workloads
+        ],
     }
 
 
@@ -103,19 +110,25 @@ def _prompts(workload: Mapping[str, Any], config: LlamaConfig) -> list[list[int]
 
 
 def _sampling(workload: Mapping[str, Any], config: LlamaConfig) -> SamplingParams:
-    """Temperature 1; with a mean length, so many stop tokens that each token is one with probability 1 / mean."""
+    """Temperature 1; with a mean length, so many stop tokens that each token is one with
+    probability 1 / mean.
+    """
     stops: tuple[int, ...] = ()
     if workload["mean_tokens"] is not None:
         generator = torch.Generator().manual_seed(2)
         count = round(config.vocab_size / workload["mean_tokens"])
         stops = tuple(torch.randperm(config.vocab_size, generator=generator)[:count].tolist())
-    return SamplingParams(temperature=1.0, max_tokens=workload["max_tokens"], stop_token_ids=stops, seed=0)
+    return SamplingParams(
+        temperature=1.0, max_tokens=workload["max_tokens"], stop_token_ids=stops, seed=0
+    )
 
 
 def _agreement(
     contenders: Mapping[str, Contender], workload: Mapping[str, Any], config: LlamaConfig
 ) -> dict[str, float]:
-    """Share of the first greedy tokens that are those of transformers, up to each response's first difference."""
+    """Share of the first greedy tokens that are those of transformers, up to each response's first
+    difference.
+    """
     prompts = _prompts(workload, config)
     sampling = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, seed=0)
     found = {}
@@ -124,7 +137,10 @@ def _agreement(
         found[name] = contender.generate(prompts, sampling)
     if "transformers" not in found:
         return {}
-    return {name: statistics.fmean(map(_common, rows, found["transformers"])) for name, rows in found.items()}
+    return {
+        name: statistics.fmean(map(_common, rows, found["transformers"]))
+        for name, rows in found.items()
+    }
 
 
 def _common(one: list[int], other: list[int]) -> float:
@@ -139,7 +155,9 @@ def _compare(
     limits: Mapping[str, float],
     repeats: int,
 ) -> dict[str, Any]:
-    """Tokens a second of each contender; every repeat has other random numbers and all contenders in turn."""
+    """Tokens a second of each contender; every repeat has other random numbers and all contenders
+    in turn.
+    """
     prompts, sampling = _prompts(workload, config), _sampling(workload, config)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for repeat in range(repeats):
@@ -161,11 +179,17 @@ def _check(name: str, lengths: list[int], workload: Mapping[str, Any]) -> None:
     if workload["mean_tokens"] is None and set(lengths) != {longest}:
         raise SystemExit(f"{name} stopped early: {min(lengths)} of {longest} tokens")
     if workload["mean_tokens"] is not None and spread < 10:
-        raise SystemExit(f"{name}: response lengths from {min(lengths)} to {max(lengths)} do not spread tenfold")
+        raise SystemExit(
+            f"{name}: response lengths from {min(lengths)} to {max(lengths)} do not spread tenfold"
+        )
 
 
 def _summary(
-    lengths: list[int], seconds: float, workload: Mapping[str, Any], config: LlamaConfig, limits: Mapping[str, float]
+    lengths: list[int],
+    seconds: float,
+    workload: Mapping[str, Any],
+    config: LlamaConfig,
+    limits: Mapping[str, float],
 ) -> dict[str, Any]:
     itemsize = DTYPES[str(config.dtype).removeprefix("torch.")].itemsize
     operations, read = work(config, workload["prompt_length"], lengths, itemsize)

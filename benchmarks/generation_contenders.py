@@ -1,7 +1,8 @@
-"""The engines that `generate.py` compares, behind one call: prompts in, tokens out. It measures nothing.
+"""The engines that `generate.py` compares, behind one call: prompts in, tokens out. It measures
+nothing.
 
-All hold the weights of one Hugging Face directory. Ours and vLLM give the log-prob of each token that they draw, as
-training needs it; `transformers` gives tokens alone.
+All hold the weights of one Hugging Face directory. Ours and vLLM give the log-prob of each token
+that they draw, as training needs it; `transformers` gives tokens alone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Contender(Protocol):
         """Forget what was computed for earlier calls; not measured."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[list[int]]:
         """Responses, stop token included."""
         ...
 
@@ -77,7 +80,9 @@ class Native:
         """A new version of the weights drops what was cached."""
         self._engine.commit(0)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[list[int]]:
         """Responses, stop token included."""
         return [s.token_ids for s in self._engine.generate(prompts, range(len(prompts)), sampling)]
 
@@ -93,7 +98,9 @@ class Transformers:
         """It keeps nothing."""
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[list[int]]:
         """Responses, stop token included; prompts are of one length."""
         ids = torch.tensor(prompts, device=self._device)
         stops = list(sampling.stop_token_ids)
@@ -112,10 +119,16 @@ class Transformers:
 
 
 class VLLM:
-    """vLLM's own `LLM`, in process, without compilation on a CPU (it gains some 6 % for half a minute of start)."""
+    """vLLM's own `LLM`, in process, without compilation on a CPU (it gains some 6 % for half a
+    minute of start).
+    """
 
     def __init__(self, setting: Setting) -> None:
-        quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        quiet = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+        }
         # Threads are those of OMP_NUM_THREADS, as for the others.
         os.environ.update(quiet, VLLM_CPU_OMP_THREADS_BIND="nobind")
         logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -142,7 +155,9 @@ class VLLM:
         """Drop the prefix cache."""
         self._llm.reset_prefix_cache()
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+    ) -> list[list[int]]:
         """Responses, stop token included."""
         asked = self._vllm.SamplingParams(
             temperature=sampling.temperature,
@@ -152,7 +167,9 @@ class VLLM:
             logprobs=0,
             detokenize=False,
         )
-        outputs = self._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False
+        )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -165,4 +182,6 @@ CONTENDERS: dict[str, type[Native] | type[VLLM] | type[Transformers]] = {
 
 def _until(tokens: list[int], stops: set[int]) -> list[int]:
     """The tokens up to and including the first stop token."""
-    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
+    return next(
+        (tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens
+    )

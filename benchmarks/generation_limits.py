@@ -1,4 +1,5 @@
-"""What the machine allows a generation: its speed of matrix products at the decode shape, its memory bandwidth.
+"""What the machine allows a generation: its speed of matrix products at the decode shape, its
+memory bandwidth.
 
 Both are measured, and turned into the least seconds that a workload can take. It knows no engine.
 """
@@ -16,8 +17,12 @@ _SECONDS = 0.5
 _STREAM_BYTES = 2**28
 
 
-def gemm_flops(config: PretrainedConfig, batch: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of [batch, hidden] x [hidden, intermediate], the weight as hot as it gets."""
+def gemm_flops(
+    config: PretrainedConfig, batch: int, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Floating-point operations a second of [batch, hidden] x [hidden, intermediate], the weight as
+    hot as it gets.
+    """
     x = torch.randn(batch, config.hidden_size, device=device).to(dtype)
     weight = torch.randn(config.intermediate_size, config.hidden_size, device=device).to(dtype)
     seconds = _fastest(lambda: torch.nn.functional.linear(x, weight), device)
@@ -25,17 +30,22 @@ def gemm_flops(config: PretrainedConfig, batch: int, device: torch.device, dtype
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of reading more than the caches hold; the faster of a sum and a product with a vector."""
+    """Bytes a second of reading more than the caches hold; the faster of a sum and a product with a
+    vector.
+    """
     numbers = torch.ones(_STREAM_BYTES // 4 // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
     ways: list[Callable[[], Tensor]] = [numbers.sum, lambda: numbers @ vector]
     return numbers.nbytes / min(_fastest(way, device) for way in ways)
 
 
-def work(config: PretrainedConfig, prompt_length: int, responses: Sequence[int], itemsize: int) -> tuple[float, float]:
+def work(
+    config: PretrainedConfig, prompt_length: int, responses: Sequence[int], itemsize: int
+) -> tuple[float, float]:
     """Operations, and bytes to be read, for one workload.
 
-    Each weight is read once a step, all responses advancing together; the embedding is read as the output layer.
+    Each weight is read once a step, all responses advancing together; the embedding is read as the
+    output layer.
 
     Args:
         config: of the model.
@@ -45,7 +55,9 @@ def work(config: PretrainedConfig, prompt_length: int, responses: Sequence[int],
     """
     head_dim = config.hidden_size // config.num_attention_heads
     kv_width = config.num_key_value_heads * head_dim
-    layer = config.hidden_size * (2 * config.hidden_size + 2 * kv_width + 3 * config.intermediate_size)
+    layer = config.hidden_size * (
+        2 * config.hidden_size + 2 * kv_width + 3 * config.intermediate_size
+    )
     body, output = config.num_hidden_layers * layer, config.vocab_size * config.hidden_size
     operations = read = 0.0
     for length in responses:

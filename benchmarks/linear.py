@@ -1,8 +1,10 @@
-"""GFLOP/s of x @ weight.T on this machine: torch's plain product, oneDNN's packed weights, and bfloat16.
+"""GFLOP/s of x @ weight.T on this machine: torch's plain product, oneDNN's packed weights, and
+bfloat16.
 
     OMP_NUM_THREADS=1 python benchmarks/linear.py
 
-The engine's choices in `mrlhf/inference/native/linear.py` rest on this table. The three take turns; medians.
+The engine's choices in `mrlhf/inference/native/linear.py` rest on this table. The three take turns;
+medians.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
-    print(f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}\n")
+    print(
+        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}\n"
+    )
     print("| in | out | rows | plain | packed | packed / plain | plain bfloat16 |")
     print("|---|---|---|---|---|---|---|")
     for size, columns in SHAPES:
@@ -33,7 +39,9 @@ def main() -> None:
         for rows in ROWS:
             speeds = measure(weight, torch.randn(rows, size), arguments.repeats)
             plain, packed, half = (2 * rows * size * columns / seconds / 1e9 for seconds in speeds)
-            print(f"| {size} | {columns} | {rows} | {plain:.0f} | {packed:.0f} | {packed / plain:.2f} | {half:.0f} |")
+            print(
+                f"| {size} | {columns} | {rows} | {plain:.0f} | {packed:.0f} | {packed / plain:.2f} | {half:.0f} |"
+            )
 
 
 @torch.inference_mode()

@@ -1,15 +1,17 @@
-"""Seconds to bring training weights into an inference engine of another layout: ours against four others.
+"""Seconds to bring training weights into an inference engine of another layout: ours against four
+others.
 
     full gather    every rank gathers each whole parameter (broadcast over pipeline stages, all-gather over
                    tensor-parallel ranks) and copies its part: what most systems do
-    megatron       `megatron.core.resharding`, plan cached
-    flat send      the bytes that had to move, as one flat message a pair of ranks, over the same backend
-    memcpy         each rank copies as many bytes as it had to receive, in its own memory
-    ours, sent     our executor without shared memory (on a GPU, its only way)
+    megatron       `megatron.core.resharding`, plan cached flat send      the bytes that had to
+    move, as one flat message a pair of ranks, over the same backend memcpy         each rank copies
+    as many bytes as it had to receive, in its own memory ours, sent     our executor without shared
+    memory (on a GPU, its only way)
 
-The script starts its own ranks. All contenders take the same weights, alternate in one run, start at a barrier and
-count until the slowest rank has finished; the table gives medians. What ours and the full gather deliver is compared
-with the source, bit for bit. With one GPU there is one rank and every weight is shared: nothing is left to move.
+The script starts its own ranks. All contenders take the same weights, alternate in one run, start
+at a barrier and count until the slowest rank has finished; the table gives medians. What ours and
+the full gather deliver is compared with the source, bit for bit. With one GPU there is one rank and
+every weight is shared: nothing is left to move.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ Contenders = dict[str, Callable[[], Any]]
 class Engine:
     """The native engine's weights, which a reshard fills."""
 
-    def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._parameters = Parameters(spec, tp_rank, tp_size, device, dtype)
         self.bind, self.weight_slots = self._parameters.bind, self._parameters.slots
 
@@ -83,7 +87,9 @@ class Engine:
 class FullGather:
     """Gathers one whole parameter at a time on every rank, and copies out what the engine needs."""
 
-    def __init__(self, spec: ModelSpec, groups: RoleGroups, source: list[Slot], target: list[Slot], rank: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, groups: RoleGroups, source: list[Slot], target: list[Slot], rank: int
+    ) -> None:
         self._groups = groups
         self._stored = {slot.piece.parameter: slot.parameter.detach() for slot in source}
         layout, at = groups.layout, groups.coordinates
@@ -97,7 +103,9 @@ class FullGather:
                     held.setdefault(piece.parameter, []).append(replace(piece, parameter=str(tp)))
             for name in parameter_names(spec, layout, stage):
                 if not (tied_copy and name == "output_layer.weight"):
-                    self._steps.append((owner, name, list({piece.key: piece for piece in held[name]}.values())))
+                    self._steps.append(
+                        (owner, name, list({piece.key: piece for piece in held[name]}.values()))
+                    )
         self._target = {slot.piece.key: slot for slot in target}
         needed = [slot.piece for slot in target]
         self._copies = [_copies(needed, pieces, rank) for _, _, pieces in self._steps]
@@ -105,18 +113,24 @@ class FullGather:
 
     def _gather_shapes(self) -> list[tuple[int, ...]]:
         shapes: list[Any] = [
-            tuple(self._stored[name].shape) if o == dist.get_rank() else None for o, name, _ in self._steps
+            tuple(self._stored[name].shape) if o == dist.get_rank() else None
+            for o, name, _ in self._steps
         ]
         gathered: list[Any] = [None] * dist.get_world_size(self._groups.pp)
         dist.all_gather_object(gathered, shapes, group=self._groups.pp)
-        return [next(shape for shape in found if shape is not None) for found in zip(*gathered, strict=True)]
+        return [
+            next(shape for shape in found if shape is not None)
+            for found in zip(*gathered, strict=True)
+        ]
 
     @torch.no_grad()
     def run(self) -> None:
         """Gather and copy everything once."""
         like = next(iter(self._stored.values()))
         tp, pp = self._groups.layout.tp, self._groups.layout.pp
-        for (owner, name, pieces), shape, copies in zip(self._steps, self._shapes, self._copies, strict=True):
+        for (owner, name, pieces), shape, copies in zip(
+            self._steps, self._shapes, self._copies, strict=True
+        ):
             shard = self._stored[name] if owner == dist.get_rank() else like.new_empty(shape)
             if pp > 1:
                 dist.broadcast(shard, owner, group=self._groups.pp)
@@ -130,7 +144,9 @@ class FullGather:
 
 
 def _copies(needed: list[Piece], held: list[Piece], rank: int) -> list[Move]:
-    """What to copy from the gathered pieces; what the plan would share is copied: the gathered are thrown away."""
+    """What to copy from the gathered pieces; what the plan would share is copied: the gathered are
+    thrown away.
+    """
     by_key = {piece.key: piece for piece in held}
     names = {piece.name for piece in held}
     way = plan({rank: held}, {rank: [piece for piece in needed if piece.name in names]}, itemsize=1)
@@ -154,10 +170,13 @@ class Flat:
             if move.source_rank == rank:
                 out[move.target_rank] = out.get(move.target_rank, 0) + move.elements * way.itemsize
             if move.target_rank == rank:
-                into[move.source_rank] = into.get(move.source_rank, 0) + move.elements * way.itemsize
+                into[move.source_rank] = (
+                    into.get(move.source_rank, 0) + move.elements * way.itemsize
+                )
         one = partial(torch.ones, dtype=torch.uint8, device=device)
         return cls(
-            [(peer, one(size)) for peer, size in out.items()], [(peer, one(size)) for peer, size in into.items()]
+            [(peer, one(size)) for peer, size in out.items()],
+            [(peer, one(size)) for peer, size in into.items()],
         )
 
     def send(self) -> None:
@@ -171,19 +190,30 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _spec(size: str) -> ModelSpec:
-    config = LlamaConfig(**SIZES[size], num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=False)
+    config = LlamaConfig(
+        **SIZES[size],
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
     return FAMILIES["llama"](config.to_dict(), "lm")
 
 
-def _random_source(spec: ModelSpec, groups: RoleGroups, device: Device, dtype: torch.dtype) -> tuple[Any, list[Slot]]:
-    built = build_model(spec, groups, dtype=dtype, device=device, sequence_parallel=False, recompute="none")
+def _random_source(
+    spec: ModelSpec, groups: RoleGroups, device: Device, dtype: torch.dtype
+) -> tuple[Any, list[Slot]]:
+    built = build_model(
+        spec, groups, dtype=dtype, device=device, sequence_parallel=False, recompute="none"
+    )
     slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
     for slot in slots:  # the same on all ranks that hold the same
         piece = slot.piece
         seed = sum(map(ord, piece.name)) * 1009 + piece.start
         view = slot.view(piece.start, piece.stop)
         generator = torch.Generator(device=device.torch_device).manual_seed(seed)
-        view.copy_(torch.randn(view.shape, generator=generator, dtype=dtype, device=device.torch_device))
+        view.copy_(
+            torch.randn(view.shape, generator=generator, dtype=dtype, device=device.torch_device)
+        )
     return built.module, slots
 
 
@@ -194,7 +224,9 @@ def _megatron(
     from megatron.core.resharding.refit import swap_model_weights
     from megatron.core.utils import unwrap_model
 
-    built = build_model(spec, groups, dtype=dtype, device=device, sequence_parallel=False, recompute="none")
+    built = build_model(
+        spec, groups, dtype=dtype, device=device, sequence_parallel=False, recompute="none"
+    )
     backend = "nccl" if device.kind == "cuda" else "gloo"
     return lambda: swap_model_weights(unwrap_model(module), unwrap_model(built.module), backend)
 
@@ -212,7 +244,9 @@ def _seconds(run: Callable[[], Any], device: Device) -> float:
 
 
 def _total(stats: ReshardStats) -> tuple[int, int, int]:
-    sums = torch.tensor([stats.bytes_moved, stats.bytes_had_to_move, stats.peak_extra_bytes], dtype=torch.int64)
+    sums = torch.tensor(
+        [stats.bytes_moved, stats.bytes_had_to_move, stats.peak_extra_bytes], dtype=torch.int64
+    )
     gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, sums)
     rows = torch.stack(gathered)
@@ -221,7 +255,9 @@ def _total(stats: ReshardStats) -> tuple[int, int, int]:
 
 def _same(one: Engine, other: Engine) -> bool:
     pairs = zip(one.weight_slots(), other.weight_slots(), strict=True)
-    same = torch.tensor([all(torch.equal(a.parameter, b.parameter) for a, b in pairs)], dtype=torch.int64)
+    same = torch.tensor(
+        [all(torch.equal(a.parameter, b.parameter) for a, b in pairs)], dtype=torch.int64
+    )
     dist.all_reduce(same, op=dist.ReduceOp.MIN)
     return bool(same)
 
@@ -242,7 +278,16 @@ def _case(
     )
     held = [Engine(spec, engines.place(rank)[1], tp, where, dtype) for _ in range(3)]
     ours, sent = (
-        Resharder(way, source, engine, rank, BUCKET_BYTES, verify=False, group=groups.mp, shared_memory=shared)
+        Resharder(
+            way,
+            source,
+            engine,
+            rank,
+            BUCKET_BYTES,
+            verify=False,
+            group=groups.mp,
+            shared_memory=shared,
+        )
         for engine, shared in zip(held, (True, False), strict=False)
     )
     flat = Flat.of(way, rank, where)
@@ -277,7 +322,9 @@ def _case(
 
 
 def _rank(rank: int, world_size: int, port: int, arguments: argparse.Namespace) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     device = pick_device("auto", rank)
@@ -302,7 +349,9 @@ def _line(row: dict[str, Any]) -> str:
     cells = [row["case"], f"{row['bytes_moved'] / 1e6:.2f}", f"{row['lower_bound'] / 1e6:.2f}"]
     cells.append(f"{row['bytes_copied_locally'] / 1e6:.2f}")
     cells.append(f"{seconds['ours'] * 1e3:.1f}")
-    ratio = [f"{seconds[name] * 1e3:.1f} ({seconds[name] / seconds['ours']:.2f})" for name in OTHERS]
+    ratio = [
+        f"{seconds[name] * 1e3:.1f} ({seconds[name] / seconds['ours']:.2f})" for name in OTHERS
+    ]
     return "| " + " | ".join([*cells, *ratio, f"{row['peak_extra_bytes'] / 2**20:.2f}"]) + " |"
 
 
@@ -320,7 +369,15 @@ def main() -> None:
         port = probe.getsockname()[1]
     where = f"{world_size} ranks on {'CPU, float32' if gpus == 0 else torch.cuda.get_device_name() + ', bfloat16'}"
     print(f"{where}; milliseconds, medians of {arguments.repeats}; in brackets: times ours\n")
-    heads = ["case", "moved, MB", "lower bound, MB", "copied locally, MB", "ours", *OTHERS, "peak extra, MiB"]
+    heads = [
+        "case",
+        "moved, MB",
+        "lower bound, MB",
+        "copied locally, MB",
+        "ours",
+        *OTHERS,
+        "peak extra, MiB",
+    ]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
     torch.multiprocessing.spawn(_rank, (world_size, port, arguments), nprocs=world_size)
 

@@ -7,8 +7,9 @@ Usage: torchrun --nproc-per-node=N launch/train_ppo.py --config FILE [--config F
 import sys
 
 from mrlhf.config import PPOConfig
+from mrlhf.preflight import dry_run, preflight
+from mrlhf.run.program import Program, main
 from mrlhf.trainers.ppo import train_ppo
-from mrlhf.trainers.program import main
 
 if __name__ == "__main__":
-    sys.exit(main(PPOConfig, train_ppo, sys.argv[1:]))
+    sys.exit(main(Program(PPOConfig, preflight, dry_run, train_ppo), sys.argv[1:]))

@@ -1,11 +1,13 @@
-"""The device a rank computes on: choosing it, joining the process group, and megatron-core on a machine without a GPU.
+"""The device a rank computes on: choosing it, joining the process group, and megatron-core on a
+machine without a GPU.
 
-megatron-core calls `torch.cuda` all over. Where there is no GPU, an import hook rewrites the source of `megatron.core`
-as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"` becomes `device="cpu"`, and so on. No attribute of
-torch changes, line numbers stay, no bytecode is written, nothing is imported before it is asked for. Where there is a
-GPU the hook is not installed.
+megatron-core calls `torch.cuda` all over. Where there is no GPU, an import hook rewrites the source
+of `megatron.core` as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"` becomes
+`device="cpu"`, and so on. No attribute of torch changes, line numbers stay, no bytecode is written,
+nothing is imported before it is asked for. Where there is a GPU the hook is not installed.
 
-This is also the one file that reads the environment variables of the launcher. It knows neither models nor layouts.
+This is also the one file that reads the environment variables of the launcher. It knows neither
+models nor layouts.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from mrlhf.errors import ConfigError
 T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
 
-# Dense TFLOP/s of matrix products in bfloat16 (tensor cores, sums in float32) and in float32 (no TF32), by what
-# `torch.cuda.get_device_name` says; the longer of two names that fit comes first. From NVIDIA's data sheets of each
-# card, and for GeForce cards the Ampere GA102, Ada and RTX Blackwell whitepapers. Where only figures "with sparsity"
-# are printed, half of them.
+# Dense TFLOP/s of matrix products in bfloat16 (tensor cores, sums in float32) and in float32 (no
+# TF32), by what `torch.cuda.get_device_name` says; the longer of two names that fit comes first.
+# From NVIDIA's data sheets of each card, and for GeForce cards the Ampere GA102, Ada and RTX
+# Blackwell whitepapers. Where only figures "with sparsity" are printed, half of them.
 _PEAK_TFLOPS = {
     "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
@@ -106,7 +108,11 @@ class Device:
 
     def peak_tflops(self, dtype: torch.dtype) -> float | None:
         """What the device could do at best, as `peak_tflops` knows it; None on a CPU."""
-        return peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype) if self.kind == "cuda" else None
+        return (
+            peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype)
+            if self.kind == "cuda"
+            else None
+        )
 
 
 def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
@@ -150,21 +156,27 @@ def processes_on_this_machine() -> int:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one to tell what every process sees, such as a mistake on the command line."""
+    """Whether this process is the one to tell what every process sees, such as a mistake on the
+    command line.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """The device of the process with number `local_rank` on its machine; "auto" takes a GPU where there is one.
+    """The device of the process with number `local_rank` on its machine; "auto" takes a GPU where
+    there is one.
 
     Raises:
-        ConfigError: the machine has no GPU, or not enough, or has one that must be hidden to compute on the CPU.
+        ConfigError: the machine has no GPU, or not enough, or has one that must be hidden to
+            compute on the CPU.
     """
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ConfigError("distributed.device is cuda but torch sees no GPU; set it to auto or cpu")
     if setting == "cpu" and available:
-        raise ConfigError("distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''")
+        raise ConfigError(
+            "distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''"
+        )
     if not available:
         return Device("cpu", torch.device("cpu"), "gloo")
     if local_rank >= torch.cuda.device_count():
@@ -195,7 +207,10 @@ def init_distributed(device: Device, timeout_s: float) -> tuple[int, int]:
     launch = read_launch()
     backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend, rank=launch.rank, world_size=launch.world_size, timeout=timedelta(seconds=timeout_s)
+        backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
     return launch.rank, launch.world_size
 
@@ -227,7 +242,9 @@ class _CudaOnCpu:
     manual_seed = staticmethod(torch.manual_seed)
 
     def __init__(self) -> None:
-        self.random = SimpleNamespace(get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state)
+        self.random = SimpleNamespace(
+            get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -255,7 +272,9 @@ CUDA_ON_CPU = _CudaOnCpu()
 
 
 def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T], T]:
-    """What rewritten megatron-core sees as `torch.compile`: no compiler is needed, or waited for, on a CPU."""
+    """What rewritten megatron-core sees as `torch.compile`: no compiler is needed, or waited for,
+    on a CPU.
+    """
     return (lambda decorated: decorated) if function is None else function
 
 
@@ -291,7 +310,11 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """`x.cuda()` becomes `x`."""
         self.generic_visit(node)
-        return node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda" else node
+        return (
+            node.func.value
+            if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
+            else node
+        )
 
 
 def _mend_random(module: Any) -> None:
@@ -301,7 +324,9 @@ def _mend_random(module: Any) -> None:
 
 
 def _mend_moe(module: Any) -> None:
-    """The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes as numbers."""
+    """The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes
+    as numbers.
+    """
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -353,8 +378,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_cpu_stand_ins() -> None:
-    """Have megatron-core imported without CUDA from now on. Does nothing where there is a GPU, or the second time."""
+    """Have megatron-core imported without CUDA from now on. Does nothing where there is a GPU, or
+    the second time.
+    """
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    assert "megatron.core" not in sys.modules, "megatron.core was imported before mrlhf: import mrlhf first"
+    assert "megatron.core" not in sys.modules, (
+        "megatron.core was imported before mrlhf: import mrlhf first"
+    )
     sys.meta_path.insert(0, _Finder())

@@ -1,7 +1,7 @@
 """The errors that mrlhf raises for its users, each also the builtin it resembles.
 
-Every message is one line that says what is wrong and what to do. This file knows nothing of what raises them; our own
-bugs are `assert`s, not errors from here.
+Every message is one line that says what is wrong and what to do. This file knows nothing of what
+raises them; our own bugs are `assert`s, not errors from here.
 """
 
 

@@ -1,7 +1,7 @@
 """What a run tells: log lines with the rank in front, metrics files, a progress display, curves.
 
-Rank 0 speaks; other ranks only warn, and construct no writer. This file knows the names of metrics only as far as its
-caller gives them.
+Rank 0 speaks; other ranks only warn, and construct no writer. This file knows the names of metrics
+only as far as its caller gives them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ PPO_COLUMNS = (
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever standard error is at that moment, so that a line never tears a live progress bar."""
+    """Writes to whatever standard error is at that moment, so that a line never tears a live
+    progress bar.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -53,22 +55,30 @@ class _StderrHandler(logging.Handler):
 def configure_logging(rank: int) -> None:
     """Send log lines to standard error with the rank in front; may be called again.
 
-    Our own lines are shown from INFO on rank 0 and from WARNING elsewhere, those of other packages from WARNING.
+    Our own lines are shown from INFO on rank 0 and from WARNING elsewhere, those of other packages
+    from WARNING.
     """
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s")
+    )
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, _StderrHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    for third_party in (r"torch\.distributed", r"megatron\.core"):  # deprecations that are not our user's to mend
+    for third_party in (
+        r"torch\.distributed",
+        r"megatron\.core",
+    ):  # deprecations that are not our user's to mend
         warnings.filterwarnings("ignore", module=third_party)
     logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 class MetricsWriter:
-    """Appends the metrics of each step to `metrics.jsonl` in the output directory, and to tensorboard if asked."""
+    """Appends the metrics of each step to `metrics.jsonl` in the output directory, and to
+    tensorboard if asked.
+    """
 
     def __init__(self, output_dir: Path, tensorboard: bool = False) -> None:
         """Open the files; a resumed run appends.
@@ -81,10 +91,14 @@ class MetricsWriter:
         self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line, and flush it: a number that is not finite becomes null, since JSON has none."""
+        """Write one line, and flush it: a number that is not finite becomes null, since JSON has
+        none.
+        """
         assert "step" not in metrics, "'step' is the line's own key"
         numbers = {name: _json_number(value) for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False) + "\n")
+        self._file.write(
+            json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False) + "\n"
+        )
         self._file.flush()
         if self._tensorboard is not None:
             for name, number in numbers.items():
@@ -102,7 +116,10 @@ class MetricsWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -111,14 +128,20 @@ class Progress:
     """Shows how far a run is: a bar on a terminal, else one plain log line a step."""
 
     def __init__(
-        self, total_steps: int, columns: Sequence[tuple[str, str]], first_step: int = 0, stream: TextIO | None = None
+        self,
+        total_steps: int,
+        columns: Sequence[tuple[str, str]],
+        first_step: int = 0,
+        stream: TextIO | None = None,
     ) -> None:
         """Start the clock.
 
         Args:
             total_steps: steps of the whole run.
-            columns: label and metric of each number to show; a metric that a step lacks is left out.
-            first_step: steps done before, where a run is resumed; the time left is told from the steps done since.
+            columns: label and metric of each number to show; a metric that a step lacks is left
+                out.
+            first_step: steps done before, where a run is resumed; the time left is told from the
+                steps done since.
             stream: where the bar goes, standard error by default; no bar unless it is a terminal.
         """
         self._total_steps = total_steps
@@ -130,7 +153,9 @@ class Progress:
         if stream.isatty():
             text = TextColumn("{task.description}", markup=False)
             self._bar = Bar(BarColumn(bar_width=20), text, console=Console(file=stream))
-            self._task = self._bar.add_task(f"step {first_step}/{total_steps}", total=total_steps, completed=first_step)
+            self._task = self._bar.add_task(
+                f"step {first_step}/{total_steps}", total=total_steps, completed=first_step
+            )
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` (counted from 1) is done, and its metrics."""
@@ -146,7 +171,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -159,7 +187,8 @@ class Progress:
 
 
 def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
-    """The records that `MetricsWriter` wrote, by step; of a step written twice (by a resumed run), the later one.
+    """The records that `MetricsWriter` wrote, by step; of a step written twice (by a resumed run),
+    the later one.
 
     Raises:
         DataError: the file is missing, or a line of it is no record.
@@ -174,7 +203,9 @@ def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             records[record["step"]] = record
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{metrics_jsonl}:{number}: not a JSON object with a step; remove the line") from error
+            raise DataError(
+                f"{metrics_jsonl}:{number}: not a JSON object with a step; remove the line"
+            ) from error
     return [records[step] for step in sorted(records)]
 
 
@@ -201,7 +232,11 @@ def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> Non
         points = [(record["step"], record[key]) for record in records if key in record]
         if not points:
             nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean '{nearest[0]}'?" if nearest else f"; it has {', '.join(known) or 'no records'}"
+            hint = (
+                f"; did you mean '{nearest[0]}'?"
+                if nearest
+                else f"; it has {', '.join(known) or 'no records'}"
+            )
             raise DataError(f"{metrics_jsonl} has no metric '{key}'{hint}")
         axes = figure.add_subplot(height, width, panel)
         steps, numbers = zip(*points, strict=True)
@@ -217,7 +252,9 @@ def _open_tensorboard(log_dir: Path) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError("tensorboard is on but not installed: pip install tensorboard, or turn it off") from error
+        raise ConfigError(
+            "tensorboard is on but not installed: pip install tensorboard, or turn it off"
+        ) from error
     return SummaryWriter(str(log_dir))
 
 

@@ -1,8 +1,9 @@
-"""The numbers of a step: sums merged over micro-batches and ranks, statistics of the batch, seconds of each phase.
+"""The numbers of a step: sums merged over micro-batches and ranks, statistics of the batch, seconds
+of each phase.
 
-Every mean is over the tokens or sequences of the global batch, so that no metric depends on how the batch was split.
-This file does not know where metrics are written, nor which ranks there are: merging over ranks is the caller's
-all-reduce of a vector made here.
+Every mean is over the tokens or sequences of the global batch, so that no metric depends on how the
+batch was split. This file does not know where metrics are written, nor which ranks there are:
+merging over ranks is the caller's all-reduce of a vector made here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Tally:
         self._counts: dict[str, Tensor | float] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add `total`, the sum over `count` tokens or sequences; tensors are scalars and lose their gradient."""
+        """Add `total`, the sum over `count` tokens or sequences; tensors are scalars and lose their
+        gradient.
+        """
         self._sums[name] = self._sums.get(name, 0.0) + _detached(total)
         self._counts[name] = self._counts.get(name, 0.0) + _detached(count)
 
@@ -47,12 +50,17 @@ class Tally:
 
     def means(self) -> dict[str, float]:
         """Sum over count of each name; NaN where nothing was counted."""
-        return {name: _quotient(float(total), float(self._counts[name])) for name, total in self._sums.items()}
+        return {
+            name: _quotient(float(total), float(self._counts[name]))
+            for name, total in self._sums.items()
+        }
 
     def to_vector(self, names: Sequence[str]) -> Tensor:
-        """float64 [2 * len(names)] on the host: the sums, then the counts; 0 for a name that has none here.
+        """float64 [2 * len(names)] on the host: the sums, then the counts; 0 for a name that has
+        none here.
 
-        The names are given, since ranks need not have met the same ones, and an all-reduce needs one order.
+        The names are given, since ranks need not have met the same ones, and an all-reduce needs
+        one order.
         """
         missing = self._sums.keys() - set(names)
         assert not missing, f"would be lost on the way: {sorted(missing)}"
@@ -63,19 +71,27 @@ class Tally:
     @staticmethod
     def from_vector(names: Sequence[str], vector: Tensor) -> Tally:
         """The inverse of `to_vector`, usually after a sum over ranks."""
-        assert vector.shape == (2 * len(names),), f"{len(names)} names against a vector of {tuple(vector.shape)}"
+        assert vector.shape == (2 * len(names),), (
+            f"{len(names)} names against a vector of {tuple(vector.shape)}"
+        )
         numbers = vector.tolist()
         tally = Tally()
-        for name, total, count in zip(names, numbers[: len(names)], numbers[len(names) :], strict=True):
+        for name, total, count in zip(
+            names, numbers[: len(names)], numbers[len(names) :], strict=True
+        ):
             tally.add(name, total, count)
         return tally
 
 
 class PhaseTimer:
-    """Seconds spent in each phase of one step; phases may nest, and one entered again goes on counting."""
+    """Seconds spent in each phase of one step; phases may nest, and one entered again goes on
+    counting.
+    """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """Call `synchronize`, if given, at both ends of a phase: on an accelerator, work goes on after the call."""
+        """Call `synchronize`, if given, at both ends of a phase: on an accelerator, work goes on
+        after the call.
+        """
         self._synchronize = synchronize
         self.seconds: dict[str, float] = {}
 
@@ -121,12 +137,14 @@ def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, fl
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the returns' variance that the critic accounts for: 1 - var(returns - values) / var(returns).
+    """Share of the returns' variance that the critic accounts for: 1 - var(returns - values) /
+    var(returns).
 
     Args:
         values: [batch, response_len], predictions.
         returns: [batch, response_len], targets.
-        mask: bool [batch, response_len]; where it is empty there is no such share, and the result is NaN.
+        mask: bool [batch, response_len]; where it is empty there is no such share, and the result
+            is NaN.
     """
     if not mask.any():
         return math.nan
@@ -135,7 +153,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def throughput_metrics(
-    seconds: Mapping[str, float], prompt_tokens: int, response_tokens: int, generated_tokens: int, world_size: int
+    seconds: Mapping[str, float],
+    prompt_tokens: int,
+    response_tokens: int,
+    generated_tokens: int,
+    world_size: int,
 ) -> dict[str, float]:
     """Speed of a step over all its tokens.
 
@@ -143,13 +165,15 @@ def throughput_metrics(
         seconds: of each phase, `step` among them.
         prompt_tokens: in the global batch.
         response_tokens: in the global batch.
-        generated_tokens: response tokens that were generated, those that did not come into the batch included;
-            generation is measured by these alone.
+        generated_tokens: response tokens that were generated, those that did not come into the
+            batch included; generation is measured by these alone.
         world_size: ranks; `perf/throughput` is tokens per second and rank.
     """
     tokens = prompt_tokens + response_tokens
     metrics = {
-        f"timing_per_token_ms/{phase}": _quotient(1000 * spent, generated_tokens if phase == "gen" else tokens)
+        f"timing_per_token_ms/{phase}": _quotient(
+            1000 * spent, generated_tokens if phase == "gen" else tokens
+        )
         for phase, spent in seconds.items()
     }
     metrics["perf/total_num_tokens"] = tokens
@@ -159,7 +183,9 @@ def throughput_metrics(
 
 
 def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float]:
-    """Lengths in tokens; a response counts as clipped where the length limit ended it, not a stop token."""
+    """Lengths in tokens; a response counts as clipped where the length limit ended it, not a stop
+    token.
+    """
     prompt_lengths = torch.tensor(rollout.prompt_lengths, dtype=torch.float64, device="cpu")
     return {
         **_spread("response_length", rollout.response_mask.sum(dim=1)),
@@ -174,7 +200,11 @@ def _spread(prefix: str, x: Tensor) -> dict[str, float]:
     if x.numel() == 0:
         return {f"{prefix}/{name}": math.nan for name in ("mean", "max", "min")}
     x = x.double()
-    return {f"{prefix}/mean": float(x.mean()), f"{prefix}/max": float(x.max()), f"{prefix}/min": float(x.min())}
+    return {
+        f"{prefix}/mean": float(x.mean()),
+        f"{prefix}/max": float(x.max()),
+        f"{prefix}/min": float(x.min()),
+    }
 
 
 def _detached(number: Tensor | float) -> Tensor | float:

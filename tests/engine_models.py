@@ -49,7 +49,9 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
         "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16),
     }
-    model = transformers.AutoModelForCausalLM.from_config(configs[name](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        configs[name](), attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -79,7 +81,9 @@ def empty_engine(
     **limits: Any,
 ) -> NativeEngine:
     limits = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, **limits}
-    return NativeEngine(spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode)
+    return NativeEngine(
+        spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode
+    )
 
 
 def make_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: Any) -> NativeEngine:
@@ -94,4 +98,6 @@ def make_prompts(count: int = 9) -> list[list[int]]:
     """Prompts of different lengths, 1 among them."""
     generator = torch.Generator().manual_seed(3)
     lengths = [1 + 7 * i % 23 for i in range(count)]
-    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]

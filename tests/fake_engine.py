@@ -1,4 +1,6 @@
-"""An inference engine without a model: each response is a function of (seed, uid, sample index, position)."""
+"""An inference engine without a model: each response is a function of (seed, uid, sample index,
+position).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def draw(*key: int) -> int:
 
 def response(seed: int, uid: int, sample: int, max_tokens: int) -> list[int]:
     """From 1 to `max_tokens` tokens."""
-    return [draw(seed, uid, sample, position) % 10**6 for position in range(1 + draw(seed, uid, sample) % max_tokens)]
+    return [
+        draw(seed, uid, sample, position) % 10**6
+        for position in range(1 + draw(seed, uid, sample) % max_tokens)
+    ]
 
 
 class FakeEngine:
@@ -64,7 +69,11 @@ class FakeEngine:
                 tokens = response(sampling.seed, uid, sample, sampling.max_tokens)
                 # Numbers that float32 holds exactly.
                 logprobs = [-(token % 1024) / 1024 for token in tokens]
-                found.append(Sample(index, sample, tokens, logprobs, stopped=len(tokens) < sampling.max_tokens))
+                found.append(
+                    Sample(
+                        index, sample, tokens, logprobs, stopped=len(tokens) < sampling.max_tokens
+                    )
+                )
         prompt_tokens = sum(len(p) * len(wanted) for p, wanted in zip(prompts, ranges, strict=True))
         self._stats = EngineStats(
             steps=max(len(sample.token_ids) for sample in found),

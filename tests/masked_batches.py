@@ -1,4 +1,5 @@
-"""Batches of token rewards drawn at random, with rows of every kind of mask and NaN wherever the mask is False.
+"""Batches of token rewards drawn at random, with rows of every kind of mask and NaN wherever the
+mask is False.
 
 Numbers are eighths, so that ties and scores of exactly 0 come up and float64 sums are exact.
 """
@@ -16,7 +17,9 @@ ROW_KINDS = ("empty", "one token", "full", "prefix", "holes")
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """[batch, response_len] float64 rewards and values, bool mask; [batch] int64 groups and float64 greedy scores."""
+    """[batch, response_len] float64 rewards and values, bool mask; [batch] int64 groups and float64
+    greedy scores.
+    """
 
     rewards: Tensor
     values: Tensor
@@ -25,7 +28,9 @@ class MaskedBatch:
     greedy_scores: Tensor
 
     def rows(self, order: Tensor) -> MaskedBatch:
-        return MaskedBatch(**{field.name: getattr(self, field.name)[order] for field in fields(self)})
+        return MaskedBatch(
+            **{field.name: getattr(self, field.name)[order] for field in fields(self)}
+        )
 
 
 def _mask_row(kind: str, width: int, generator: torch.Generator) -> Tensor:
@@ -49,7 +54,9 @@ def masked_batches(draw, row_kinds=ROW_KINDS, smallest_group=1):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.stack([_mask_row(kind, width, generator) for kind in kinds])
     rewards, values = (
-        (torch.randint(-8, 9, (2, *mask.shape), generator=generator) / 8).double().masked_fill(~mask, torch.nan)
+        (torch.randint(-8, 9, (2, *mask.shape), generator=generator) / 8)
+        .double()
+        .masked_fill(~mask, torch.nan)
     )
     greedy_scores = (torch.randint(-8, 9, (len(groups),), generator=generator) / 8).double()
     return MaskedBatch(rewards, values, mask, groups, greedy_scores)

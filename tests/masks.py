@@ -11,6 +11,8 @@ def masks(draw):
     """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     row = st.one_of(
-        st.just([False] * width), st.just([True] * width), st.lists(st.booleans(), min_size=width, max_size=width)
+        st.just([False] * width),
+        st.just([True] * width),
+        st.lists(st.booleans(), min_size=width, max_size=width),
     )
     return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))

@@ -12,7 +12,8 @@ def pad_responses(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> tuple[
     """Right-pad ragged rows with zeros.
 
     Returns:
-        The padded tensor [batch, response_len] of `dtype` and its bool mask, response_len the longest row (>= 1).
+        The padded tensor [batch, response_len] of `dtype` and its bool mask, response_len the
+        longest row (>= 1).
     """
     width = max([1, *(len(row) for row in rows)])
     padded = torch.zeros(len(rows), width, dtype=dtype)

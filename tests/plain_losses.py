@@ -1,6 +1,8 @@
-"""Every policy loss and the bypass correction once more, as plain as can be: one sequence at a time, nothing padded.
+"""Every policy loss and the bypass correction once more, as plain as can be: one sequence at a
+time, nothing padded.
 
-`tests.plain_ppo` trains with them. They share no code with mrlhf, and are written from the papers' formulas.
+`tests.plain_ppo` trains with them. They share no code with mrlhf, and are written from the papers'
+formulas.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import torch
 from torch import Tensor
 
 CLIP_LOW, CLIP_HIGH, CLIP_C = 0.2, 0.3, 3.0
-TRUST_LOW, TRUST_HIGH = 0.003, 0.004  # of the divergences, which take their bounds from the same keys
+TRUST_LOW, TRUST_HIGH = (
+    0.003,
+    0.004,
+)  # of the divergences, which take their bounds from the same keys
 TAU_POS, TAU_NEG = 1.0, 1.05
 COV_FRACTION, COV_BOUNDS, PPO_KL_COEF = 0.2, (0.05, 0.8), 0.3
 THRESHOLD = 1.3  # of bypass weights
@@ -49,7 +54,8 @@ def token_losses(name: str, rows: list[Row]) -> list[Told]:
 def bypass(kind: str, rows: list[Row]) -> list[Row]:
     """Weights and kept tokens as the current policy has them.
 
-    "reinforce": token weights of mean 1; "sequence": one weight a response; "geo": rejection by the mean log-ratio.
+    "reinforce": token weights of mean 1; "sequence": one weight a response; "geo": rejection by the
+    mean log-ratio.
     """
     ratios = [(row.logprobs.detach() - row.old).exp() for row in rows]
     if kind == "reinforce":
@@ -68,7 +74,9 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
 
 def geometric_mean(row: Row) -> Tensor:
     """The weights' geometric mean over the tokens that count, at each token."""
-    logs = [math.log(w) for w, kept in zip(row.weights.tolist(), row.kept.tolist(), strict=True) if kept]
+    logs = [
+        math.log(w) for w, kept in zip(row.weights.tolist(), row.kept.tolist(), strict=True) if kept
+    ]
     return torch.full_like(row.weights, math.exp(sum(logs) / max(1, len(logs))))
 
 
@@ -107,7 +115,9 @@ def _of_row(name: str, row: Row) -> Told:
     if name == "geo_mean":
         d = logp - old
         narrow = d.clamp(-CLIP_LOW, CLIP_HIGH)
-        held = torch.where(a > 0, torch.minimum(d, narrow), torch.where(a < 0, torch.maximum(d, narrow), 0.0))
+        held = torch.where(
+            a > 0, torch.minimum(d, narrow), torch.where(a < 0, torch.maximum(d, narrow), 0.0)
+        )
         mean_a = a[kept].sum() / count
         loss = -mean_a * (held[kept].sum() / count).exp()
         return Told(loss.expand(len(d)), (d != narrow) & (a > 0), (d != narrow) & (a < 0))
@@ -118,7 +128,9 @@ def _of_row(name: str, row: Row) -> Told:
         assert name == "dppo_kl"
         kl = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
         valid = torch.where(a > 0, (kl <= TRUST_HIGH) | (p <= q), (kl <= TRUST_LOW) | (p >= q))
-    return Told(-a * ratio.detach().clamp(max=CLIP_C) * logp * valid, ~valid, valid & (ratio > CLIP_C))
+    return Told(
+        -a * ratio.detach().clamp(max=CLIP_C) * logp * valid, ~valid, valid & (ratio > CLIP_C)
+    )
 
 
 def _by_covariance(name: str, rows: list[Row]) -> list[Told]:
@@ -131,8 +143,12 @@ def _by_covariance(name: str, rows: list[Row]) -> list[Told]:
     clips = -a * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) > -a * ratio
     candidates = [i for i in range(len(cov)) if kept[i]]
     if name == "clip_cov":
-        candidates = [i for i in candidates if COV_BOUNDS[0] < cov[i] < COV_BOUNDS[1] and not clips[i]]
-    chosen = sorted(candidates, key=lambda i: -cov[i])[: max(1, int(COV_FRACTION * int(kept.sum())))]
+        candidates = [
+            i for i in candidates if COV_BOUNDS[0] < cov[i] < COV_BOUNDS[1] and not clips[i]
+        ]
+    chosen = sorted(candidates, key=lambda i: -cov[i])[
+        : max(1, int(COV_FRACTION * int(kept.sum())))
+    ]
     selected = torch.zeros(len(cov), dtype=torch.bool)
     selected[chosen] = True
     told = []
@@ -144,5 +160,11 @@ def _by_covariance(name: str, rows: list[Row]) -> list[Told]:
             )  # fmt: skip
             told.append(Told(worse * ~mine, mine, none))
         else:
-            told.append(Told(-row.advantages * r + PPO_KL_COEF * (row.logprobs - row.old).abs() * mine, none, none))
+            told.append(
+                Told(
+                    -row.advantages * r + PPO_KL_COEF * (row.logprobs - row.old).abs() * mine,
+                    none,
+                    none,
+                )
+            )
     return told

@@ -1,6 +1,8 @@
-"""PPO's update as one slow loop in one process: transformers, torch.optim.AdamW, a sequence at a time, nothing packed.
+"""PPO's update as one slow loop in one process: transformers, torch.optim.AdamW, a sequence at a
+time, nothing packed.
 
-It is what training has to equal. It shares no code with mrlhf but the batch types; the formulas are written out again.
+It is what training has to equal. It shares no code with mrlhf but the batch types; the formulas are
+written out again.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ TEMPERATURE = 0.7
 CLIP_VALUE = 0.5
 SCALE = 10.0  # loss_scale_factor
 LR, WEIGHT_DECAY, BETAS = 1e-2, 0.1, (0.9, 0.95)
-# As large as many gradients here. So the step depends on how large a gradient is, which Adam would else divide out, and
-# where a gradient is near 0 its rounding (1e-9) is not blown up to a step of full length.
+# As large as many gradients here. So the step depends on how large a gradient is, which Adam would
+# else divide out, and where a gradient is near 0 its rounding (1e-9) is not blown up to a step of
+# full length.
 EPS = 1e-3
 
 
@@ -46,10 +49,12 @@ Tables = dict[str, list[Tensor]]  # numbers of the tokens of a mini-batch, a ten
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training: the model, how its loss is made, and what the gradient is clipped to (0: not).
+    """One way of training: the model, how its loss is made, and what the gradient is clipped to (0:
+    not).
 
-    `corrected` experiences have weights and rejected tokens; `bypass` names a correction of `tests.plain_losses`;
-    `broken` experiences have an advantage that is no number, so that the last mini-batch of each epoch is skipped.
+    `corrected` experiences have weights and rejected tokens; `bypass` names a correction of
+    `tests.plain_losses`; `broken` experiences have an advantage that is no number, so that the last
+    mini-batch of each epoch is skipped.
     """
 
     model: str
@@ -69,19 +74,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loop leaves: metrics over all its mini-batches, and the trained weights by Hugging Face name."""
+    """What a loop leaves: metrics over all its mini-batches, and the trained weights by Hugging
+    Face name.
+    """
 
     metrics: dict[str, float]
     weights: dict[str, Tensor]
 
 
 def save_models(root: Path) -> None:
-    """Checkpoints with random weights: `<model>` to train, `<model>-ref` not far from it, `<model>-critic`."""
+    """Checkpoints with random weights: `<model>` to train, `<model>-ref` not far from it,
+    `<model>-critic`.
+    """
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
         "qwen2-tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     }
-    language, scalar = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    language, scalar = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForSequenceClassification,
+    )
     generator = torch.Generator().manual_seed(4)
     for name, config in kinds.items():
         for suffix, auto in (("", language), ("-critic", scalar)):
@@ -98,9 +110,15 @@ def save_models(root: Path) -> None:
 
 
 def load(path: Path) -> Any:
-    """The checkpoint at `path` as transformers' model, a sequence classifier where it has a score head."""
+    """The checkpoint at `path` as transformers' model, a sequence classifier where it has a score
+    head.
+    """
     critic = path.name.endswith("-critic")
-    auto = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
+    auto = (
+        transformers.AutoModelForSequenceClassification
+        if critic
+        else transformers.AutoModelForCausalLM
+    )
     return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -118,11 +136,15 @@ def make_rollout() -> Rollout:
     )  # fmt: skip
     ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int64)
     nothing = torch.zeros(mask.shape)
-    return Rollout(prompts, [0] * count, ids, mask, nothing, torch.ones(count, dtype=torch.bool), version=0)
+    return Rollout(
+        prompts, [0] * count, ids, mask, nothing, torch.ones(count, dtype=torch.bool), version=0
+    )
 
 
 def make_experience(model: Path) -> Experience:
-    """Old log-probs and values in the neighbourhood of the model's, so that some ratios and values are clipped."""
+    """Old log-probs and values in the neighbourhood of the model's, so that some ratios and values
+    are clipped.
+    """
     rollout = make_rollout()
     generator = torch.Generator().manual_seed(6)
     mask = rollout.response_mask
@@ -130,7 +152,10 @@ def make_experience(model: Path) -> Experience:
     def noise(size: float) -> Tensor:
         return torch.where(mask, size * torch.randn(mask.shape, generator=generator), 0.0)
 
-    logprobs, values = evaluate(load(model), rollout)[0], token_values(load(Path(f"{model}-critic")), rollout)
+    logprobs, values = (
+        evaluate(load(model), rollout)[0],
+        token_values(load(Path(f"{model}-critic")), rollout),
+    )
     return Experience(
         rollout=rollout,
         scores=torch.zeros(len(rollout)),
@@ -164,24 +189,33 @@ def with_correction(experience: Experience) -> Experience:
 
 @torch.no_grad()
 def evaluate(model: Any, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the response tokens, [batch, response_len], 0 after the end."""
+    """Log-probabilities and entropies of the response tokens, [batch, response_len], 0 after the
+    end.
+    """
     rows = [_distribution(model, rollout, row) for row in range(len(rollout))]
     logprobs = [_drawn(log_p, rollout, row).tolist() for row, log_p in enumerate(rows)]
     entropies = [-(log_p.exp() * log_p).sum(-1) for log_p in rows]
-    return pad_responses(logprobs, torch.float32)[0], pad_responses([e.tolist() for e in entropies], torch.float32)[0]
+    return pad_responses(logprobs, torch.float32)[0], pad_responses(
+        [e.tolist() for e in entropies], torch.float32
+    )[0]
 
 
 @torch.no_grad()
 def token_values(critic: Any, rollout: Rollout) -> Tensor:
     """Values before the response tokens, [batch, response_len], 0 after the end."""
-    return pad_responses([_values(critic, rollout, row).tolist() for row in range(len(rollout))], torch.float32)[0]
+    return pad_responses(
+        [_values(critic, rollout, row).tolist() for row in range(len(rollout))], torch.float32
+    )[0]
 
 
 @torch.no_grad()
 def full_kl(model: Any, reference: Any, rollout: Rollout) -> Tensor:
     """KL of the two over the vocabulary, [batch, response_len], 0 after the end."""
     rows = range(len(rollout))
-    kls = [_full_kl(_distribution(model, rollout, row), _distribution(reference, rollout, row)) for row in rows]
+    kls = [
+        _full_kl(_distribution(model, rollout, row), _distribution(reference, rollout, row))
+        for row in rows
+    ]
     return pad_responses([kl.tolist() for kl in kls], torch.float32)[0]
 
 
@@ -192,7 +226,9 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
 
     def mini_batch(numbers: range) -> Tables:
         distributions = [_distribution(policy, experience.rollout, row) for row in numbers]
-        rows = [_row(experience, row, log_p) for row, log_p in zip(numbers, distributions, strict=True)]
+        rows = [
+            _row(experience, row, log_p) for row, log_p in zip(numbers, distributions, strict=True)
+        ]
         rows = rows if case.bypass is None else bypass(case.bypass, rows)
         found: Tables = {"kept": [row.kept for row in rows]}
         told = token_losses(case.loss, rows)
@@ -201,17 +237,26 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         total = found["actor/pg_loss"]
         if settings.get("entropy_coeff"):
             entropies = [-(log_p.exp() * log_p).sum(-1) for log_p in distributions]
-            total = [x - settings["entropy_coeff"] * h for x, h in zip(total, entropies, strict=True)]
+            total = [
+                x - settings["entropy_coeff"] * h for x, h in zip(total, entropies, strict=True)
+            ]
         if settings.get("use_kl_loss"):
             found["actor/kl_loss"] = [
                 _kl(settings["kl_loss_type"], experience, row, log_p, reference)
                 for row, log_p in zip(numbers, distributions, strict=True)
             ]
-            total = [x + settings["kl_loss_coef"] * kl for x, kl in zip(total, found["actor/kl_loss"], strict=True)]
+            total = [
+                x + settings["kl_loss_coef"] * kl
+                for x, kl in zip(total, found["actor/kl_loss"], strict=True)
+            ]
         found["total"] = total
         if settings.get("positive_lm_coef"):
             assert experience.positive is not None
-            right = [row.logprobs for number, row in zip(numbers, rows, strict=True) if experience.positive[number]]
+            right = [
+                row.logprobs
+                for number, row in zip(numbers, rows, strict=True)
+                if experience.positive[number]
+            ]
             found["extra"] = [-settings["positive_lm_coef"] * torch.cat(right).mean()]
         return found | _told(rows, told)
 
@@ -220,7 +265,9 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
 
 def _row(experience: Experience, number: int, log_p: Tensor) -> Row:
     length = len(log_p)
-    weights = torch.ones(length) if experience.weights is None else experience.weights[number, :length]
+    weights = (
+        torch.ones(length) if experience.weights is None else experience.weights[number, :length]
+    )
     return Row(
         logprobs=_drawn(log_p, experience.rollout, number),
         old=experience.old_logprobs[number, :length],
@@ -271,12 +318,21 @@ def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
 
 
 def _train(
-    role: str, model: Any, case: Case, mini_batch: Callable[[range], Tables], losses: tuple[str, ...]
+    role: str,
+    model: Any,
+    case: Case,
+    mini_batch: Callable[[range], Tables],
+    losses: tuple[str, ...],
 ) -> Outcome:
-    """Mini-batches in order; losses are aggregated and averaged over mini-batches, the rest is averaged over tokens."""
+    """Mini-batches in order; losses are aggregated and averaged over mini-batches, the rest is
+    averaged over tokens.
+    """
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     told: dict[str, list[float]] = {}
     for _ in range(EPOCHS):
@@ -284,8 +340,12 @@ def _train(
             found = mini_batch(range(first, first + MINI_BATCH))
             kept = found.pop("kept")
             optimizer.zero_grad()
-            (aggregated(found.pop("total"), kept, case.agg) + sum(found.pop("extra", []))).backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip_grad or float("inf"))
+            (
+                aggregated(found.pop("total"), kept, case.agg) + sum(found.pop("extra", []))
+            ).backward()
+            norm = torch.nn.utils.clip_grad_norm_(
+                model.parameters(), case.clip_grad or float("inf")
+            )
             if not torch.isfinite(norm):
                 continue
             optimizer.step()
@@ -302,7 +362,9 @@ def _train(
 
 
 def aggregated(rows: list[Tensor], kept: list[Tensor], mode: str) -> Tensor:
-    """The loss of a mini-batch from the losses of its tokens and which of them count, a tensor a sequence."""
+    """The loss of a mini-batch from the losses of its tokens and which of them count, a tensor a
+    sequence.
+    """
     rows = [row[k] for row, k in zip(rows, kept, strict=True)]
     if mode == "token-mean":
         return torch.cat(rows).mean()

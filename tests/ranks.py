@@ -1,4 +1,6 @@
-"""Runs a function in several gloo ranks on this machine, for tests. It knows nothing of what it runs."""
+"""Runs a function in several gloo ranks on this machine, for tests. It knows nothing of what it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _main(rank: int, world_size: int, port: int, body: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
+def _main(
+    rank: int,
+    world_size: int,
+    port: int,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    queue: Any,
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+        )
         queue.put((rank, True, body(rank, world_size, *args)))
         dist.barrier()
         dist.destroy_process_group()
@@ -29,7 +40,9 @@ def _main(rank: int, world_size: int, port: int, body: Callable[..., Any], args:
         raise
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+def run_ranks(
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 300.0
+) -> list[Any]:
     """Call the module-level function `body(rank, world_size, *args)` in `world_size` spawned ranks.
 
     Returns:

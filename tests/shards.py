@@ -1,4 +1,5 @@
-"""Tiny models cut by hand, for tests: specs, full tensors, and the local parameters of any rank as plain tensors.
+"""Tiny models cut by hand, for tests: specs, full tensors, and the local parameters of any rank as
+plain tensors.
 
 Parameters are filled with NaN, so that what a test forgets to fill shows.
 """
@@ -26,7 +27,9 @@ MODELS = tuple(_FAMILY)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
-    """Four layers, four KV groups of two query heads, a vocabulary of 37, which no tensor-parallel size divides."""
+    """Four layers, four KV groups of two query heads, a vocabulary of 37, which no tensor-parallel
+    size divides.
+    """
     return AutoConfig.for_model(
         model.removesuffix("_tied"),
         vocab_size=37,
@@ -50,7 +53,10 @@ def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:
 def full_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Random full tensors; no two numbers of a model are likely to be equal."""
     generator = torch.Generator().manual_seed(17)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in tensor_shapes(spec).items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, shape in tensor_shapes(spec).items()
+    }
 
 
 def make_slots(pieces: Iterable[Piece], dtype: torch.dtype = torch.float32) -> list[Slot]:
@@ -71,7 +77,9 @@ def fill(slots: Iterable[Slot], tensors: dict[str, Tensor]) -> None:
         piece = slot.piece
         for number, start in enumerate(range(piece.start, piece.stop, piece.block)):
             block = tensors[piece.name].narrow(piece.dim, start, piece.block)
-            slot.parameter.narrow(piece.dim, number * piece.period + piece.offset, piece.block).copy_(block)
+            slot.parameter.narrow(
+                piece.dim, number * piece.period + piece.offset, piece.block
+            ).copy_(block)
 
 
 def stored(slot: Slot) -> Tensor:

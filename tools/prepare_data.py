@@ -20,19 +20,32 @@ from mrlhf.errors import MrlhfError
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Write data files and a tokenizer for the shipped examples.")
+    parser = argparse.ArgumentParser(
+        description="Write data files and a tokenizer for the shipped examples."
+    )
     tasks = parser.add_subparsers(dest="task", required=True)
 
-    arithmetic = tasks.add_parser("arithmetic", help="sums as text, part of the supervised answers wrong")
+    arithmetic = tasks.add_parser(
+        "arithmetic", help="sums as text, part of the supervised answers wrong"
+    )
     arithmetic.add_argument("--out", type=Path, required=True)
     arithmetic.add_argument("--digits", type=int, default=2, help="most digits of an operand")
-    arithmetic.add_argument("--operations", default="+", help=f"one or several of {''.join(OPERATIONS)}")
-    arithmetic.add_argument("--sft", type=int, default=9000, help="supervised problems")
-    arithmetic.add_argument("--sft-copies", type=int, default=4, help="times each is answered, right or wrong anew")
-    arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
-    arithmetic.add_argument("--held-out", type=int, default=500, help="prompts in neither of the two")
     arithmetic.add_argument(
-        "--wrong-fraction", type=float, default=0.45, help="part of supervised answers that is wrong"
+        "--operations", default="+", help=f"one or several of {''.join(OPERATIONS)}"
+    )
+    arithmetic.add_argument("--sft", type=int, default=9000, help="supervised problems")
+    arithmetic.add_argument(
+        "--sft-copies", type=int, default=4, help="times each is answered, right or wrong anew"
+    )
+    arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
+    arithmetic.add_argument(
+        "--held-out", type=int, default=500, help="prompts in neither of the two"
+    )
+    arithmetic.add_argument(
+        "--wrong-fraction",
+        type=float,
+        default=0.45,
+        help="part of supervised answers that is wrong",
     )
     arithmetic.add_argument(
         "--wrong-kind",
@@ -40,7 +53,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="carry",
         help="any number, one digit altered, 10 too many",
     )
-    arithmetic.add_argument("--vocab-size", type=int, default=32, help="most tokens; fewer are made where fewer do")
+    arithmetic.add_argument(
+        "--vocab-size", type=int, default=32, help="most tokens; fewer are made where fewer do"
+    )
     arithmetic.add_argument("--seed", type=int, default=0)
 
     gsm8k = tasks.add_parser("gsm8k", help="grade-school maths problems")
@@ -55,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parse(arguments))
     task, out = options.pop("task"), options.pop("out")
     try:
-        counts = write_arithmetic(out, **options) if task == "arithmetic" else write_gsm8k(out_dir=out, **options)
+        counts = (
+            write_arithmetic(out, **options)
+            if task == "arithmetic"
+            else write_gsm8k(out_dir=out, **options)
+        )
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,5 @@
-"""Merges the summaries of runs that follow each other (SFT, reward model, PPO) into one, and prints it.
+"""Merges the summaries of runs that follow each other (SFT, reward model, PPO) into one, and prints
+it.
 
 Usage: tools/report.py --out DIR RUN_DIR [RUN_DIR ...]
 """
@@ -9,14 +10,20 @@ import sys
 from pathlib import Path
 
 from mrlhf.errors import MrlhfError
-from mrlhf.trainers.report import combine_summaries
+from mrlhf.run.report import combine_summaries
 
 
 def main() -> int:
     """Parse, merge, print."""
-    parser = argparse.ArgumentParser(description="Merge the summary.json of several runs; the later run wins a name.")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the merged summary.json goes")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directories, in order")
+    parser = argparse.ArgumentParser(
+        description="Merge the summary.json of several runs; the later run wins a name."
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where the merged summary.json goes"
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directories, in order"
+    )
     arguments = parser.parse_args()
     try:
         combined = combine_summaries(arguments.runs, arguments.out)

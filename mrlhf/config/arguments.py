@@ -1,4 +1,5 @@
-"""The command line that the three launchers share: --config, key.path=value, --dry-run, and a --help with every key.
+"""The command line that the three launchers share: --config, key.path=value, --dry-run, and a
+--help with every key.
 
 It turns arguments into a configuration and starts nothing.
 """
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mrlhf.config.dry_run import smallest_world
 from mrlhf.config.load import load_config
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
@@ -21,9 +21,11 @@ ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
 
 @dataclass(frozen=True)
 class DryRun:
-    """Check and describe only, as if there were `world_size` ranks."""
+    """Check and describe only, as if there were `world_size` ranks; None: the fewest on which the
+    layouts fit.
+    """
 
-    world_size: int
+    world_size: int | None
 
 
 def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT, DryRun | None]:
@@ -43,16 +45,29 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", action="append", metavar="FILE", help="YAML file; may be given again: later ones override"
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="YAML file; may be given again: later ones override",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the batch arithmetic, stop")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks to check for (default: the fewest that fit)")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the batch arithmetic, stop"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks to check for (default: the fewest that fit)",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML"
+    )
     arguments = parser.parse_intermixed_args(argv)
     config = load_config(root_class, arguments.config, arguments.overrides)
     if not arguments.dry_run:
         if arguments.world_size is not None:
-            raise ConfigError("--world-size goes with --dry-run only; torchrun decides how many ranks run")
+            raise ConfigError(
+                "--world-size goes with --dry-run only; torchrun decides how many ranks run"
+            )
         return config, None
-    world_size = smallest_world(config) if arguments.world_size is None else arguments.world_size
-    return config, DryRun(world_size)
+    return config, DryRun(arguments.world_size)

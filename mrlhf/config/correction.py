@@ -1,7 +1,8 @@
-"""The section `algorithm.rollout_correction`: importance weights and rejection against the policy of the engine.
+"""The section `algorithm.rollout_correction`: importance weights and rejection against the policy
+of the engine.
 
-It reads the texts of thresholds and fills in presets. It knows no tensor; how a weight or a statistic is computed is
-said in `mrlhf.rl.correction`.
+It reads the texts of thresholds and fills in presets. It knows no tensor; how a weight or a
+statistic is computed is said in `mrlhf.rl.correction`.
 """
 
 from __future__ import annotations
@@ -165,9 +166,7 @@ def _known_preset(value: object) -> object:
 def _rejection_threshold(value: object) -> object:
     if value is None:
         return None
-    allowed = (
-        "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, or several of these joined by commas"
-    )
+    allowed = "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, or several of these joined by commas"
     return _readable(value, _as_texts(value), allowed)
 
 
@@ -183,12 +182,16 @@ def _statistics(value: object) -> object:
         if name not in get_args(Statistic):
             near = difflib.get_close_matches(name, get_args(Statistic), n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ValueError(f"should be a comma-joined list of {', '.join(get_args(Statistic))}{hint}")
+            raise ValueError(
+                f"should be a comma-joined list of {', '.join(get_args(Statistic))}{hint}"
+            )
     return ",".join(names)
 
 
 class RolloutCorrectionSection(Section):
-    """What is done about the engine's policy not being the trainer's; its metrics are reported in any case."""
+    """What is done about the engine's policy not being the trainer's; its metrics are reported in
+    any case.
+    """
 
     preset: Annotated[CorrectionPreset | None, BeforeValidator(_known_preset)] = Field(
         None,
@@ -196,10 +199,12 @@ class RolloutCorrectionSection(Section):
         "once read it is null and the keys hold its values",
     )
     rollout_is: WeightLevel | None = Field(
-        None, description="importance weight of each token, or of each response on all its tokens; null: none"
+        None,
+        description="importance weight of each token, or of each response on all its tokens; null: none",
     )
     rollout_is_threshold: Annotated[float | str, BeforeValidator(_weight_threshold)] = Field(
-        2.0, description="weights are cut off at this number; lower_upper: those outside become 0 (IcePop)"
+        2.0,
+        description="weights are cut off at this number; lower_upper: those outside become 0 (IcePop)",
     )
     rollout_is_batch_normalize: bool = Field(False, description="divide the weights by their mean")
     rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = Field(
@@ -207,17 +212,25 @@ class RolloutCorrectionSection(Section):
         description="what is rejected: comma-joined {token, seq_sum, seq_mean}_{k1, k2, k3}, seq_max_{k2, k3}; "
         "null: nothing",
     )
-    rollout_rs_threshold: Annotated[float | str | None, BeforeValidator(_rejection_threshold)] = Field(
-        None,
-        description="one for all of rollout_rs, or one each; k1: lower_upper, or upper alone (lower = 1/upper); "
-        "k2, k3: upper",
+    rollout_rs_threshold: Annotated[float | str | None, BeforeValidator(_rejection_threshold)] = (
+        Field(
+            None,
+            description="one for all of rollout_rs, or one each; k1: lower_upper, or upper alone (lower = 1/upper); "
+            "k2, k3: upper",
+        )
     )
-    bypass_mode: bool = Field(False, description="take the engine's log-probs for the old ones; saves a forward pass")
-    loss_type: BypassLoss = Field("ppo_clip", description="bypass_mode: clip the ratio, or REINFORCE with the weights")
+    bypass_mode: bool = Field(
+        False, description="take the engine's log-probs for the old ones; saves a forward pass"
+    )
+    loss_type: BypassLoss = Field(
+        "ppo_clip", description="bypass_mode: clip the ratio, or REINFORCE with the weights"
+    )
 
     @classmethod
     def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """`raw` with its preset's keys in place of the preset; without rejection there is no threshold of it either."""
+        """`raw` with its preset's keys in place of the preset; without rejection there is no
+        threshold of it either.
+        """
         full = dict(raw)
         if isinstance(raw.get("preset"), str) and raw["preset"] in PRESETS:
             full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
@@ -238,7 +251,9 @@ class RolloutCorrectionSection(Section):
                 "name the statistic in rollout_rs or set rollout_rs_threshold to null"
             )
         if self.rollout_rs is not None and self.rollout_rs_threshold is None:
-            raise ValueError(f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one")
+            raise ValueError(
+                f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one"
+            )
         self._read_criteria()
         return self
 
@@ -249,7 +264,9 @@ class RolloutCorrectionSection(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float]:
-        """Of the weights: (None, where they are cut off), or (lower, upper) outside which they become 0."""
+        """Of the weights: (None, where they are cut off), or (lower, upper) outside which they
+        become 0.
+        """
         return _numbers(str(self.rollout_is_threshold))
 
     @property
@@ -268,18 +285,23 @@ class RolloutCorrectionSection(Section):
                 f"{len(names)} statistics of rollout_rs; give one for all, or one each"
             )
         texts = thresholds * len(names) if len(thresholds) == 1 else thresholds
-        return tuple((name, *_range(name, *_numbers(text))) for name, text in zip(names, texts, strict=True))
+        return tuple(
+            (name, *_range(name, *_numbers(text))) for name, text in zip(names, texts, strict=True)
+        )
 
 
 def _range(name: str, lower: float | None, upper: float) -> tuple[float | None, float]:
     """The bounds of statistic `name`: of k1 always two, of the others the upper one.
 
     Raises:
-        ValueError: a lower bound that the statistic has not, or bounds that the ratio 1 is outside of.
+        ValueError: a lower bound that the statistic has not, or bounds that the ratio 1 is outside
+            of.
     """
     if not name.endswith("_k1"):
         if lower is not None:
-            raise ValueError(f"rollout_rs_threshold {lower}_{upper} of {name} has a lower bound; give {upper} alone")
+            raise ValueError(
+                f"rollout_rs_threshold {lower}_{upper} of {name} has a lower bound; give {upper} alone"
+            )
         return None, upper
     if lower is not None:
         if not lower <= 1 <= upper:

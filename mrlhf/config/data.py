@@ -14,11 +14,19 @@ Overlong = Literal["error", "drop"]
 class PromptDataSection(Section):
     """Prompts with reference answers."""
 
-    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
-    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
+    train_files: Files = Field(
+        min_length=1, description="jsonl or parquet files (one name, or a list)"
+    )
+    val_files: Files = Field(
+        default_factory=list, description="the same, for validation; may be empty"
+    )
     tokenizer: str = Field(description="directory of the tokenizer")
-    train_batch_size: Count = Field(1024, description="prompts a training step (x rollout.n = samples)")
-    gen_batch_size: Count = Field(description="prompts generated at once; others only with algorithm.filter_groups")
+    train_batch_size: Count = Field(
+        1024, description="prompts a training step (x rollout.n = samples)"
+    )
+    gen_batch_size: Count = Field(
+        description="prompts generated at once; others only with algorithm.filter_groups"
+    )
     max_prompt_length: Count = Field(512, description="longest prompt, tokens")
     max_response_length: Count = Field(512, description="longest response, tokens")
     overlong_prompts: Overlong = Field("error", description="what becomes of a longer prompt")
@@ -34,8 +42,12 @@ class PromptDataSection(Section):
 class SupervisedDataSection(Section):
     """Sequences to learn from."""
 
-    train_files: Files = Field(min_length=1, description="jsonl or parquet files (one name, or a list)")
-    val_files: Files = Field(default_factory=list, description="the same, for validation; may be empty")
+    train_files: Files = Field(
+        min_length=1, description="jsonl or parquet files (one name, or a list)"
+    )
+    val_files: Files = Field(
+        default_factory=list, description="the same, for validation; may be empty"
+    )
     tokenizer: str = Field(description="directory of the tokenizer")
     max_length: Count = Field(1024, description="longest sequence, prompt and response, tokens")
     overlong: Overlong = Field("error", description="what becomes of a longer sequence")
@@ -54,5 +66,8 @@ class PreferenceDataSection(SupervisedDataSection):
 
     batch_size: Count = Field(256, description="pairs an optimizer step")
     held_out_fraction: float = Field(
-        0.1, ge=0, lt=1, description="part of the prompts of train_files kept for validation where val_files is empty"
+        0.1,
+        ge=0,
+        lt=1,
+        description="part of the prompts of train_files kept for validation where val_files is empty",
     )

@@ -35,18 +35,28 @@ class Section(BaseModel):
     def subsections(cls) -> dict[str, type[Section]]:
         """The fields that are sections and always there, with their classes."""
         types = ((name, field.annotation) for name, field in cls.model_fields.items())
-        return {name: kind for name, kind in types if isinstance(kind, type) and issubclass(kind, Section)}
+        return {
+            name: kind
+            for name, kind in types
+            if isinstance(kind, type) and issubclass(kind, Section)
+        }
 
     @classmethod
     def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """What `raw`, all that one file or the arguments say of this section, stands for; shorthands override this."""
+        """What `raw`, all that one file or the arguments say of this section, stands for;
+        shorthands override this.
+        """
         return raw
 
     @model_validator(mode="before")
     @classmethod
     def _empty_sections(cls, raw: Any) -> Any:
-        """A section that is left out or has nothing under it is empty, so that its own missing keys are named."""
+        """A section that is left out or has nothing under it is empty, so that its own missing keys
+        are named.
+        """
         if not isinstance(raw, Mapping):
             return raw
-        empty: dict[str, dict[str, Any]] = {name: {} for name in cls.subsections() if raw.get(name) is None}
+        empty: dict[str, dict[str, Any]] = {
+            name: {} for name in cls.subsections() if raw.get(name) is None
+        }
         return {**raw, **empty}

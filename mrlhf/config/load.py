@@ -1,8 +1,10 @@
-"""A configuration from its YAML files and `key.path=value` arguments: defaults <- files in order <- arguments.
+"""A configuration from its YAML files and `key.path=value` arguments: defaults <- files in order <-
+arguments.
 
 A shorthand, such as a preset, is spelt out in each source before the next one is laid over it.
-Whatever is wrong is a ConfigError with one line a mistake: the full key, the value, what is allowed. It knows how to
-read, not what the keys mean; what must hold between keys is checked in `checks`.
+Whatever is wrong is a ConfigError with one line a mistake: the full key, the value, what is
+allowed. It knows how to read, not what the keys mean; what must hold between keys is checked in
+`checks`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice and reads numbers as YAML 1.2 does: 1e-4 is one, 0.5_5 and 1:30 are texts."""
+    """YAML that refuses a key given twice and reads numbers as YAML 1.2 does: 1e-4 is one, 0.5_5
+    and 1:30 are texts.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
@@ -50,7 +54,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(_INT, re.compile(r"^(?:[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    _INT, re.compile(r"^(?:[-+]?(?:0|[1-9][0-9]*)|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
 _Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(
@@ -62,16 +68,18 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(
-    root_class: type[RootT], paths: str | Path | Sequence[str | Path] | None, overrides: Sequence[str] = ()
+    root_class: type[RootT],
+    paths: str | Path | Sequence[str | Path] | None,
+    overrides: Sequence[str] = (),
 ) -> RootT:
     """Read a configuration.
 
     Args:
         root_class: PPOConfig, SFTConfig or RewardModelConfig.
-        paths: YAML file, or several, of which a later one overrides the earlier ones key by key (lists as a whole), or
-            None for the defaults alone.
-        overrides: `key.path=value` with the value in YAML; a later one wins. A value given for a whole section replaces
-            what the files say of that section.
+        paths: YAML file, or several, of which a later one overrides the earlier ones key by key
+            (lists as a whole), or None for the defaults alone.
+        overrides: `key.path=value` with the value in YAML; a later one wins. A value given for a
+            whole section replaces what the files say of that section.
 
     Raises:
         ConfigError: unreadable file, unknown key, bad or missing value; one line each.
@@ -84,7 +92,9 @@ def load_config(
     unknown = [unknown_key(root_class, key) for key, _ in arguments if starred(key) not in known]
     if unknown:
         raise ConfigError("\n".join(unknown))
-    said: dict[str, Any] = {}  # by the arguments alone, shared with `raw`; those that reach into lists are in `raw`
+    said: dict[
+        str, Any
+    ] = {}  # by the arguments alone, shared with `raw`; those that reach into lists are in `raw`
     for key, value in arguments:
         _assign(raw, key, value)
         if starred(key) == key:
@@ -115,7 +125,9 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"configuration file '{path}' does not exist; give an existing one to --config") from None
+        raise ConfigError(
+            f"configuration file '{path}' does not exist; give an existing one to --config"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file '{path}' cannot be read: {error}") from None
     raw = _parse_yaml(text, str(path))
@@ -131,8 +143,16 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
 
 
 def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
-    """The dotted names in `node` that are no keys; what stands below a value is left to the value's own check."""
-    items = enumerate(node) if isinstance(node, list) else node.items() if isinstance(node, dict) else ()
+    """The dotted names in `node` that are no keys; what stands below a value is left to the value's
+    own check.
+    """
+    items = (
+        enumerate(node)
+        if isinstance(node, list)
+        else node.items()
+        if isinstance(node, dict)
+        else ()
+    )
     for name, value in items:
         full = f"{prefix}{name}"
         below = f"{starred(full)}."
@@ -142,8 +162,12 @@ def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
             yield full
 
 
-def _merged(section: type[Section], first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """What `second` says, and where it says nothing, `first`; a section with nothing under it says nothing."""
+def _merged(
+    section: type[Section], first: dict[str, Any], second: dict[str, Any]
+) -> dict[str, Any]:
+    """What `second` says, and where it says nothing, `first`; a section with nothing under it says
+    nothing.
+    """
     merged = dict(first)
     subsections = section.subsections()
     for name, value in second.items():
@@ -159,14 +183,22 @@ def _merged(section: type[Section], first: dict[str, Any], second: dict[str, Any
 def _spelt_out(section: type[Section], raw: dict[str, Any]) -> dict[str, Any]:
     """`raw`, all that one source says, with the shorthands of its sections spelt out."""
     full = section.spelt_out(raw)
-    below = {name: kind for name, kind in section.subsections().items() if isinstance(full.get(name), dict)}
+    below = {
+        name: kind
+        for name, kind in section.subsections().items()
+        if isinstance(full.get(name), dict)
+    }
     return {**full, **{name: _spelt_out(kind, full[name]) for name, kind in below.items()}}
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        hint = f"; to read it as a file, write --config {override}" if override.endswith((".yaml", ".yml")) else ""
+        hint = (
+            f"; to read it as a file, write --config {override}"
+            if override.endswith((".yaml", ".yml"))
+            else ""
+        )
         raise ConfigError(f"argument '{override}' is not of the form key.path=value{hint}")
     return key, _parse_yaml(text, f"argument '{override}'")
 
@@ -182,13 +214,17 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
             node[name] = {} if node.get(name) is None else node[name]
             node = node[name]
     if not isinstance(node, dict):
-        raise ConfigError(f"cannot set '{key}': the file has the value {node!r} where a section should be")
+        raise ConfigError(
+            f"cannot set '{key}': the file has the value {node!r} where a section should be"
+        )
     node[last] = value
 
 
 def _item(items: list[Any], key: str, number: str) -> Any:
     if not number.isdecimal() or int(number) >= len(items):
-        raise ConfigError(f"cannot set '{key}': the file's list has {len(items)} items, numbered from 0")
+        raise ConfigError(
+            f"cannot set '{key}': the file's list has {len(items)} items, numbered from 0"
+        )
     return items[int(number)]
 
 

@@ -1,7 +1,8 @@
-"""The three configuration files, one a launcher, and the keys that take their value from another key.
+"""The three configuration files, one a launcher, and the keys that take their value from another
+key.
 
-A root is a tree of sections. This file knows which sections make up a program; what a key means is said in the file of
-its section, what must hold between keys in `checks` and `method_checks`.
+A root is a tree of sections. This file knows which sections make up a program; what a key means is
+said in the file of its section, what must hold between keys in `checks` and `method_checks`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from mrlhf.config.algorithm import AlgorithmSection
-from mrlhf.config.data import PreferenceDataSection, PromptDataSection, SFTDataSection, SupervisedDataSection
+from mrlhf.config.data import (
+    PreferenceDataSection,
+    PromptDataSection,
+    SFTDataSection,
+    SupervisedDataSection,
+)
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
@@ -58,7 +64,9 @@ class Root(Section):
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `raw` in which the sections, given as mappings or as objects, are fresh dictionaries."""
+    """A copy of `raw` in which the sections, given as mappings or as objects, are fresh
+    dictionaries.
+    """
     copy: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, BaseModel):
@@ -99,8 +107,12 @@ class PPOConfig(Root):
     seed: int = Field(1, description="of data order, sampling and fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
     critic: CriticSection = Field(description="the value model; built only for adv_estimator gae")
-    reference: ReferenceSection = Field(description="the frozen policy that the KL is measured from")
-    reward_model: RewardModelSection | None = Field(None, description="a frozen model that scores; null: none")
+    reference: ReferenceSection = Field(
+        description="the frozen policy that the KL is measured from"
+    )
+    reward_model: RewardModelSection | None = Field(
+        None, description="a frozen model that scores; null: none"
+    )
     reward: RewardSection = Field(description="the score of a response")
     rollout: RolloutSection = Field(description="generation")
     data: PromptDataSection = Field(description="prompts")
@@ -115,14 +127,17 @@ class PPOConfig(Root):
 
     @property
     def needs_mini_batch_pass(self) -> bool:
-        """Whether a statistic of the current policy over the whole mini-batch precedes each of its updates.
+        """Whether a statistic of the current policy over the whole mini-batch precedes each of its
+        updates.
 
-        The covariance losses choose tokens by one; in bypass mode rejection and the weights' mean are of the current
-        policy too.
+        The covariance losses choose tokens by one; in bypass mode rejection and the weights' mean
+        are of the current policy too.
         """
         correction = self.algorithm.rollout_correction
         of_current = correction.rollout_rs is not None or correction.rollout_is_batch_normalize
-        return self.actor.policy_loss.loss_mode in COVARIANCE or (correction.bypass_mode and of_current)
+        return self.actor.policy_loss.loss_mode in COVARIANCE or (
+            correction.bypass_mode and of_current
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -131,7 +146,9 @@ class PPOConfig(Root):
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL in use sums over the vocabulary and so needs both models' logits in one place."""
+        """Whether a KL in use sums over the vocabulary and so needs both models' logits in one
+        place.
+        """
         in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
         return in_reward or (self.actor.use_kl_loss and self.actor.kl_loss_type == "full")
 
@@ -158,7 +175,9 @@ class PPOConfig(Root):
 class TrainedModelSection(RoleSection):
     """The model that is trained."""
 
-    init: Literal["checkpoint", "random"] = Field("checkpoint", description="read path's safetensors, or draw weights")
+    init: Literal["checkpoint", "random"] = Field(
+        "checkpoint", description="read path's safetensors, or draw weights"
+    )
 
 
 class SupervisedConfig(Root):

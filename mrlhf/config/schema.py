@@ -1,4 +1,5 @@
-"""The keys of a configuration as a flat list: their docs for --help, the nearest one to a misspelling.
+"""The keys of a configuration as a flat list: their docs for --help, the nearest one to a
+misspelling.
 
 It reads the classes of the sections and `roots` and knows nothing of files or values' meaning.
 """
@@ -85,7 +86,9 @@ def _type_in_words(annotation: Any) -> str:
         return "section" if issubclass(annotation, Section) else annotation.__name__
     if get_origin(annotation) is list:
         return "list"
-    return " | ".join(_type_in_words(part) for part in get_args(annotation) if not _is_constraint(part))
+    return " | ".join(
+        _type_in_words(part) for part in get_args(annotation) if not _is_constraint(part)
+    )
 
 
 def _is_constraint(part: Any) -> bool:
@@ -133,14 +136,22 @@ def _without_verls_section(name: str, known: list[str]) -> str:
             if here in known:
                 return f"verl's '{name}' is '{here}' here"
             near = _nearest(here, known)
-            return f"verl's '{start}' is '{ours}' here" + (f"; did you mean '{near}'?" if near else "")
+            return f"verl's '{start}' is '{ours}' here" + (
+                f"; did you mean '{near}'?" if near else ""
+            )
     return "verl's 'actor_rollout_ref.actor', '.rollout' and '.ref' are 'actor', 'rollout' and 'reference' here"
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """The same word in a subsection, else a sibling spelt alike, else that word elsewhere, else any key spelt alike."""
+    """The same word in a subsection, else a sibling spelt alike, else that word elsewhere, else any
+    key spelt alike.
+    """
     parent, _, last = name.rpartition(".")
-    inside = [key for key in known if parent and key.startswith(f"{parent}.") and key.rpartition(".")[2] == last]
+    inside = [
+        key
+        for key in known
+        if parent and key.startswith(f"{parent}.") and key.rpartition(".")[2] == last
+    ]
     if inside:
         return inside[0]
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}

@@ -1,7 +1,9 @@
-"""The arithmetic task: sums as text, "37+48=" with the answer "85", of which supervised data may get some wrong.
+"""The arithmetic task: sums as text, "37+48=" with the answer "85", of which supervised data may
+get some wrong.
 
-With a part of the supervised answers wrong, fine-tuning yields a policy that is right only part of the time, which
-reinforcement learning can then mend. Does not know files' readers, models or rewards.
+With a part of the supervised answers wrong, fine-tuning yields a policy that is right only part of
+the time, which reinforcement learning can then mend. Does not know files' readers, models or
+rewards.
 """
 
 from __future__ import annotations
@@ -17,10 +19,21 @@ from mrlhf.data.rows import write_rows
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
 
-__all__ = ["OPERATIONS", "Problem", "WrongKind", "sample_problems", "write_arithmetic", "wrong_answer"]
+__all__ = [
+    "OPERATIONS",
+    "Problem",
+    "WrongKind",
+    "sample_problems",
+    "write_arithmetic",
+    "wrong_answer",
+]
 
 DATA_SOURCE = "arithmetic"
-OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 
 WrongKind = Literal["uniform", "near", "carry"]
 
@@ -34,9 +47,15 @@ class Problem:
 
 
 def sample_problems(
-    count: int, *, digits: int, operations: str, rng: random.Random, exclude: frozenset[str] = frozenset()
+    count: int,
+    *,
+    digits: int,
+    operations: str,
+    rng: random.Random,
+    exclude: frozenset[str] = frozenset(),
 ) -> list[Problem]:
-    """`count` distinct problems with operands of at most `digits` digits, none with a prompt in `exclude`.
+    """`count` distinct problems with operands of at most `digits` digits, none with a prompt in
+    `exclude`.
 
     Raises:
         DataError: there are fewer such problems, or an operation is unknown.
@@ -67,8 +86,8 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
 
     Args:
         answer: the right one.
-        kind: "uniform" draws any such number, "near" alters one digit, "carry" adds 10, as one does who carries where
-            nothing is to be carried.
+        kind: "uniform" draws any such number, "near" alters one digit, "carry" adds 10, as one does
+            who carries where nothing is to be carried.
         rng: the source of chance.
     """
     if kind == "carry":
@@ -101,9 +120,10 @@ def write_arithmetic(
 ) -> dict[str, int]:
     """Write sft.jsonl, train.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
 
-    sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only sft.jsonl has wrong
-    answers. It has `sft` problems `sft_copies` times each, every time with an answer that is right or wrong by chance
-    of its own, so that what is learned is the chance and not the answer.
+    sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only
+    sft.jsonl has wrong answers. It has `sft` problems `sft_copies` times each, every time with an
+    answer that is right or wrong by chance of its own, so that what is learned is the chance and
+    not the answer.
 
     Returns:
         Rows written, by file name.
@@ -113,7 +133,9 @@ def write_arithmetic(
     rng = random.Random(seed)
     held = sample_problems(held_out, digits=digits, operations=operations, rng=rng)
     hidden = frozenset(problem.prompt for problem in held)
-    shown = sft_copies * sample_problems(sft, digits=digits, operations=operations, rng=rng, exclude=hidden)
+    shown = sft_copies * sample_problems(
+        sft, digits=digits, operations=operations, rng=rng, exclude=hidden
+    )
     asked = sample_problems(train, digits=digits, operations=operations, rng=rng, exclude=hidden)
     wrong = set(rng.sample(range(len(shown)), round(wrong_fraction * len(shown))))
     answers = [
@@ -122,10 +144,16 @@ def write_arithmetic(
     ]
     out_dir.mkdir(parents=True, exist_ok=True)
     # Each symbol as a text of its own: all are in the vocabulary, and no two are joined.
-    texts = [*"0123456789=-", *operations, *(p.prompt + a for p, a in zip(shown, answers, strict=True))]
+    texts = [
+        *"0123456789=-",
+        *operations,
+        *(p.prompt + a for p, a in zip(shown, answers, strict=True)),
+    ]
     train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size, byte_fallback=False)
     tables = {
-        "sft.jsonl": [{"prompt": p.prompt, "response": a} for p, a in zip(shown, answers, strict=True)],
+        "sft.jsonl": [
+            {"prompt": p.prompt, "response": a} for p, a in zip(shown, answers, strict=True)
+        ],
         "train.jsonl": [_rl_row(problem) for problem in asked],
         "held_out.jsonl": [_rl_row(problem) for problem in held],
     }

@@ -1,7 +1,7 @@
 """Grade-school maths (GSM8K) as published, rewritten for supervised, RL and preference training.
 
-Reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the Hugging Face hub.
-Does not know how answers are scored.
+Reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the
+Hugging Face hub. Does not know how answers are scored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _PREFERENCE_ENDING = re.compile(r"(?<![^\n])A: (?=[^\n]*\Z)")
 
 
 def format_prompt(question: str) -> str:
-    """The text before a solution; it ends with a newline, so that the solution begins as each of its lines does."""
+    """The text before a solution; it ends with a newline, so that the solution begins as each of
+    its lines does.
+    """
     return f"Question: {question.strip()}\nAnswer:\n"
 
 
@@ -31,7 +33,9 @@ def final_answer(row: Row) -> str:
     """The number after "####" in a row's worked solution, thousands separators removed."""
     solution, mark, number = row.text("answer").rpartition("####")
     if not mark or not number.strip():
-        raise DataError(f'{row.where}: the answer does not end with "#### number": {solution[-60:]!r}')
+        raise DataError(
+            f'{row.where}: the answer does not end with "#### number": {solution[-60:]!r}'
+        )
     return number.strip().replace(",", "")
 
 
@@ -40,10 +44,11 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
 
     - sft.jsonl: prompt and worked solution of each training problem.
     - rl_train.jsonl, rl_test.jsonl: prompt and number of each problem.
-    - preferences.jsonl, where `source` has pairs: prompts in the same form; a solution's last line "A: 18" becomes
-      "#### 18", so that a reward model learns on the form that the policy writes.
-    - rl_test_unseen.jsonl, beside it: the rows of rl_test.jsonl whose problem has no preference pair. The pairs are on
-      test problems: where a reward model learned from them, evaluate on these.
+    - preferences.jsonl, where `source` has pairs: prompts in the same form; a solution's last line
+      "A: 18" becomes "#### 18", so that a reward model learns on the form that the policy writes.
+    - rl_test_unseen.jsonl, beside it: the rows of rl_test.jsonl whose problem has no preference
+      pair. The pairs are on test problems: where a reward model learned from them, evaluate on
+      these.
     - tokenizer/: trained on the training problems alone.
 
     Returns:
@@ -54,7 +59,10 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
     """
     train, test = _read_split(source, "train"), _read_split(source, "test")
     preferences = source / "preferences.jsonl"
-    sft = [{"prompt": format_prompt(row.text("question")), "response": row.text("answer")} for row in train]
+    sft = [
+        {"prompt": format_prompt(row.text("question")), "response": row.text("answer")}
+        for row in train
+    ]
     tables: dict[str, list[dict[str, Any]]] = {
         "sft.jsonl": sft,
         "rl_train.jsonl": [_rl_row(row, "train", i) for i, row in enumerate(train)],
@@ -64,7 +72,9 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
         pairs = [_preference_row(row) for row in read_rows([preferences])]
         seen = {pair["prompt"] for pair in pairs}
         tables["preferences.jsonl"] = pairs
-        tables["rl_test_unseen.jsonl"] = [row for row in tables["rl_test.jsonl"] if row["prompt"] not in seen]
+        tables["rl_test_unseen.jsonl"] = [
+            row for row in tables["rl_test.jsonl"] if row["prompt"] not in seen
+        ]
     out_dir.mkdir(parents=True, exist_ok=True)
     texts = [row["prompt"] + row["response"] for row in sft]
     train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size)
@@ -79,7 +89,9 @@ def _read_split(source: Path, split: str) -> list[Row]:
         shards = sorted(folder.glob(f"{split}-*.parquet"))
         if shards:
             return read_rows(shards)
-    raise DataError(f"{source} has neither {split}.jsonl nor main/{split}-*.parquet; get GSM8K from {SOURCES}")
+    raise DataError(
+        f"{source} has neither {split}.jsonl nor main/{split}-*.parquet; get GSM8K from {SOURCES}"
+    )
 
 
 def _rl_row(row: Row, split: str, index: int) -> dict[str, Any]:
@@ -92,5 +104,7 @@ def _rl_row(row: Row, split: str, index: int) -> dict[str, Any]:
 
 
 def _preference_row(row: Row) -> dict[str, str]:
-    chosen, rejected = (_PREFERENCE_ENDING.sub("#### ", row.text(side).rstrip()) for side in ("chosen", "rejected"))
+    chosen, rejected = (
+        _PREFERENCE_ENDING.sub("#### ", row.text(side).rstrip()) for side in ("chosen", "rejected")
+    )
     return {"prompt": format_prompt(row.text("prompt")), "chosen": chosen, "rejected": rejected}

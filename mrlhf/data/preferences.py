@@ -1,6 +1,7 @@
 """Pairs of a better and a worse response to one prompt, tokenised for reward-model training.
 
-Splits them so that no prompt is trained on and held out at once. Does not know the loss or the model.
+Splits them so that no prompt is trained on and held out at once. Does not know the loss or the
+model.
 """
 
 from __future__ import annotations
@@ -44,12 +45,18 @@ class PreferencePairs:
 
 
 def encode_preferences(
-    rows: Sequence[Row], tokenizer: Tokenizer, *, max_length: int, overlong: Overlong = "drop", chat: bool = False
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    overlong: Overlong = "drop",
+    chat: bool = False,
 ) -> PreferencePairs:
     """Tokenise preference rows.
 
-    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages that end with the assistant's
-    and may hold the prompt themselves, as TRL has them. A pair is never cut: the reward is read at eos.
+    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages that end
+    with the assistant's and may hold the prompt themselves, as TRL has them. A pair is never cut:
+    the reward is read at eos.
 
     Args:
         rows: rows with `prompt`, `chosen` and `rejected`.
@@ -72,19 +79,28 @@ def encode_preferences(
             chosen_ids.append(pair[0])
             rejected_ids.append(pair[1])
         elif overlong == "error":
-            raise DataError(f"{row.where}: the pair has {length} tokens, more than max_length {max_length}; raise it")
+            raise DataError(
+                f"{row.where}: the pair has {length} tokens, more than max_length {max_length}; raise it"
+            )
     dropped = len(rows) - len(chosen_ids)
     if not chosen_ids:
-        raise DataError(f"none of {len(rows)} preference pairs fits into max_length {max_length}; raise it")
+        raise DataError(
+            f"none of {len(rows)} preference pairs fits into max_length {max_length}; raise it"
+        )
     if dropped:
-        logger.warning("dropped %d of %d pairs longer than %d tokens", dropped, len(rows), max_length)
+        logger.warning(
+            "dropped %d of %d pairs longer than %d tokens", dropped, len(rows), max_length
+        )
     return PreferencePairs(chosen_ids, rejected_ids, dropped)
 
 
-def split_by_prompt(rows: Sequence[Row], held_out_fraction: float, seed: int) -> tuple[list[Row], list[Row]]:
+def split_by_prompt(
+    rows: Sequence[Row], held_out_fraction: float, seed: int
+) -> tuple[list[Row], list[Row]]:
     """Split rows into training and held-out ones, all rows of a prompt on the same side.
 
-    The fraction counts distinct prompts, rounded; which ones depends on the seed and the prompts, not on their order.
+    The fraction counts distinct prompts, rounded; which ones depends on the seed and the prompts,
+    not on their order.
 
     Raises:
         DataError: the fraction is outside [0, 1), or leaves nothing to train on.
@@ -110,18 +126,28 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
     context, better = _conversation(row, "chosen", chosen)
     other_context, worse = _conversation(row, "rejected", rejected)
     if context != other_context:
-        raise DataError(f'{row.where}: "chosen" and "rejected" must differ in the last message only')
+        raise DataError(
+            f'{row.where}: "chosen" and "rejected" must differ in the last message only'
+        )
     if not context:
         return prompt_of(row), better, worse
     prompt = row.fields.get("prompt")
     if isinstance(prompt, list) and prompt != context:
-        raise DataError(f'{row.where}: the messages before the last of "chosen" are not those of "prompt"')
+        raise DataError(
+            f'{row.where}: the messages before the last of "chosen" are not those of "prompt"'
+        )
     return context, better, worse
 
 
 def _conversation(row: Row, name: str, messages: Any) -> tuple[Sequence[Message], str]:
     """The messages before the last, and the last one's text."""
     last = messages[-1] if isinstance(messages, list) and messages else None
-    if not (isinstance(last, dict) and last.get("role") == "assistant" and isinstance(last.get("content"), str)):
-        raise DataError(f"{row.where}: {name!r} must be a string, or messages of which the last is the assistant's")
+    if not (
+        isinstance(last, dict)
+        and last.get("role") == "assistant"
+        and isinstance(last.get("content"), str)
+    ):
+        raise DataError(
+            f"{row.where}: {name!r} must be a string, or messages of which the last is the assistant's"
+        )
     return messages[:-1], last["content"]

@@ -37,9 +37,10 @@ class _Entry:
 class PromptDataset:
     """The prompts of one or several files, tokenised once.
 
-    A row is plain, `{"prompt", "answer"}` with `data_source` and `extra_info` optional, or verl's, `{"data_source",
-    "prompt": [{"role", "content"}, ...], "reward_model": {"ground_truth"}, "extra_info"}`. In either, a prompt is a
-    string or a list of chat messages. A row without `data_source` has its file's name, without suffix, for one.
+    A row is plain, `{"prompt", "answer"}` with `data_source` and `extra_info` optional, or verl's,
+    `{"data_source", "prompt": [{"role", "content"}, ...], "reward_model": {"ground_truth"},
+    "extra_info"}`. In either, a prompt is a string or a list of chat messages. A row without
+    `data_source` has its file's name, without suffix, for one.
 
     A prompt's uid is its row's number over the joined files, before any row is dropped.
 
@@ -82,9 +83,16 @@ class PromptDataset:
                 )
         self.dropped = len(rows) - len(self._entries)
         if not self._entries:
-            raise DataError(f"all {len(rows)} prompts are longer than data.max_prompt_length {max_prompt_length}")
+            raise DataError(
+                f"all {len(rows)} prompts are longer than data.max_prompt_length {max_prompt_length}"
+            )
         if self.dropped:
-            logger.warning("dropped %d of %d prompts longer than %d tokens", self.dropped, len(rows), max_prompt_length)
+            logger.warning(
+                "dropped %d of %d prompts longer than %d tokens",
+                self.dropped,
+                len(rows),
+                max_prompt_length,
+            )
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -113,10 +121,14 @@ def prompt_of(row: Row) -> Prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
         return prompt
-    raise DataError(f'{row.where}: "prompt" must be a string or a list of {{"role", "content"}} messages')
+    raise DataError(
+        f'{row.where}: "prompt" must be a string or a list of {{"role", "content"}} messages'
+    )
 
 
-def encode_prompt(row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool) -> tuple[str, list[int]]:
+def encode_prompt(
+    row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool
+) -> tuple[str, list[int]]:
     """Text and tokens of `prompt`, of which `row` is the origin that errors name.
 
     Raises:
@@ -132,14 +144,20 @@ def encode_prompt(row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool) ->
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and value.get("content") is not None
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and value.get("content") is not None
+    )
 
 
 def _entry(row: Row, uid: int, tokenizer: Tokenizer, chat: bool) -> _Entry:
     text, token_ids = encode_prompt(row, prompt_of(row), tokenizer, chat)
     extra_info = row.fields.get("extra_info") or {}
     if not isinstance(extra_info, dict):
-        raise DataError(f"{row.where}: extra_info must be an object, found {type(extra_info).__name__}")
+        raise DataError(
+            f"{row.where}: extra_info must be an object, found {type(extra_info).__name__}"
+        )
     source = row.fields.get("data_source") or row.file.stem
     return _Entry(token_ids, uid, text, str(source), _ground_truth(row), extra_info)
 

@@ -45,14 +45,20 @@ class Row:
         if value is not None:
             return value
         near = difflib.get_close_matches(name, self.fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near and near[0] != name else f"the row has {sorted(self.fields)}"
+        hint = (
+            f"did you mean {near[0]!r}?"
+            if near and near[0] != name
+            else f"the row has {sorted(self.fields)}"
+        )
         raise DataError(f"{self.where}: no value for {name!r}; {hint}")
 
     def text(self, name: str) -> str:
         """The string in column `name`; DataError where it is missing or something else."""
         value = self.require(name)
         if not isinstance(value, str):
-            raise DataError(f"{self.where}: {name!r} must be a string, found {type(value).__name__}")
+            raise DataError(
+                f"{self.where}: {name!r} must be a string, found {type(value).__name__}"
+            )
         return value
 
 
@@ -76,9 +82,13 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 
 def _read_file(path: Path) -> list[Row]:
     if not path.is_file():
-        raise DataError(f"data file {path} does not exist; check the path (relative to the working directory)")
+        raise DataError(
+            f"data file {path} does not exist; check the path (relative to the working directory)"
+        )
     if path.suffix not in _READERS:
-        raise DataError(f"{path}: cannot read {path.suffix or 'a file without a suffix'}; use {' or '.join(_READERS)}")
+        raise DataError(
+            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; use {' or '.join(_READERS)}"
+        )
     rows = [Row(fields, path, number) for number, fields in _READERS[path.suffix](path)]
     if not rows:
         raise DataError(f"data file {path} has no rows")
@@ -94,7 +104,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError as error:
             raise DataError(f"{path}:{number}: not a JSON object a line: {error}") from error
         if not isinstance(fields, dict):
-            raise DataError(f"{path}:{number}: each line must be a JSON object, found {type(fields).__name__}")
+            raise DataError(
+                f"{path}:{number}: each line must be a JSON object, found {type(fields).__name__}"
+            )
         yield number, fields
 
 
@@ -102,7 +114,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable parquet file: {' '.join(str(error).split())}") from error
+        raise DataError(
+            f"{path}: not a readable parquet file: {' '.join(str(error).split())}"
+        ) from error
     yield from enumerate(table.to_pylist(), start=1)
 
 

@@ -27,8 +27,8 @@ class SamplerState(TypedDict):
 class StatefulSampler:
     """Yields lists of row indices for ever, epoch after epoch.
 
-    The order of epoch e depends on (num_rows, seed, e) alone. A last batch that would be short is dropped: its rows
-    come again, in another order, in the next epoch.
+    The order of epoch e depends on (num_rows, seed, e) alone. A last batch that would be short is
+    dropped: its rows come again, in another order, in the next epoch.
 
     Attributes:
         epoch: number of the epoch that the next batch is drawn from.

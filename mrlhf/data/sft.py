@@ -33,9 +33,15 @@ class SftExample:
 
 
 def encode_sft(
-    rows: Sequence[Row], tokenizer: Tokenizer, *, max_length: int, overlong: Overlong = "error", chat: bool = False
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    overlong: Overlong = "error",
+    chat: bool = False,
 ) -> list[SftExample]:
-    """Tokenise rows with `prompt` (string or chat messages) and `response`, or `answer` where there is no response.
+    """Tokenise rows with `prompt` (string or chat messages) and `response`, or `answer` where there
+    is no response.
 
     Args:
         rows: the rows.
@@ -50,7 +56,9 @@ def encode_sft(
     examples: list[SftExample] = []
     for row in rows:
         prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)[1]
-        response_column = "response" if "response" in row.fields or "answer" not in row.fields else "answer"
+        response_column = (
+            "response" if "response" in row.fields or "answer" not in row.fields else "answer"
+        )
         response = tokenizer.encode_response(row.text(response_column))
         length = len(prompt) + len(response)
         if length <= max_length:
@@ -63,5 +71,10 @@ def encode_sft(
     if not examples:
         raise DataError(f"none of {len(rows)} rows fits into max_length {max_length}; raise it")
     if len(examples) < len(rows):
-        logger.warning("dropped %d of %d rows longer than %d tokens", len(rows) - len(examples), len(rows), max_length)
+        logger.warning(
+            "dropped %d of %d rows longer than %d tokens",
+            len(rows) - len(examples),
+            len(rows),
+            max_length,
+        )
     return examples

@@ -1,8 +1,9 @@
-"""Trains a small sentencepiece vocabulary, and restates a sentencepiece model as a Hugging Face fast tokenizer.
+"""Trains a small sentencepiece vocabulary, and restates a sentencepiece model as a Hugging Face
+fast tokenizer.
 
-The two encode alike, token for token: the first trains, the second runs. They differ in one thing, as everywhere: the
-fast tokenizer reads "</s>" within a text as the special token. Knows sentencepiece and tokenizers. Does not know
-prompts, chat templates or data files.
+The two encode alike, token for token: the first trains, the second runs. They differ in one thing,
+as everywhere: the fast tokenizer reads "</s>" within a text as the special token. Knows
+sentencepiece and tokenizers. Does not know prompts, chat templates or data files.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ _PROBES = (
 )
 
 
-def train_sentencepiece(texts: Iterable[str], out_dir: Path, *, vocab_size: int, byte_fallback: bool = True) -> Path:
+def train_sentencepiece(
+    texts: Iterable[str], out_dir: Path, *, vocab_size: int, byte_fallback: bool = True
+) -> Path:
     """Train a BPE vocabulary on `texts` and write it, in both forms, into `out_dir`.
 
-    Text round-trips exactly: no normalisation, no added or removed spaces, every digit and every newline a token of its
-    own. Because no space is prepended, a response encoded alone has the tokens it has after its prompt.
-    pad, bos, eos and unk are tokens 0, 1, 2 and 3.
+    Text round-trips exactly: no normalisation, no added or removed spaces, every digit and every
+    newline a token of its own. Because no space is prepended, a response encoded alone has the
+    tokens it has after its prompt. pad, bos, eos and unk are tokens 0, 1, 2 and 3.
 
     Args:
         texts: the corpus.
-        out_dir: receives tokenizer.model, tokenizer.json and tokenizer_config.json; made where missing.
+        out_dir: receives tokenizer.model, tokenizer.json and tokenizer_config.json; made where
+            missing.
         vocab_size: most tokens to make, special ones included; a small corpus may yield fewer.
-        byte_fallback: adds 256 byte tokens, so that no text is unknown. Off, an unseen character becomes unk.
+        byte_fallback: adds 256 byte tokens, so that no text is unknown. Off, an unseen character
+            becomes unk.
 
     Returns:
         `out_dir`, which `load_tokenizer` and `transformers.AutoTokenizer` read.
@@ -81,7 +86,9 @@ def train_sentencepiece(texts: Iterable[str], out_dir: Path, *, vocab_size: int,
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(f"sentencepiece cannot train {vocab_size} tokens: {' '.join(str(error).split())}") from error
+        raise DataError(
+            f"sentencepiece cannot train {vocab_size} tokens: {' '.join(str(error).split())}"
+        ) from error
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / MODEL_FILE).write_bytes(model.getvalue())
     convert_sentencepiece(out_dir / MODEL_FILE).save_pretrained(out_dir)
@@ -98,7 +105,9 @@ def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
     try:
         processor.Load(str(model_file))
     except (OSError, RuntimeError) as error:
-        raise DataError(f"{model_file} is not a sentencepiece model: {' '.join(str(error).split())}") from error
+        raise DataError(
+            f"{model_file} is not a sentencepiece model: {' '.join(str(error).split())}"
+        ) from error
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_pipeline(processor),
         clean_up_tokenization_spaces=False,
@@ -118,7 +127,11 @@ def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:
         byte_fallback=any(processor.IsByte(i) for i in range(len(pieces))),
     )
     pipeline = Pipeline(bpe)
-    to_words: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    to_words: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     to_pieces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     if processor.Normalize("a").startswith(_SPACE):
         to_pieces.insert(0, normalizers.Prepend(_SPACE))
@@ -128,8 +141,12 @@ def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:
     return pipeline
 
 
-def _merges(processor: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> list[tuple[str, str]]:
-    """Each way to join two pieces into a third, the better-scored third first, as sentencepiece joins them."""
+def _merges(
+    processor: sentencepiece.SentencePieceProcessor, pieces: list[str]
+) -> list[tuple[str, str]]:
+    """Each way to join two pieces into a third, the better-scored third first, as sentencepiece
+    joins them.
+    """
     special = (processor.IsByte, processor.IsControl, processor.IsUnknown, processor.IsUnused)
     plain = {piece: i for i, piece in enumerate(pieces) if not any(test(i) for test in special)}
     ranked: list[tuple[float, int, int]] = []
@@ -155,7 +172,9 @@ def _check_equal(
 ) -> None:
     for text in _PROBES:
         expected = processor.Encode(text)
-        same_text = processor.unk_id() in expected or fast.decode(expected) == processor.Decode(expected)
+        same_text = processor.unk_id() in expected or fast.decode(expected) == processor.Decode(
+            expected
+        )
         if fast.encode(text, add_special_tokens=False) != expected or not same_text:
             raise DataError(
                 f"{model_file} splits {text!r} in a way that cannot be restated (not BPE, or it normalises text); "

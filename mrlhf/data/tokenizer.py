@@ -1,7 +1,8 @@
-"""Text to token ids and back, over a Hugging Face tokenizer directory or a bare sentencepiece model.
+"""Text to token ids and back, over a Hugging Face tokenizer directory or a bare sentencepiece
+model.
 
-States once how a prompt and a response become tokens, so that supervised, preference and RL data agree: the two are
-encoded apart and joined. Does not know rows, data files or models.
+States once how a prompt and a response become tokens, so that supervised, preference and RL data
+agree: the two are encoded apart and joined. Does not know rows, data files or models.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Tokenizer:
 
     Attributes:
         eos_id: the token that ends a response.
-        pad_id: the padding token, eos where the tokenizer names none; padding is always masked, so either will do.
+        pad_id: the padding token, eos where the tokenizer names none; padding is always masked, so
+            either will do.
         bos_id: the token that begins a sequence, or None.
     """
 
@@ -56,7 +58,9 @@ class Tokenizer:
         return self._backend.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens`, as the model family expects a sequence to begin and end."""
+        """Token ids of `text`; with `add_special_tokens`, as the model family expects a sequence to
+        begin and end.
+        """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -65,7 +69,9 @@ class Tokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> str:
         """`messages` as the model's text, up to where the assistant speaks.
 
         Raises:
@@ -82,14 +88,17 @@ class Tokenizer:
                 turns, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except (jinja2.TemplateError, TypeError) as error:
-            raise DataError(f"the chat template refuses the messages: {' '.join(str(error).split())}") from error
+            raise DataError(
+                f"the chat template refuses the messages: {' '.join(str(error).split())}"
+            ) from error
         return text
 
     def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
         """A prompt's text, as the model sees it, and its tokens.
 
         Args:
-            prompt: plain text, or chat messages for the chat template, which writes the special tokens itself.
+            prompt: plain text, or chat messages for the chat template, which writes the special
+                tokens itself.
             chat: treat plain text as one message of the user.
         """
         if isinstance(prompt, str) and not chat:
@@ -113,7 +122,8 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     """Load a tokenizer from local files.
 
     Args:
-        path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or that file itself.
+        path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or
+            that file itself.
         chat_template: a jinja file that takes the place of the tokenizer's own chat template.
 
     Raises:
@@ -124,7 +134,9 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         try:
             backend.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except OSError as error:
-            raise DataError(f"cannot read the chat template {chat_template}: {error.strerror}") from error
+            raise DataError(
+                f"cannot read the chat template {chat_template}: {error.strerror}"
+            ) from error
     return Tokenizer(backend)
 
 
@@ -132,20 +144,29 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
     if path.is_file():
         return convert_sentencepiece(path)
     if not path.is_dir():
-        raise DataError(f"tokenizer {path} does not exist; give a local directory (fetch one with `hf download`)")
-    if (path / MODEL_FILE).is_file() and not any((path / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE)):
+        raise DataError(
+            f"tokenizer {path} does not exist; give a local directory (fetch one with `hf download`)"
+        )
+    if (path / MODEL_FILE).is_file() and not any(
+        (path / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE)
+    ):
         return convert_sentencepiece(path / MODEL_FILE)
     try:
-        # AutoTokenizer would pick a class by config.json's model type, and some (Qwen2) then disregard tokenizer.json.
+        # AutoTokenizer would pick a class by config.json's model type, and some (Qwen2) then
+        # disregard tokenizer.json.
         loader = PreTrainedTokenizerFast if _is_generic(path) else AutoTokenizer
         backend: PreTrainedTokenizerBase = loader.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise DataError(f"cannot load a tokenizer from {path}: {' '.join(str(error).split())}") from error
+        raise DataError(
+            f"cannot load a tokenizer from {path}: {' '.join(str(error).split())}"
+        ) from error
     return backend
 
 
 def _is_generic(path: Path) -> bool:
-    """Whether tokenizer.json says it all: its config names no class that would build a pipeline of its own."""
+    """Whether tokenizer.json says it all: its config names no class that would build a pipeline of
+    its own.
+    """
     if not ((path / _FAST_FILE).is_file() and (path / _CONFIG_FILE).is_file()):
         return False
     config = json.loads((path / _CONFIG_FILE).read_text(encoding="utf-8"))

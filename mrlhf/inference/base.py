@@ -1,6 +1,7 @@
 """What every inference engine can do, and the types that go in and come out.
 
-A backend is anything that fits `InferenceEngine`. This file knows no backend, no model and no batch of the trainer.
+A backend is anything that fits `InferenceEngine`. This file knows no backend, no model and no batch
+of the trainer.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class SamplingParams:
         top_p: draw from the fewest likeliest tokens that together have this probability; 1 is off.
         max_tokens: longest response, tokens.
         stop_token_ids: a response ends after any of these; the stop token is part of it.
-        stop: a response ends after the token with which its text first contains any of these strings.
-        seed: together with prompt uid, sample index and position it fixes every random number. A prompt that comes
-            again under the same seed gets the same numbers, so training mixes the step into it.
+        stop: a response ends after the token with which its text first contains any of these
+            strings.
+        seed: together with prompt uid, sample index and position it fixes every random number. A
+            prompt that comes again under the same seed gets the same numbers, so training mixes the
+            step into it.
     """
 
     n: int = 1
@@ -45,9 +48,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
-            raise ConfigError(f"n {self.n} and max_tokens {self.max_tokens} must each be at least 1")
+            raise ConfigError(
+                f"n {self.n} and max_tokens {self.max_tokens} must each be at least 1"
+            )
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+            raise ConfigError(
+                f"temperature {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}"
+            )
         if self.top_k != -1 and self.top_k < 1:
             raise ConfigError(f"top_k {self.top_k} must be -1 (off) or at least 1")
         if not 0 < self.top_p <= 1:
@@ -55,7 +62,9 @@ class SamplingParams:
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed {self.seed} must be from 0 to 2**63 - 1")
         if "" in self.stop:
-            raise ConfigError("stop holds an empty string, which every response contains; remove it")
+            raise ConfigError(
+                "stop holds an empty string, which every response contains; remove it"
+            )
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,8 @@ class Sample:
         prompt_index: which of the prompts it answers.
         sample_index: which of the prompt's n samples it is.
         token_ids: the response, stop token included.
-        logprobs: of each token, at the sampling temperature (1 if greedy), over the whole vocabulary: before top-k and
-            top-p.
+        logprobs: of each token, at the sampling temperature (1 if greedy), over the whole
+            vocabulary: before top-k and top-p.
         stopped: a stop token or stop string ended it; otherwise the length limit did.
     """
 
@@ -85,11 +94,14 @@ class EngineLimits:
     Attributes:
         max_num_seqs: sequences that are decoded at once.
         max_length: longest prompt and response together, tokens.
-        max_prefill_tokens: prompt tokens computed in one step; longer prompts are computed in chunks.
+        max_prefill_tokens: prompt tokens computed in one step; longer prompts are computed in
+            chunks.
         block_size: tokens of a block of the KV cache; None for what the device's kernels like best.
-        cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a GPU, and elsewhere
-            for up to half of the free memory, shared with the other processes of the machine.
-        gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with the KV cache.
+        cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a
+            GPU, and elsewhere for up to half of the free memory, shared with the other processes of
+            the machine.
+        gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with
+            the KV cache.
         enforce_eager: capture no CUDA graphs.
     """
 
@@ -109,7 +121,8 @@ class EngineStats:
     Attributes:
         steps: passes through the model.
         prompt_tokens: tokens of all prompts, each prompt counted once a sample.
-        computed_prompt_tokens: prompt tokens that were computed; the others shared a computed prefix.
+        computed_prompt_tokens: prompt tokens that were computed; the others shared a computed
+            prefix.
         generated_tokens: tokens of all responses.
         preemptions: sequences that lost their blocks and were computed again.
         cache_bytes: of the KV cache.
@@ -128,8 +141,9 @@ class EngineStats:
 class InferenceEngine(Protocol):
     """A generator of text whose weights are written from outside.
 
-    The order of a step: `wake`, then `bind` or fill `weight_slots`, `take_cache` while they are being filled, then
-    `commit`, then `generate`, then `sleep`. All ranks of one replica make the same calls with the same arguments.
+    The order of a step: `wake`, then `bind` or fill `weight_slots`, `take_cache` while they are
+    being filled, then `commit`, then `generate`, then `sleep`. All ranks of one replica make the
+    same calls with the same arguments.
     """
 
     @property
@@ -142,7 +156,9 @@ class InferenceEngine(Protocol):
         ...
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is stored, to be filled in place; storage is made for what is not bound."""
+        """Where each named slice is stored, to be filled in place; storage is made for what is not
+        bound.
+        """
         ...
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
@@ -150,7 +166,9 @@ class InferenceEngine(Protocol):
         ...
 
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`; whatever was computed from older ones is dropped."""
+        """The weights are complete and are `version`; whatever was computed from older ones is
+        dropped.
+        """
         ...
 
     def generate(
@@ -162,7 +180,8 @@ class InferenceEngine(Protocol):
     ) -> list[Sample]:
         """Answer token-id `prompts`; the result is ordered by prompt, then by sample.
 
-        `samples` says which sample indices of each prompt to draw: `range(sampling.n)` of each where None.
+        `samples` says which sample indices of each prompt to draw: `range(sampling.n)` of each
+        where None.
         """
         ...
 
@@ -179,5 +198,7 @@ class InferenceEngine(Protocol):
         ...
 
     def take_cache(self) -> None:
-        """Take the memory of the KV cache, if that need not wait for `commit` or `generate`; waits for no rank."""
+        """Take the memory of the KV cache, if that need not wait for `commit` or `generate`; waits
+        for no rank.
+        """
         ...

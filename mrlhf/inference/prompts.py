@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from mrlhf.errors import EngineError
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_tokens: int, max_length: int, vocab_size: int) -> None:
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_tokens: int, max_length: int, vocab_size: int
+) -> None:
     """Refuse prompts that are empty, too long, or of another vocabulary.
 
     Args:

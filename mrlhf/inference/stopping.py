@@ -1,4 +1,6 @@
-"""Where a response ends because its text contains a stop string. It knows token ids and a decoder, and no engine."""
+"""Where a response ends because its text contains a stop string. It knows token ids and a decoder,
+and no engine.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,14 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 
-def end_of(token_ids: Sequence[int], decode: Decode, stop: Sequence[str], start: int = 1) -> int | None:
-    """The number of tokens up to and including the one with which the text first contains a stop string.
+def end_of(
+    token_ids: Sequence[int], decode: Decode, stop: Sequence[str], start: int = 1
+) -> int | None:
+    """The number of tokens up to and including the one with which the text first contains a stop
+    string.
 
-    The whole response is decoded each time, since what a token adds to the text depends on those before it.
+    The whole response is decoded each time, since what a token adds to the text depends on those
+    before it.
 
     Args:
         token_ids: of one response.

@@ -1,7 +1,8 @@
-"""Causal attention through torch's scaled_dot_product_attention, as the core of megatron-core's SelfAttention.
+"""Causal attention through torch's scaled_dot_product_attention, as the core of megatron-core's
+SelfAttention.
 
-Plain batches and packed sequences, grouped queries, sliding windows; any device. It sees only this rank's heads, after
-rotation, and knows nothing of tensor parallelism.
+Plain batches and packed sequences, grouped queries, sliding windows; any device. It sees only this
+rank's heads, after rotation, and knows nothing of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 class CoreAttention(torch.nn.Module):
     """Causal attention without dropout and without a dense mask from the caller."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
         assert config.attention_dropout == 0.0 and config.context_parallel_size == 1
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
@@ -40,7 +43,8 @@ class CoreAttention(torch.nn.Module):
         """Attend.
 
         Args:
-            query: [seq_len, micro_batch, heads, head_dim], or [tokens, heads, head_dim] where sequences are packed.
+            query: [seq_len, micro_batch, heads, head_dim], or [tokens, heads, head_dim] where
+                sequences are packed.
             key: the same with KV heads; so is `value`.
             attention_mask: None; the mask is causal.
             packed_seq_params: boundaries of packed sequences, which cover all tokens.
@@ -92,7 +96,9 @@ class CoreAttention(torch.nn.Module):
 
 
 def _similar(bounds: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Starts and lengths of the sequences between `bounds`, those whose lengths have the same power of two above."""
+    """Starts and lengths of the sequences between `bounds`, those whose lengths have the same power
+    of two above.
+    """
     groups: dict[int, tuple[list[int], list[int]]] = {}
     for start, stop in pairwise(bounds):
         starts, lengths = groups.setdefault((stop - start - 1).bit_length(), ([], []))

@@ -1,7 +1,9 @@
-"""Builds one rank's pipeline stage of a model from its spec and its role's groups, and says where each tensor lies.
+"""Builds one rank's pipeline stage of a model from its spec and its role's groups, and says where
+each tensor lies.
 
-The stage comes out zero: weights are always loaded after. TransformerEngine's layers are used on a GPU where they can
-be imported, megatron-core's own with our attention and norm elsewhere. It knows neither optimizers nor data.
+The stage comes out zero: weights are always loaded after. TransformerEngine's layers are used on a
+GPU where they can be imported, megatron-core's own with our attention and norm elsewhere. It knows
+neither optimizers nor data.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -46,7 +51,8 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
-        module: what schedules and DistributedDataParallel take: a GPTModel, in bfloat16 wrapped in a Float16Module.
+        module: what schedules and DistributedDataParallel take: a GPTModel, in bfloat16 wrapped in
+            a Float16Module.
     """
 
     config: TransformerConfig
@@ -69,19 +75,23 @@ def build_model(
         groups: the role's groups.
         dtype: of parameters and activations, float32 or bfloat16.
         device: where it lives.
-        sequence_parallel: split activations between layers over the tensor-parallel ranks; no effect with one of them.
-            A packed micro-batch must then hold a multiple of tp tokens.
+        sequence_parallel: split activations between layers over the tensor-parallel ranks; no
+            effect with one of them. A packed micro-batch must then hold a multiple of tp tokens.
         recompute: which activations are computed again in the backward pass.
     """
     layout = groups.layout
-    config = transformer_config(spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute)
+    config = transformer_config(
+        spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
+    )
     _prepare_megatron()
     layer = _engine_layer(spec) if HAVE_TE and device.kind == "cuda" else _plain_layer(spec)
     num_layers = len(layout.stage_layers(groups.coordinates.pp, spec.num_layers))
     model_class = GPTModel if spec.head == "lm" else GPTScalarModel
     chunk = model_class(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * num_layers, layer_norm=RMSNorm
+        ),
         vocab_size=spec.padded_vocab(layout.tp),
         max_sequence_length=spec.max_positions,
         pre_process=groups.is_first_stage,
@@ -96,11 +106,13 @@ def build_model(
     return BuiltModel(config, module)
 
 
-def slots_of(module: torch.nn.Module, spec: ModelSpec, layout: ParallelLayout, coordinates: Coordinates) -> list[Slot]:
+def slots_of(
+    module: torch.nn.Module, spec: ModelSpec, layout: ParallelLayout, coordinates: Coordinates
+) -> list[Slot]:
     """Every named slice that the stage holds and where, in the order of its parameters.
 
-    `module` may be wrapped, in a Float16Module or a DistributedDataParallel. The last stage of a model with tied
-    embeddings has its own copy of the embedding, which is a slot like any other.
+    `module` may be wrapped, in a Float16Module or a DistributedDataParallel. The last stage of a
+    model with tied embeddings has its own copy of the embedding, which is a slot like any other.
     """
     chunk = unwrap_model(module)
     shapes = tensor_shapes(spec)
@@ -108,12 +120,20 @@ def slots_of(module: torch.nn.Module, spec: ModelSpec, layout: ParallelLayout, c
     slots = []
     for name, parameter in chunk.named_parameters():
         rule = rule_of(spec, name, first_layer)
-        slots += [Slot(piece, parameter) for piece in pieces_of(name, rule, shapes, coordinates.tp, layout.tp)]
+        slots += [
+            Slot(piece, parameter)
+            for piece in pieces_of(name, rule, shapes, coordinates.tp, layout.tp)
+        ]
     return slots
 
 
 def transformer_config(
-    spec: ModelSpec, layout: ParallelLayout, *, dtype: torch.dtype, sequence_parallel: bool, recompute: Recompute
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: Recompute,
 ) -> TransformerConfig:
     """megatron-core's configuration of the model in this layout."""
     return TransformerConfig(
@@ -129,7 +149,8 @@ def transformer_config(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=spec.qkv_bias,
-        # Also tells finalize_model_grads to sum the gradients of these norms over the tensor-parallel group.
+        # Also tells finalize_model_grads to sum the gradients of these norms over the
+        # tensor-parallel group.
         qk_layernorm=spec.qk_norm,
         window_size=None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         attention_dropout=0.0,
@@ -140,7 +161,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Packed micro-batches differ in length. megatron-core then insists on this dispatcher, even without experts.
+        # Packed micro-batches differ in length. megatron-core then insists on this dispatcher, even
+        # without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # Weights are loaded after; zeros also make the padding rows of the vocabulary harmless.
@@ -162,7 +184,11 @@ def _recompute_options(recompute: Recompute) -> dict[str, Any]:
     if recompute == "none":
         return {}
     if recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     return {"recompute_granularity": "selective", "recompute_modules": [recompute]}
 
 
@@ -182,7 +208,9 @@ def _plain_layer(spec: ModelSpec) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
@@ -203,10 +231,11 @@ def _engine_layer(spec: ModelSpec) -> ModuleSpec:
 
 
 def _prepare_megatron() -> None:
-    """Two things of megatron-core that a whole process shares and that its layers expect, neither of them a group.
+    """Two things of megatron-core that a whole process shares and that its layers expect, neither
+    of them a group.
 
-    Initialising weights forks a named random state, though ours draws nothing from it; sequence parallelism gathers
-    into a scratch buffer.
+    Initialising weights forks a named random state, though ours draws nothing from it; sequence
+    parallelism gathers into a scratch buffer.
     """
     tracker = get_cuda_rng_tracker()
     if "model-parallel-rng" not in tracker.get_states():

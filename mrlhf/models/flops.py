@@ -1,10 +1,11 @@
-"""Floating-point operations of a model, counted from its shape: what a forward pass and a training step need.
+"""Floating-point operations of a model, counted from its shape: what a forward pass and a training
+step need.
 
-Counted are matrix products, a multiplication and an addition each: every linear layer, the output layer, and attention
-between the pairs of positions that see each other. The lookup of embeddings, norms, rotation and softmax are not, nor
-what an implementation does twice (recomputed activations) or in vain (masked pairs, padding): so divided by time and
-peak this is the model FLOPs utilisation of https://arxiv.org/abs/2204.02311, appendix B. It knows neither devices nor
-layouts.
+Counted are matrix products, a multiplication and an addition each: every linear layer, the output
+layer, and attention between the pairs of positions that see each other. The lookup of embeddings,
+norms, rotation and softmax are not, nor what an implementation does twice (recomputed activations)
+or in vain (masked pairs, padding): so divided by time and peak this is the model FLOPs utilisation
+of https://arxiv.org/abs/2204.02311, appendix B. It knows neither devices nor layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ BACKWARD = 2
 
 
 def forward_flops(spec: ModelSpec, length: int) -> int:
-    """Operations of one forward pass over one sequence of `length` tokens, the output layer applied to each."""
+    """Operations of one forward pass over one sequence of `length` tokens, the output layer applied
+    to each.
+    """
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (queries + 2 * keys) + queries * spec.hidden_size
     mlp = 3 * spec.hidden_size * spec.ffn_size
@@ -34,6 +37,8 @@ def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
 
 
 def visible_pairs(length: int, window: int | None) -> int:
-    """Pairs (query, key) of a causal sequence: token t, counted from 1, sees min(t, window) tokens, itself included."""
+    """Pairs (query, key) of a causal sequence: token t, counted from 1, sees min(t, window) tokens,
+    itself included.
+    """
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen

@@ -15,21 +15,29 @@ from torch import Tensor
 
 
 class ScalarHead(torch.nn.Module):
-    """[seq_len, micro_batch, hidden] -> [seq_len, micro_batch, 1], the same on every tensor-parallel rank.
+    """[seq_len, micro_batch, hidden] -> [seq_len, micro_batch, 1], the same on every
+    tensor-parallel rank.
 
-    A new head is zero, so a model without a trained one predicts zero everywhere, whatever the layout.
+    A new head is zero, so a model without a trained one predicts zero everywhere, whatever the
+    layout.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees its own tokens: megatron-core sums such gradients over the group.
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
+        # Under sequence parallelism each rank sees its own tokens: megatron-core sums such
+        # gradients over the group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._sequence_parallel = config.sequence_parallel
         self._tp_group = tp_group
 
     def forward(
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
         """The scalars, with the signature of the output layer that the head replaces."""
         scalars = torch.nn.functional.linear(hidden, self.weight)
@@ -46,7 +54,8 @@ class GPTScalarModel(GPTModel):
 
     def __init__(self, *, config: TransformerConfig, vocab_size: int, **arguments: Any) -> None:
         if arguments["post_process"] and not arguments["pre_process"]:
-            # A last stage has no embedding: keep the output layer that is about to be replaced as small as can be.
+            # A last stage has no embedding: keep the output layer that is about to be replaced as
+            # small as can be.
             vocab_size = config.tensor_model_parallel_size
         super().__init__(config=config, vocab_size=vocab_size, **arguments)
         if self.post_process:

@@ -1,7 +1,8 @@
-"""Which parameters, and which pieces of named tensors, each rank holds: from a spec and a layout, with no model built.
+"""Which parameters, and which pieces of named tensors, each rank holds: from a spec and a layout,
+with no model built.
 
-It speaks of megatron-core's local layer spec; under TransformerEngine two norms a layer have other parameter names and
-the same named slices. Pure: it knows no tensors and no process groups.
+It speaks of megatron-core's local layer spec; under TransformerEngine two norms a layer have other
+parameter names and the same named slices. Pure: it knows no tensors and no process groups.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from mrlhf.weights.shard import Piece, Rule, pieces_of
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
     """Names in `GPTModel.named_parameters()` of pipeline stage `stage`, with local layer numbers.
 
-    The last of several stages has an output layer even where embeddings are tied: a copy of the embedding.
+    The last of several stages has an output layer even where embeddings are tied: a copy of the
+    embedding.
     """
     first, last = stage == 0, stage == layout.pp - 1
     names = ["embedding.word_embeddings.weight"] if first else []
@@ -55,9 +57,13 @@ def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piec
 def engine_rules(spec: ModelSpec, tp: int) -> dict[str, Rule]:
     """The rule of each parameter of an inference engine on `tp` ranks.
 
-    They are training's, except that the engine's ranks may outnumber the KV groups and then share them.
+    They are training's, except that the engine's ranks may outnumber the KV groups and then share
+    them.
     """
-    rules = {name: rule_of(spec, name, 0) for name in parameter_names(spec, ParallelLayout(tp=tp, pp=1, dp=1), 0)}
+    rules = {
+        name: rule_of(spec, name, 0)
+        for name in parameter_names(spec, ParallelLayout(tp=tp, pp=1, dp=1), 0)
+    }
     return {name: replace(rule, shares=rule.periods) for name, rule in rules.items()}
 
 

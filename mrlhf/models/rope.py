@@ -1,4 +1,5 @@
-"""Rotary frequencies of a model, exactly as transformers computes them. Training and inference both rotate with these.
+"""Rotary frequencies of a model, exactly as transformers computes them. Training and inference both
+rotate with these.
 
 It knows frequencies only; positions and rotation are the models' business.
 """
@@ -21,15 +22,20 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
     """Radians a position, float32 [head_dim / 2], on the host.
 
     Raises:
-        ConfigError: the rope type is unknown, depends on the length, scales attention, or rotates part of a head.
+        ConfigError: the rope type is unknown, depends on the length, scales attention, or rotates
+            part of a head.
     """
     config = AutoConfig.for_model(**spec.hf_config)
     rope_type = config.rope_parameters["rope_type"]
     if rope_type == "default":
-        steps = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).to(torch.float32) / spec.head_dim
+        steps = (
+            torch.arange(0, spec.head_dim, 2, dtype=torch.int64).to(torch.float32) / spec.head_dim
+        )
         return 1.0 / (spec.rope_theta**steps)
     if rope_type not in ROPE_INIT_FUNCTIONS or rope_type in _LENGTH_DEPENDENT:
-        raise ConfigError(f"config.json: rope type {rope_type!r} is not supported; use default, linear or llama3")
+        raise ConfigError(
+            f"config.json: rope type {rope_type!r} is not supported; use default, linear or llama3"
+        )
     frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
     if attention_factor != 1.0 or 2 * len(frequencies) != spec.head_dim:
         raise ConfigError(

@@ -1,6 +1,8 @@
-"""What a decoder-only transformer is, in numbers: the facts that a Hugging Face `config.json` gives.
+"""What a decoder-only transformer is, in numbers: the facts that a Hugging Face `config.json`
+gives.
 
-It knows neither layouts nor modules; `families` fills it in, `build` and the inference engine read it.
+It knows neither layouts nor modules; `families` fills it in, `build` and the inference engine read
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ class ModelSpec:
 
     Attributes:
         family: Hugging Face `model_type`.
-        head: "lm" gives logits over the vocabulary, "scalar" one number a token (value and reward models).
+        head: "lm" gives logits over the vocabulary, "scalar" one number a token (value and reward
+            models).
         vocab_size: rows of the embedding, unpadded.
         hidden_size: width of the residual stream.
         ffn_size: width of the gated MLP.

@@ -1,8 +1,8 @@
 """Exchanges between ranks: ragged and object gathers, and batched point-to-point.
 
-Everything works on gloo (host tensors) and NCCL (device tensors) alike; payloads travel as bytes, so any dtype goes.
-Every rank of a group makes the same calls in the same order. This file creates no group and knows nothing of roles,
-weights or batches.
+Everything works on gloo (host tensors) and NCCL (device tensors) alike; payloads travel as bytes,
+so any dtype goes. Every rank of a group makes the same calls in the same order. This file creates
+no group and knows nothing of roles, weights or batches.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The `rows` of every rank of the group, in group order.
 
     Args:
-        rows: [rows of this rank, ...]; the first dimension may differ between ranks and may be 0, the others and the
-            dtype are the same everywhere.
+        rows: [rows of this rank, ...]; the first dimension may differ between ranks and may be 0,
+            the others and the dtype are the same everywhere.
         group: the ranks that take part.
     """
     rows = rows.detach().contiguous()
@@ -50,21 +50,26 @@ def all_gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Wait for every rank of the group, and have NCCL make its communicator, which `exchange` needs.
+    """Wait for every rank of the group, and have NCCL make its communicator, which `exchange`
+    needs.
 
-    NCCL makes it at a group's first call on device tensors, in which all ranks must take part, and an exchange may
-    leave some out.
+    NCCL makes it at a group's first call on device tensors, in which all ranks must take part, and
+    an exchange may leave some out.
     """
     dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def exchange(sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None = None) -> None:
-    """Send and receive contiguous tensors, all at once, and wait for all of them; receives are filled in place.
+def exchange(
+    sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None = None
+) -> None:
+    """Send and receive contiguous tensors, all at once, and wait for all of them; receives are
+    filled in place.
 
-    Peers are global ranks and never the rank itself. Messages between two ranks are matched by order: the k-th that one
-    lists for the other is the k-th that the other lists for it. Either list may be empty. Call `connect` once before.
+    Peers are global ranks and never the rank itself. Messages between two ranks are matched by
+    order: the k-th that one lists for the other is the k-th that the other lists for it. Either
+    list may be empty. Call `connect` once before.
     """
     finish_exchange(start_exchange(sends, receives, group))
 
@@ -83,7 +88,9 @@ def start_exchange(
 
 
 def finish_exchange(works: Sequence[dist.Work]) -> None:
-    """The second half of `exchange`: on a GPU, what is queued after it sees the tensors that have arrived."""
+    """The second half of `exchange`: on a GPU, what is queued after it sees the tensors that have
+    arrived.
+    """
     for work in works:
         work.wait()
 

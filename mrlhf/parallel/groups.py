@@ -1,7 +1,8 @@
 """Process groups of roles and of the inference engine: the only file that creates any.
 
-Megatron's own global groups (`parallel_state`) are never set up: each role carries its groups, so that roles with
-different layouts share the same ranks. Knows layouts as rank lists; knows nothing of models.
+Megatron's own global groups (`parallel_state`) are never set up: each role carries its groups, so
+that roles with different layouts share the same ranks. Knows layouts as rank lists; knows nothing
+of models.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class EngineGroups:
 class GroupFactory:
     """Creates process groups, each distinct set of ranks once.
 
-    Creating a group is collective over the whole job: every rank must call the methods of its factory in the same order
-    with the same layouts. Roles with equal layouts get the same groups.
+    Creating a group is collective over the whole job: every rank must call the methods of its
+    factory in the same order with the same layouts. Roles with equal layouts get the same groups.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -116,22 +117,32 @@ class GroupFactory:
         alone = self._mine([[rank] for rank in range(self._world_size)])
         pipelines = layout.groups("pp")
         # A tied output layer on the last stage sums its gradient with the first stage's embedding.
-        embedding = self._mine_or_none([sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines])
+        embedding = self._mine_or_none(
+            [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
+        )
         collection = ProcessGroupCollection(
             tp=tp, dp=dp, pp=pp, mp=mp, cp=alone, tp_cp=tp, dp_cp=dp, tp_dp_cp=tp_dp, hcp=None,
             ep=alone, expt_tp=tp, tp_ep=tp, tp_ep_pp=mp, expt_dp=dp,
             embd=embedding, pos_embd=None,
             intra_dp_cp=dp, intra_expt_dp=dp, inter_dist_opt=None,
-            # Every rank of the model: with fewer, the distributed optimizer's gradient norm is wrong without a word.
+            # Every rank of the model: with fewer, the distributed optimizer's gradient norm is
+            # wrong without a word.
             intra_dist_opt=self._world,
         )  # fmt: skip
-        return RoleGroups(layout, layout.coordinates(self._rank), collection, dp_pp=self._along(layout, "dp", "pp"))
+        return RoleGroups(
+            layout,
+            layout.coordinates(self._rank),
+            collection,
+            dp_pp=self._along(layout, "dp", "pp"),
+        )
 
     def engine_groups(self, layout: EngineLayout) -> EngineGroups:
         """This rank's groups in the inference engine."""
         replica, tp_rank = layout.place(self._rank)
         across = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
-        return EngineGroups(layout, replica, tp_rank, tp=self._mine(layout.replicas), replicas=self._mine(across))
+        return EngineGroups(
+            layout, replica, tp_rank, tp=self._mine(layout.replicas), replicas=self._mine(across)
+        )
 
     def _along(self, layout: ParallelLayout, *axes: Axis) -> Group:
         return self._mine(layout.groups(*axes))

@@ -1,7 +1,8 @@
 """Who is who: tensor-, data- and pipeline-parallel coordinates of each rank, in plain integers.
 
-Ranks are numbered tensor-parallel first, then data-parallel, then pipeline-parallel, as megatron-core does. Nothing
-here touches a process group, so a layout for ten thousand ranks can be asked for on a laptop.
+Ranks are numbered tensor-parallel first, then data-parallel, then pipeline-parallel, as
+megatron-core does. Nothing here touches a process group, so a layout for ten thousand ranks can be
+asked for on a laptop.
 """
 
 from __future__ import annotations
@@ -52,14 +53,18 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of global rank `rank`."""
-        return Coordinates(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+        return Coordinates(
+            tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp)
+        )
 
     def rank_at(self, tp: int, dp: int, pp: int) -> int:
         """The global rank with these coordinates."""
         return tp + self.tp * (dp + self.dp * pp)
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """The rank lists that differ along `axes` only, each ascending; together they cover the world once."""
+        """The rank lists that differ along `axes` only, each ascending; together they cover the
+        world once.
+        """
         by_rest: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -79,7 +84,8 @@ class EngineLayout:
 
     Attributes:
         tp: tensor-parallel size of the engine.
-        replicas: global ranks of each replica in tensor-parallel order; together they cover the world once.
+        replicas: global ranks of each replica in tensor-parallel order; together they cover the
+            world once.
     """
 
     tp: int
@@ -97,12 +103,17 @@ class EngineLayout:
                 f"rollout.tp {tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = {actor.tp * actor.pp}; "
                 f"choose a divisor of it"
             )
-        replicas = [group[i : i + tp] for group in actor.groups("tp", "pp") for i in range(0, len(group), tp)]
+        replicas = [
+            group[i : i + tp]
+            for group in actor.groups("tp", "pp")
+            for i in range(0, len(group), tp)
+        ]
         return cls(tp=tp, replicas=tuple(tuple(replica) for replica in replicas))
 
     @classmethod
     def consecutive(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
-        """Cut the ranks of the job into replicas of `tp` consecutive ones, whatever the actor's groups are.
+        """Cut the ranks of the job into replicas of `tp` consecutive ones, whatever the actor's
+        groups are.
 
         Raises:
             ConfigError: tp does not divide the world size.
@@ -112,7 +123,9 @@ class EngineLayout:
                 f"rollout.tp {tp} does not divide the world size {actor.world_size}; choose a divisor of it"
             )
         ranks = range(actor.world_size)
-        return cls(tp=tp, replicas=tuple(tuple(ranks[i : i + tp]) for i in range(0, actor.world_size, tp)))
+        return cls(
+            tp=tp, replicas=tuple(tuple(ranks[i : i + tp]) for i in range(0, actor.world_size, tp))
+        )
 
     def is_inside(self, actor: ParallelLayout) -> bool:
         """Whether each replica lies in one model-parallel group of `actor`."""

@@ -1,9 +1,9 @@
 """Cuts a batch of sequences into mini-batches, data-parallel shares and packed micro-batches.
 
-Everything is a pure function of lengths, so every rank knows every other rank's share without asking. The cut of a
-batch is made once a step and used for every forward and every epoch: the same sequences stand in the same pack each
-time, which is why log-probabilities before and during the first update are equal bit for bit. It knows neither models
-nor process groups.
+Everything is a pure function of lengths, so every rank knows every other rank's share without
+asking. The cut of a batch is made once a step and used for every forward and every epoch: the same
+sequences stand in the same pack each time, which is why log-probabilities before and during the
+first update are equal bit for bit. It knows neither models nor process groups.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Pack:
         boundaries: int32 [sequences + 1], where each sequence begins, and the end.
         longest: tokens of the longest sequence.
         select: int64 [selected], the positions whose output is wanted.
-        targets: int64 [selected], the token that follows each selected position (0 after the last token).
+        targets: int64 [selected], the token that follows each selected position (0 after the last
+            token).
     """
 
     rows: list[int]
@@ -55,9 +56,11 @@ class Pack:
 
 
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `lengths` in `parts` parts of nearly equal total length, none empty, each ascending.
+    """Indices of `lengths` in `parts` parts of nearly equal total length, none empty, each
+    ascending.
 
-    Longest first, each to the part with the least so far. There must be at least as many lengths as parts.
+    Longest first, each to the part with the least so far. There must be at least as many lengths as
+    parts.
     """
     assert len(lengths) >= parts, f"{len(lengths)} sequences cannot fill {parts} parts"
     loads = [(0, 0, part) for part in range(parts)]
@@ -70,7 +73,8 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths` in as few packs of at most `budget` tokens as first-fit-decreasing finds.
+    """Indices of `lengths` in as few packs of at most `budget` tokens as first-fit-decreasing
+    finds.
 
     A sequence longer than the budget has a pack of its own.
     """
@@ -88,17 +92,23 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(pack) for pack in packs)
 
 
-def plan_mini_batches(lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int) -> list[MiniBatch]:
-    """Cut rows 0..len(lengths)-1, in order, into mini-batches of `mini_batch_rows` rows (the last may be smaller).
+def plan_mini_batches(
+    lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int
+) -> list[MiniBatch]:
+    """Cut rows 0..len(lengths)-1, in order, into mini-batches of `mini_batch_rows` rows (the last
+    may be smaller).
 
-    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget` (tokens of a micro-batch).
-    Where rows are fewer than `dp`, the last ranks have none; such a mini-batch can be evaluated and not trained on.
+    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget` (tokens
+    of a micro-batch). Where rows are fewer than `dp`, the last ranks have none; such a mini-batch
+    can be evaluated and not trained on.
     """
     plan = []
     for begin in range(0, len(lengths), mini_batch_rows):
         rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
         parts = min(dp, len(rows))
-        shares = split_balanced([lengths[row] for row in rows], parts) + [[] for _ in range(dp - parts)]
+        shares = split_balanced([lengths[row] for row in rows], parts) + [
+            [] for _ in range(dp - parts)
+        ]
         micro_batches = []
         for share in shares:
             packs = pack_rows([lengths[rows[i]] for i in share], budget)
@@ -108,7 +118,11 @@ def plan_mini_batches(lengths: Sequence[int], mini_batch_rows: int, dp: int, bud
 
 
 def make_pack(
-    sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], rows: list[int], select: Select, multiple: int
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    rows: list[int],
+    select: Select,
+    multiple: int,
 ) -> Pack:
     """Lay the sequences at `rows` end to end.
 
@@ -116,9 +130,10 @@ def make_pack(
         sequences: token ids of each row of the batch.
         prompt_lengths: tokens of each row's prompt, >= 1.
         rows: the rows to pack.
-        select: "response": for each response token the position before it (where its log-prob and value come from);
-            "last": each sequence's last token.
-        multiple: the pack's token count is padded to a multiple of this, as a last sequence of zeros.
+        select: "response": for each response token the position before it (where its log-prob and
+            value come from); "last": each sequence's last token.
+        multiple: the pack's token count is padded to a multiple of this, as a last sequence of
+            zeros.
     """
     chosen = [torch.tensor(sequences[row], dtype=torch.int64) for row in rows]
     sizes = [len(tokens) for tokens in chosen]

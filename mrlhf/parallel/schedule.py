@@ -1,7 +1,9 @@
-"""Runs packed micro-batches through the pipeline of one role: megatron-core's 1F1B, or a plain loop without stages.
+"""Runs packed micro-batches through the pipeline of one role: megatron-core's 1F1B, or a plain loop
+without stages.
 
-It knows the model only as something that takes packed tokens, and the loss only as a function that its caller hands in.
-What that function is given is the model's output at the positions that a pack selects.
+It knows the model only as something that takes packed tokens, and the loss only as a function that
+its caller hands in. What that function is given is the model's output at the positions that a pack
+selects.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ Result = TypeVar("Result")
 
 
 class Pipeline:
-    """One role's pipeline. Ranks of one pipeline group call each method together, with the same packs."""
+    """One role's pipeline. Ranks of one pipeline group call each method together, with the same
+    packs.
+    """
 
-    def __init__(self, model: nn.Module, config: TransformerConfig, groups: RoleGroups, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, config: TransformerConfig, groups: RoleGroups, device: torch.device
+    ) -> None:
         self._model = model
         self._groups = groups
         self._device = device
@@ -36,13 +42,15 @@ class Pipeline:
             self._communication["p2p_communicator"] = P2PCommunicator(groups.pp, config)
 
     @torch.no_grad()
-    def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]) -> list[Result]:
+    def forward(
+        self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]
+    ) -> list[Result]:
         """Run the packs forward only.
 
         Args:
             packs: micro-batches; none where this data-parallel rank has no rows.
-            evaluate: given the output at a pack's selected positions, [selected, vocab_shard] or [selected, 1], and
-                the pack's number, returns what the caller wants of it.
+            evaluate: given the output at a pack's selected positions, [selected, vocab_shard] or
+                [selected, 1], and the pack's number, returns what the caller wants of it.
 
         Returns:
             What `evaluate` returned, a result a pack, on the last stage; nothing elsewhere.
@@ -57,17 +65,20 @@ class Pipeline:
     def forward_backward(
         self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
     ) -> list[Result]:
-        """Run the packs forward and backward, then reduce gradients over the ranks that share parameters.
+        """Run the packs forward and backward, then reduce gradients over the ranks that share
+        parameters.
 
         Args:
             packs: at least one micro-batch.
-            loss: given what `evaluate` is given above, returns a scalar and whatever the caller wants to keep. The
-                gradient is that of the sum of the scalars of all packs of all data-parallel ranks.
+            loss: given what `evaluate` is given above, returns a scalar and whatever the caller
+                wants to keep. The gradient is that of the sum of the scalars of all packs of all
+                data-parallel ranks.
 
         Returns:
             What `loss` returned beside each scalar, on the last stage; nothing elsewhere.
         """
-        # The schedule divides by the number of micro-batches, and the reduction by the number of data-parallel ranks.
+        # The schedule divides by the number of micro-batches, and the reduction by the number of
+        # data-parallel ranks.
         scale = len(packs) * self._groups.layout.dp
 
         def finish(pack: Pack, number: int, output: Tensor) -> tuple[Tensor, Result]:
@@ -76,8 +87,12 @@ class Pipeline:
 
         return self._schedule(packs, finish, forward_only=False)
 
-    def _schedule(self, packs: Sequence[Pack], finish: Callable[..., object], forward_only: bool) -> list:
-        def step(numbered: Iterator[tuple[int, Pack]], model: nn.Module) -> tuple[Tensor, Callable[..., object]]:
+    def _schedule(
+        self, packs: Sequence[Pack], finish: Callable[..., object], forward_only: bool
+    ) -> list:
+        def step(
+            numbered: Iterator[tuple[int, Pack]], model: nn.Module
+        ) -> tuple[Tensor, Callable[..., object]]:
             number, pack = next(numbered)
             return self._forward_pack(model, pack), partial(finish, pack, number)
 

@@ -1,9 +1,10 @@
 """Log-probabilities, entropy and KL over a vocabulary that is split over tensor-parallel ranks.
 
-Logits are never gathered and never changed, whatever their dtype; all arithmetic is float32. Each function costs two
-all-reduces of a few numbers a token, keeps for the backward pass only the logits it was given and those numbers, and
-works through the rows in chunks so that no second tensor of the logits' size is ever made before the gradient itself.
-It knows tokens only, not the sequences they stand in.
+Logits are never gathered and never changed, whatever their dtype; all arithmetic is float32. Each
+function costs two all-reduces of a few numbers a token, keeps for the backward pass only the logits
+it was given and those numbers, and works through the rows in chunks so that no second tensor of the
+logits' size is ever made before the gradient itself. It knows tokens only, not the sequences they
+stand in.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A chunk that stays in the cache of a CPU core; one that keeps a GPU busy with temporaries of 256 MiB.
+# A chunk that stays in the cache of a CPU core; one that keeps a GPU busy with temporaries of 256
+# MiB.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 Group = dist.ProcessGroup
@@ -29,11 +31,12 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target token, and the entropy of each distribution; differentiable in `logits`.
+    """Log-probability of each target token, and the entropy of each distribution; differentiable in
+    `logits`.
 
     Args:
-        logits: [tokens, vocab_shard], rank r of the group holding columns r * vocab_shard and on. Columns from
-            `vocab_size` on are padding: they have probability and gradient 0.
+        logits: [tokens, vocab_shard], rank r of the group holding columns r * vocab_shard and on.
+            Columns from `vocab_size` on are padding: they have probability and gradient 0.
         targets: int64 [tokens], each in [0, vocab_size), equal on all ranks of the group.
         group: the ranks that hold the shards; None where one holds all.
         temperature: divides the logits; > 0.
@@ -41,19 +44,24 @@ def vocab_parallel_logprobs(
         with_entropy: whether to compute the entropy.
 
     Returns:
-        Log-probabilities and entropies (nats) or None, float32 [tokens], equal on all ranks of the group.
+        Log-probabilities and entropies (nats) or None, float32 [tokens], equal on all ranks of the
+        group.
     """
     assert logits.dim() == 2 and targets.shape == logits.shape[:1] and temperature > 0
-    logprobs, entropy = _Logprobs.apply(logits, targets, group, temperature, vocab_size, with_entropy)
+    logprobs, entropy = _Logprobs.apply(
+        logits, targets, group, temperature, vocab_size, with_entropy
+    )
     return logprobs, entropy
 
 
 def vocab_parallel_kl(
     logits: Tensor, ref_logits: Tensor, group: Group | None, temperature: float, vocab_size: int
 ) -> Tensor:
-    """KL(p || q) = sum of p (log p - log q) over the whole vocabulary, p from `logits` and q from `ref_logits`.
+    """KL(p || q) = sum of p (log p - log q) over the whole vocabulary, p from `logits` and q from
+    `ref_logits`.
 
-    Differentiable in `logits` only. Arguments are as for `vocab_parallel_logprobs`, both logits [tokens, vocab_shard].
+    Differentiable in `logits` only. Arguments are as for `vocab_parallel_logprobs`, both logits
+    [tokens, vocab_shard].
 
     Returns:
         float32 [tokens] in nats, equal on all ranks of the group.
@@ -63,7 +71,9 @@ def vocab_parallel_kl(
 
 
 class _Logprobs(torch.autograd.Function):
-    """log p(t) = x_t - log Z and H = log Z - sum of p x, with x the scaled logits less their maximum."""
+    """log p(t) = x_t - log Z and H = log Z - sum of p x, with x the scaled logits less their
+    maximum.
+    """
 
     @staticmethod
     def forward(
@@ -98,10 +108,16 @@ class _Logprobs(torch.autograd.Function):
         return sums[2] - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Any, ...]:
         """d log p(t) / dx_j = [j = t] - p_j and dH / dx_j = -p_j (log p_j + H)."""
         logits, local, mine, log_total, entropy = ctx.saved_tensors
-        pull = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        pull = (
+            torch.zeros_like(log_total)
+            if grad_logprobs is None
+            else grad_logprobs / ctx.temperature
+        )
         gradient = torch.empty_like(logits)
         gradient[:, ctx.valid :] = 0.0
         for rows in _chunks(logits):
@@ -123,7 +139,12 @@ class _FullKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, ref_logits: Tensor, group: Group | None, temperature: float, vocab_size: int
+        ctx: Any,
+        logits: Tensor,
+        ref_logits: Tensor,
+        group: Group | None,
+        temperature: float,
+        vocab_size: int,
     ) -> Tensor:
         _, valid = _columns(logits, group, vocab_size)
         peaks = _peaks([logits, ref_logits], valid, group, temperature)
@@ -150,7 +171,9 @@ class _FullKL(torch.autograd.Function):
         gradient[:, ctx.valid :] = 0.0
         for rows in _chunks(logits):
             log_p = _scaled(logits[rows, : ctx.valid], ctx.temperature).sub_(log_total[rows, None])
-            log_q = _scaled(ref_logits[rows, : ctx.valid], ctx.temperature).sub_(ref_log_total[rows, None])
+            log_q = _scaled(ref_logits[rows, : ctx.valid], ctx.temperature).sub_(
+                ref_log_total[rows, None]
+            )
             slope = (log_p - log_q).sub_(kl[rows, None]).mul_(log_p.exp_())
             gradient[rows, : ctx.valid] = slope.mul_(grad_kl[rows, None] / ctx.temperature)
         return gradient, None, None, None, None
@@ -163,7 +186,9 @@ def _columns(logits: Tensor, group: Group | None, vocab_size: int) -> tuple[int,
 
 
 def _peaks(tensors: list[Tensor], valid: int, group: Group | None, temperature: float) -> Tensor:
-    """Maximum of each row of each tensor over all shards, divided by the temperature: float32 [tensors, tokens]."""
+    """Maximum of each row of each tensor over all shards, divided by the temperature: float32
+    [tensors, tokens].
+    """
     shape = (len(tensors), len(tensors[0]))
     peaks = torch.full(shape, -torch.inf, dtype=torch.float32, device=tensors[0].device)
     if valid:

@@ -45,9 +45,11 @@ class Chunk:
 
 
 def chunks_of(moves: Sequence[Move], capacity: int) -> list[Chunk]:
-    """What one rank sends, tensor by tensor, in chunks of at most `capacity` numbers where rows allow it.
+    """What one rank sends, tensor by tensor, in chunks of at most `capacity` numbers where rows
+    allow it.
 
-    A slice that several ranks need is there once. Going by tensors keeps all receivers busy at the same time.
+    A slice that several ranks need is there once. Going by tensors keeps all receivers busy at the
+    same time.
     """
     same: dict[tuple[str, int, int, int], list[Move]] = {}
     order: dict[str, int] = {}

@@ -1,9 +1,10 @@
-"""Carries out a reshard plan on one rank: shares what coincides, copies what is here, sends and receives the rest.
+"""Carries out a reshard plan on one rank: shares what coincides, copies what is here, sends and
+receives the rest.
 
-Slices travel in flat buckets of bounded size and are unpacked straight into the engine's own storage; no full tensor is
-ever gathered. Ranks of one machine that compute on the CPU share the buckets; others send them over
-`torch.distributed`. This file knows slots and ranks; it does not know models, layouts or what the engine does with its
-weights.
+Slices travel in flat buckets of bounded size and are unpacked straight into the engine's own
+storage; no full tensor is ever gathered. Ranks of one machine that compute on the CPU share the
+buckets; others send them over `torch.distributed`. This file knows slots and ranks; it does not
+know models, layouts or what the engine does with its weights.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class ReshardStats:
         bytes_moved: bytes received from other ranks.
         bytes_had_to_move: bytes that this rank needed and did not hold.
         peak_extra_bytes: bytes of the buckets.
-        seconds: from the first slice to the last, with what was done meanwhile, verification excepted.
+        seconds: from the first slice to the last, with what was done meanwhile, verification
+            excepted.
     """
 
     bytes_moved: int
@@ -93,26 +95,39 @@ class Resharder:
             source_slots: where this rank's training weights are stored.
             engine: the engine on this rank.
             rank: global rank of this process.
-            bucket_bytes: bound on the memory of this rank's buckets, sent and received, unless one row of a tensor is
-                larger.
+            bucket_bytes: bound on the memory of this rank's buckets, sent and received, unless one
+                row of a tensor is larger.
             verify: after each run, compare checksums of every slice as it is stored on both sides.
             group: the ranks of the plan, and maybe more; all ranks of the job where None.
             timeout_s: seconds that a rank waits for another one's weights.
-            shared_memory: share the buckets where all ranks of the group are on one machine and compute on its CPU.
+            shared_memory: share the buckets where all ranks of the group are on one machine and
+                compute on its CPU.
         """
         pieces = engine.parameter_pieces()
         self._aliases = [alias for alias in plan.aliases if alias.rank == rank]
-        assert all(pieces[alias.parameter] == alias.pieces for alias in self._aliases), "the plan is of another engine"
+        assert all(pieces[alias.parameter] == alias.pieces for alias in self._aliases), (
+            "the plan is of another engine"
+        )
         self._source_slots, self._engine = source_slots, engine
         self._parameters = {slot.piece.key: slot.parameter for slot in source_slots}
         self._source_places: Places = {}
         self._target_places: Places = {}
         self._copies = [copy for copy in plan.copies if copy.target_rank == rank]
         self._links = {ends: moves for ends, moves in links_of(plan.moves).items() if rank in ends}
-        self._rank, self._minimum, self._verify, self._group = rank, plan.minimum[rank], verify, group
-        self._dtype, self._device = source_slots[0].parameter.dtype, source_slots[0].parameter.device
+        self._rank, self._minimum, self._verify, self._group = (
+            rank,
+            plan.minimum[rank],
+            verify,
+            group,
+        )
+        self._dtype, self._device = (
+            source_slots[0].parameter.dtype,
+            source_slots[0].parameter.device,
+        )
         assert self._dtype.itemsize == plan.itemsize, "the plan is of another dtype"
-        assert all(slot.parameter.dtype == self._dtype for slot in source_slots), "the parameters have several dtypes"
+        assert all(slot.parameter.dtype == self._dtype for slot in source_slots), (
+            "the parameters have several dtypes"
+        )
         self._under_way = False
         self.carrier: Carrier | None = None
         if plan.moves:
@@ -127,28 +142,35 @@ class Resharder:
                         "more with --shm-size), so weights travel over gloo, which is slower",
                         sorted(plan.minimum),
                     )
-                self.carrier = LinkBuckets(plan.moves, rank, bucket_bytes, self._dtype, self._device, group)
+                self.carrier = LinkBuckets(
+                    plan.moves, rank, bucket_bytes, self._dtype, self._device, group
+                )
 
     @torch.no_grad()
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
         """Make the engine's weights those of the training model; every rank of the group calls it.
 
         Args:
-            meanwhile: what this rank can do while weights are under way, such as allocating the KV cache; it must not
-                touch the engine's weights.
+            meanwhile: what this rank can do while weights are under way, such as allocating the KV
+                cache; it must not touch the engine's weights.
 
         Raises:
-            WeightError: `verify` is on and a slice did not arrive as it was sent, a rank did not come, or an earlier
-                run failed half-way: what ranks then have of each other's messages is of no use.
+            WeightError: `verify` is on and a slice did not arrive as it was sent, a rank did not
+                come, or an earlier run failed half-way: what ranks then have of each other's
+                messages is of no use.
         """
         if self._under_way:
-            raise WeightError("an earlier hand-over of weights failed half-way on this rank; start the job again")
+            raise WeightError(
+                "an earlier hand-over of weights failed half-way on this rank; start the job again"
+            )
         self._under_way = True
         began = self._now()
         for alias in self._aliases:
             self._engine.bind(alias.parameter, self._parameters[alias.pieces[0].key].detach())
         slots = self._engine.weight_slots()
-        assert all(slot.parameter.dtype == self._dtype for slot in slots), "the engine has another dtype"
+        assert all(slot.parameter.dtype == self._dtype for slot in slots), (
+            "the engine has another dtype"
+        )
         source = Views(self._source_slots, self._source_places)
         target = Views(slots, self._target_places)
 
@@ -163,7 +185,9 @@ class Resharder:
             self._compare(source, target)
         return ReshardStats(moved, self._minimum, peak, seconds)
 
-    def _work_here(self, source: Views, target: Views, meanwhile: Callable[[], None] | None) -> Iterator[None]:
+    def _work_here(
+        self, source: Views, target: Views, meanwhile: Callable[[], None] | None
+    ) -> Iterator[None]:
         """What needs no other rank, in steps."""
         if meanwhile is not None:
             meanwhile()
@@ -180,17 +204,25 @@ class Resharder:
                 sums = _checksums([source(move.source, move.start, move.stop) for move in moves])
                 told.append((to, sums.to(self._device)))
             else:
-                heard.append((by, torch.empty((len(moves), 2), dtype=torch.int64, device=self._device)))
+                heard.append(
+                    (by, torch.empty((len(moves), 2), dtype=torch.int64, device=self._device))
+                )
                 arrived += moves
         exchange(told, heard, self._group)
         here = [source(copy.source, copy.start, copy.stop) for copy in self._copies]
         expected = torch.cat([_checksums(here), *(sums.cpu() for _, sums in heard)])
         slices = [*self._copies, *arrived]
         found = _checksums([target(move.target, move.start, move.stop) for move in slices])
-        wrong = [move for move, same in zip(slices, (found == expected).all(dim=1).tolist(), strict=True) if not same]
+        wrong = [
+            move
+            for move, same in zip(slices, (found == expected).all(dim=1).tolist(), strict=True)
+            if not same
+        ]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise WeightError(f"reshard changed bytes of {wrong[0]}{more}; check the link and the memory of both ranks")
+            raise WeightError(
+                f"reshard changed bytes of {wrong[0]}{more}; check the link and the memory of both ranks"
+            )
 
     def _now(self) -> float:
         if self._device.type == "cuda":

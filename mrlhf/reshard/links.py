@@ -1,4 +1,5 @@
-"""Carries moves over `torch.distributed`: one flat bucket for each pair of ranks at a time, over gloo or NCCL.
+"""Carries moves over `torch.distributed`: one flat bucket for each pair of ranks at a time, over
+gloo or NCCL.
 
 It knows moves and views; it does not know plans, engines or which ranks share a machine.
 """
@@ -31,12 +32,14 @@ class LinkBuckets:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Every rank of the group constructs one, from the same moves; `connect` has been called on the group.
+        """Every rank of the group constructs one, from the same moves; `connect` has been called on
+        the group.
 
         Args:
             moves: of all ranks.
             rank: global rank of this process.
-            bucket_bytes: bound on the memory of all buckets of a rank, unless one row of a tensor is larger.
+            bucket_bytes: bound on the memory of all buckets of a rank, unless one row of a tensor
+                is larger.
             dtype: of the numbers.
             device: where they are.
             group: the ranks of the moves, and maybe more; all ranks of the job where None.
@@ -45,11 +48,17 @@ class LinkBuckets:
         links = links_of(moves)
         ends = Counter(end for link in links for end in link)
         capacity = bucket_bytes // dtype.itemsize // max(ends.values(), default=1)
-        self._outgoing = {to: _buckets(part, capacity) for (by, to), part in links.items() if by == rank}
-        self._incoming = {by: _buckets(part, capacity) for (by, to), part in links.items() if to == rank}
+        self._outgoing = {
+            to: _buckets(part, capacity) for (by, to), part in links.items() if by == rank
+        }
+        self._incoming = {
+            by: _buckets(part, capacity) for (by, to), part in links.items() if to == rank
+        }
         everything = [*self._outgoing.values(), *self._incoming.values()]
         self._rounds = max(map(len, everything), default=0)
-        self.peak_bytes = dtype.itemsize * sum(max(map(_elements, buckets)) for buckets in everything)
+        self.peak_bytes = dtype.itemsize * sum(
+            max(map(_elements, buckets)) for buckets in everything
+        )
 
     def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
         """Move what is to be moved; every rank of the group calls it.
@@ -70,7 +79,9 @@ class LinkBuckets:
                 for move, flat in _parts(sending[peer], bucket):
                     view = source(move.source, move.start, move.stop)
                     flat.view(view.shape).copy_(view)
-            filled = {peer: receiving[peer][: _elements(bucket)] for peer, bucket in receives.items()}
+            filled = {
+                peer: receiving[peer][: _elements(bucket)] for peer, bucket in receives.items()
+            }
             leaving = [(peer, sending[peer][: _elements(bucket)]) for peer, bucket in sends.items()]
             works = start_exchange(leaving, list(filled.items()), self._group)
             for _ in work:
@@ -101,7 +112,9 @@ def links_of(moves: Sequence[Move]) -> dict[tuple[int, int], list[Move]]:
 
 
 def _buckets(moves: Sequence[Move], capacity: int) -> list[Bucket]:
-    """The moves of one link in order, cut and gathered in buckets of at most `capacity` numbers where rows allow it."""
+    """The moves of one link in order, cut and gathered in buckets of at most `capacity` numbers
+    where rows allow it.
+    """
     buckets: list[Bucket] = [[]]
     filled = 0
     for part in (part for move in moves for part in split(move, capacity)):

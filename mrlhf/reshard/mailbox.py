@@ -1,7 +1,7 @@
 """Short messages between processes of one machine: a named pipe each, which all others write to.
 
-Sending never blocks and receiving blocks in the kernel, so processes that are more than the cores do not take them
-from each other. It does not know what the messages mean.
+Sending never blocks and receiving blocks in the kernel, so processes that are more than the cores
+do not take them from each other. It does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Mailbox:
     """One process's inbox, and the way into others'."""
 
     def __init__(self, path: Path) -> None:
-        """Make the inbox at `path`, which must not exist and may be unlinked once all who write have opened it.
+        """Make the inbox at `path`, which must not exist and may be unlinked once all who write
+        have opened it.
 
         Raises:
             OSError: there can be no named pipe.
@@ -55,11 +56,15 @@ class Mailbox:
         try:
             written = self._peers[rank].write(_FORMAT.pack(*message))
         except BrokenPipeError as error:
-            raise WeightError(f"rank {rank} ended while weights were moved; its own error says why") from error
+            raise WeightError(
+                f"rank {rank} ended while weights were moved; its own error says why"
+            ) from error
         assert written == _FORMAT.size, "the inbox is full: a pipe holds 4096 messages"
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """All messages that are there, in order of arrival; waits at most `timeout_s` seconds for the first."""
+        """All messages that are there, in order of arrival; waits at most `timeout_s` seconds for
+        the first.
+        """
         if not self._poll.poll(min(timeout_s * 1000, _LONGEST_WAIT)):
             return []
         return list(_FORMAT.iter_unpack(self._inbox.read(_MOST_BYTES) or b""))

@@ -1,12 +1,13 @@
-"""Which bytes travel from which rank to which, so that every rank holds the pieces that a second layout gives it.
+"""Which bytes travel from which rank to which, so that every rank holds the pieces that a second
+layout gives it.
 
-    aliases   a target parameter made of exactly the pieces of a source parameter on the same rank: nothing is copied
-    copies    slices that the rank holds already, in another arrangement
-    moves     the rest: each byte that a rank needs and does not hold crosses one link, once
+    aliases   a target parameter made of exactly the pieces of a source parameter on the same rank:
+    nothing is copied copies    slices that the rank holds already, in another arrangement moves
+    the rest: each byte that a rank needs and does not hold crosses one link, once
 
-Pure and deterministic, so every rank derives the same plan alone. It knows pieces and ranks; it does not know models,
-tensors or process groups. The work grows with the ranks that it is given: one model-parallel group is enough where
-the target's replicas lie inside such groups.
+Pure and deterministic, so every rank derives the same plan alone. It knows pieces and ranks; it
+does not know models, tensors or process groups. The work grows with the ranks that it is given: one
+model-parallel group is enough where the target's replicas lie inside such groups.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Cost = tuple[bool, bool, int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """The interval [start, stop) of a named tensor, from a piece on one rank to a piece on another or on the same.
+    """The interval [start, stop) of a named tensor, from a piece on one rank to a piece on another
+    or on the same.
 
     On both sides the interval lies in one block or is made of whole blocks, as `Slot.view` asks.
     """
@@ -51,7 +53,9 @@ class Move:
 
 @dataclass(frozen=True)
 class Alias:
-    """A target parameter that a rank takes over as it is: its pieces are those of one source parameter, in place."""
+    """A target parameter that a rank takes over as it is: its pieces are those of one source
+    parameter, in place.
+    """
 
     rank: int
     parameter: str
@@ -72,7 +76,8 @@ class ReshardPlan:
         copies: slices that are copied on their rank.
         aliases: parameters that are shared.
         itemsize: bytes of a number.
-        minimum: bytes that each target rank needs and does not hold, counted from the layouts and not from `moves`.
+        minimum: bytes that each target rank needs and does not hold, counted from the layouts and
+            not from `moves`.
     """
 
     moves: tuple[Move, ...]
@@ -110,14 +115,15 @@ def plan(
 ) -> ReshardPlan:
     """Plan the way from the pieces that each rank has to the pieces that each rank shall have.
 
-    A rank takes what it holds itself; among other holders one of its own group in `locality` goes before any other,
-    and then the one that has sent the least so far.
+    A rank takes what it holds itself; among other holders one of its own group in `locality` goes
+    before any other, and then the one that has sent the least so far.
 
     Args:
         source: pieces by global rank; no rank holds a slice twice.
         target: the same, of the other layout.
         itemsize: bytes of a number, on both sides.
-        locality: disjoint lists of ranks with fast links between them; where empty, all ranks are alike.
+        locality: disjoint lists of ranks with fast links between them; where empty, all ranks are
+            alike.
 
     Raises:
         WeightError: a slice of the target is held by no source rank.
@@ -129,7 +135,9 @@ def plan(
     across: list[Move] = []
     aliases: list[Alias] = []
     for rank in sorted(target):
-        arrangements = {_arrangement(pieces) for pieces in _by_parameter(source.get(rank, ())).values()}
+        arrangements = {
+            _arrangement(pieces) for pieces in _by_parameter(source.get(rank, ())).values()
+        }
         cost = _cost_to(rank, group_of, sent)
         for parameter, pieces in _by_parameter(target[rank]).items():
             if _arrangement(pieces) in arrangements:
@@ -182,11 +190,18 @@ def _holders(source: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Key, dict[
     return holders
 
 
-def _cost_to(rank: int, group_of: Mapping[int, int], sent: Counter[int]) -> Callable[[tuple[int, Piece]], Cost]:
+def _cost_to(
+    rank: int, group_of: Mapping[int, int], sent: Counter[int]
+) -> Callable[[tuple[int, Piece]], Cost]:
     """What to compare among the holders of a slice that `rank` needs; the least is taken."""
 
     def cost(holder: tuple[int, Piece]) -> Cost:
-        return holder[0] != rank, group_of.get(holder[0]) != group_of.get(rank), sent[holder[0]], holder[0]
+        return (
+            holder[0] != rank,
+            group_of.get(holder[0]) != group_of.get(rank),
+            sent[holder[0]],
+            holder[0],
+        )
 
     return cost
 
@@ -197,9 +212,16 @@ def _fetch(
     holders: Mapping[str, Mapping[Key, Mapping[int, Piece]]],
     cost: Callable[[tuple[int, Piece]], Cost],
 ) -> Iterator[Move]:
-    """The moves that bring `piece` to `rank`, cut wherever a slice that some rank holds begins or ends."""
+    """The moves that bring `piece` to `rank`, cut wherever a slice that some rank holds begins or
+    ends.
+    """
     slices = holders.get(piece.name, {})
-    edges = {edge for _, _, start, stop in slices for edge in (start, stop) if piece.start < edge < piece.stop}
+    edges = {
+        edge
+        for _, _, start, stop in slices
+        for edge in (start, stop)
+        if piece.start < edge < piece.stop
+    }
     for start, stop in pairwise(sorted({piece.start, piece.stop} | edges)):
         candidates = [
             holder
@@ -208,34 +230,49 @@ def _fetch(
             for holder in by_rank.items()
         ]
         if not candidates:
-            raise WeightError(f"no rank holds {piece.name}[{start}:{stop}]; source and target are of different models")
+            raise WeightError(
+                f"no rank holds {piece.name}[{start}:{stop}]; source and target are of different models"
+            )
         source_rank, held = min(candidates, key=cost)
         move = Move(source_rank, rank, held, piece, start, stop)
         if _is_viewable(held, start, stop) and _is_viewable(piece, start, stop):
             yield move
         else:
-            yield from (replace(move, start=a, stop=b) for a, b in pairwise(_edges(move, start, stop)))
+            yield from (
+                replace(move, start=a, stop=b) for a, b in pairwise(_edges(move, start, stop))
+            )
 
 
 def _is_viewable(piece: Piece, start: int, stop: int) -> bool:
     """Whether the interval lies in one block of the piece or is made of whole blocks."""
     first, last = start - piece.start, stop - piece.start
-    return first // piece.block == (last - 1) // piece.block or (first % piece.block == 0 and last % piece.block == 0)
+    return first // piece.block == (last - 1) // piece.block or (
+        first % piece.block == 0 and last % piece.block == 0
+    )
 
 
 def _edges(move: Move, start: int, stop: int) -> list[int]:
     """`start`, each beginning of a block of either piece in between, and `stop`."""
-    inner = {edge for piece in (move.source, move.target) for edge in range(piece.start, stop, piece.block)}
+    inner = {
+        edge
+        for piece in (move.source, move.target)
+        for edge in range(piece.start, stop, piece.block)
+    }
     return [start, *sorted(edge for edge in inner if edge > start), stop]
 
 
 def _lacking(held: Sequence[Piece], needed: Sequence[Piece]) -> int:
-    """Numbers in `needed` that are not in `held`: the size of the one less what each pair has in common."""
+    """Numbers in `needed` that are not in `held`: the size of the one less what each pair has in
+    common.
+    """
     by_name: dict[str, list[Piece]] = {}
     for piece in held:
         by_name.setdefault(piece.name, []).append(piece)
     rows = 0
     for piece in needed:
-        common = (min(piece.stop, own.stop) - max(piece.start, own.start) for own in by_name.get(piece.name, ()))
+        common = (
+            min(piece.stop, own.stop) - max(piece.start, own.start)
+            for own in by_name.get(piece.name, ())
+        )
         rows += _row(piece) * (piece.stop - piece.start - sum(max(0, n) for n in common))
     return rows

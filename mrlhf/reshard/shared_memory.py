@@ -1,10 +1,11 @@
 """Carries moves between ranks of one machine through memory that they share.
 
-Each rank packs what it sends into a small ring of chunks in POSIX shared memory, once for all who need it, and they
-unpack it from there straight into their engines. Packing and unpacking overlap, nothing is copied in between, and
-chunks that fit into the processor's cache cost little more than copying each number once. The names of the memory are
-gone before the first weight moves, so a job that is killed later leaves nothing behind. The ring is kept between runs:
-to take its pages anew each time costs as long as moving several times its size.
+Each rank packs what it sends into a small ring of chunks in POSIX shared memory, once for all who
+need it, and they unpack it from there straight into their engines. Packing and unpacking overlap,
+nothing is copied in between, and chunks that fit into the processor's cache cost little more than
+copying each number once. The names of the memory are gone before the first weight moves, so a job
+that is killed later leaves nothing behind. The ring is kept between runs: to take its pages anew
+each time costs as long as moving several times its size.
 
 It knows moves and views; it does not know plans or engines.
 """
@@ -37,7 +38,9 @@ _ALL_DONE = object()
 
 
 class Ring:
-    """The chunks of one sending rank, as they lie in shared memory: chunk n in place n modulo `RING_CHUNKS`."""
+    """The chunks of one sending rank, as they lie in shared memory: chunk n in place n modulo
+    `RING_CHUNKS`.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> None:
         self.chunks, self._dtype = chunks, dtype
@@ -53,7 +56,8 @@ class Ring:
         flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
         with io.FileIO(os.open(path, flags, 0o600), "r+") as file:
             if create:
-                # Without its pages taken at once, a full /dev/shm would kill the process that writes to it later.
+                # Without its pages taken at once, a full /dev/shm would kill the process that
+                # writes to it later.
                 os.posix_fallocate(file.fileno(), 0, self.nbytes)
             numbers = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes), dtype=self._dtype)
         places = [number % RING_CHUNKS * self._stride for number in range(len(self.chunks))]
@@ -68,13 +72,19 @@ class Ring:
 
 
 class SharedRings:
-    """This rank's ring, the rings that it reads, and the messages by which ranks tell what is filled and what is read.
+    """This rank's ring, the rings that it reads, and the messages by which ranks tell what is
+    filled and what is read.
 
     Nobody leaves `carry` before all have read what it sent.
     """
 
     def __init__(
-        self, moves: Sequence[Move], rank: int, bucket_bytes: int, dtype: torch.dtype, timeout_s: float
+        self,
+        moves: Sequence[Move],
+        rank: int,
+        bucket_bytes: int,
+        dtype: torch.dtype,
+        timeout_s: float,
     ) -> None:
         """Every rank constructs one, from the same moves, and calls `open`.
 
@@ -90,7 +100,9 @@ class SharedRings:
         by_sender: dict[int, list[Move]] = {}
         for move in moves:
             by_sender.setdefault(move.source_rank, []).append(move)
-        rings = {sender: Ring(chunks_of(part, capacity), dtype) for sender, part in by_sender.items()}
+        rings = {
+            sender: Ring(chunks_of(part, capacity), dtype) for sender, part in by_sender.items()
+        }
         self._own = rings.get(rank)
         self._read_from = {
             sender: ring
@@ -115,7 +127,9 @@ class SharedRings:
         try:
             made = self._make(own_ring, own_inbox)
             names = dict(zip(ranks, all_gather_objects(name if made else None, world), strict=True))
-            opened = None not in names.values() and self._open_others({r: DIRECTORY / str(n) for r, n in names.items()})
+            opened = None not in names.values() and self._open_others(
+                {r: DIRECTORY / str(n) for r, n in names.items()}
+            )
             return all(all_gather_objects(opened, world))
         finally:
             own_ring.unlink(missing_ok=True)
@@ -147,7 +161,9 @@ class SharedRings:
                 continue
             messages = self._receive(0.0 if working else self._timeout_s)
             if not messages and not working:
-                raise self._left_alone({rank for rank, numbers in unread.items() if numbers}.union(*readers))
+                raise self._left_alone(
+                    {rank for rank, numbers in unread.items() if numbers}.union(*readers)
+                )
             working = working and (bool(messages) or next(work, _ALL_DONE) is not _ALL_DONE)
             for _, peer, number, kind in messages:
                 if kind == _READ:
@@ -160,7 +176,9 @@ class SharedRings:
         return moved
 
     def _make(self, own_ring: Path, own_inbox: Path) -> bool:
-        if not (hasattr(os, "posix_fallocate") and hasattr(os, "mkfifo")):  # not every system has them
+        if not (
+            hasattr(os, "posix_fallocate") and hasattr(os, "mkfifo")
+        ):  # not every system has them
             return False
         try:
             self._mailbox = Mailbox(own_inbox)
@@ -171,7 +189,9 @@ class SharedRings:
         return True
 
     def _open_others(self, stems: dict[int, Path]) -> bool:
-        writes_to = {reader for chunk in (self._own.chunks if self._own else ()) for reader in chunk.readers}
+        writes_to = {
+            reader for chunk in (self._own.chunks if self._own else ()) for reader in chunk.readers
+        }
         try:
             peers = writes_to | set(self._read_from)
             self._mailbox.open_peers({rank: stems[rank].with_suffix(".inbox") for rank in peers})
@@ -206,7 +226,9 @@ class SharedRings:
         return moved
 
     def _receive(self, timeout_s: float) -> list[Message]:
-        """Messages of this run, none if the time is up; those of the next, which some have begun, are kept for it."""
+        """Messages of this run, none if the time is up; those of the next, which some have begun,
+        are kept for it.
+        """
         arrived = self._early
         self._early = []
         while True:

@@ -1,7 +1,8 @@
 """The slices of one side of a reshard, as views into the tensors that store them now.
 
-Working out where a slice lies takes longer than copying a small one, so it is done once. The tensors themselves are
-looked up in every run and not kept: weights may be freed, or put elsewhere, between two runs.
+Working out where a slice lies takes longer than copying a small one, so it is done once. The
+tensors themselves are looked up in every run and not kept: weights may be freed, or put elsewhere,
+between two runs.
 """
 
 from __future__ import annotations
@@ -50,4 +51,6 @@ class Views:
             offset = int(view.storage_offset() - parameter.storage_offset())
             place = _Place(parameter.stride(), tuple(view.shape), view.stride(), offset)
             self._places[key, start, stop] = place
-        return parameter.as_strided(place.shape, place.strides, parameter.storage_offset() + place.offset)
+        return parameter.as_strided(
+            place.shape, place.strides, parameter.storage_offset() + place.offset
+        )

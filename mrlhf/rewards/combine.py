@@ -1,6 +1,8 @@
-"""The reward of a response: a weighted sum of rules, users' functions and scores computed elsewhere.
+"""The reward of a response: a weighted sum of rules, users' functions and scores computed
+elsewhere.
 
-Does not know how a reward model computes its score, nor tokens: it is handed text, and numbers by name.
+Does not know how a reward model computes its score, nor tokens: it is handed text, and numbers by
+name.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> l
     """The weighted sum of the terms' scores [batch].
 
     Raises:
-        RewardError: a term has no weight or a weight no term, the lengths differ, or a score is not finite.
+        RewardError: a term has no weight or a weight no term, the lengths differ, or a score is not
+            finite.
     """
     if set(terms) != set(weights):
         raise RewardError(
@@ -44,14 +47,18 @@ def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> l
             )
     names = list(weights)
     columns = zip(*(terms[name] for name in names), strict=True)
-    return [math.fsum(weights[name] * score for name, score in zip(names, row, strict=True)) for row in columns]
+    return [
+        math.fsum(weights[name] * score for name, score in zip(names, row, strict=True))
+        for row in columns
+    ]
 
 
 class RewardFunction:
     """Scores batches by a fixed list of weighted terms.
 
     Attributes:
-        weights: each term's weight. A term is called by its rule's name; a user's by its function's.
+        weights: each term's weight. A term is called by its rule's name; a user's by its
+            function's.
     """
 
     def __init__(
@@ -64,12 +71,14 @@ class RewardFunction:
         """Load the terms; a user's function starts its process here.
 
         Args:
-            terms: (name, weight) each, the name a rule's, "reward_model", or "path/to/file.py:function".
+            terms: (name, weight) each, the name a rule's, "reward_model", or
+                "path/to/file.py:function".
             timeout_s: longest that one call of a user's function may take, in seconds.
             format_pattern: the regular expression of the "format" rule.
 
         Raises:
-            ConfigError: a name is unknown or comes twice, a weight is not finite, or the pattern is malformed.
+            ConfigError: a name is unknown or comes twice, a weight is not finite, or the pattern is
+                malformed.
             RewardError: a user's function cannot be loaded.
         """
         self.weights = {name.rpartition(":")[2]: float(weight) for name, weight in terms}
@@ -77,7 +86,9 @@ class RewardFunction:
         try:
             re.compile(format_pattern)
         except re.error as error:
-            raise ConfigError(f"format pattern {format_pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"format pattern {format_pattern!r} is no regular expression: {error}"
+            ) from error
         rules: dict[str, Rule] = {**RULES, "format": partial(format_match, pattern=format_pattern)}
         self._rules = {name: rules[name] for name, _ in terms if name in rules}
         self._custom: dict[str, CustomReward] = {}
@@ -96,7 +107,9 @@ class RewardFunction:
         return [name for name in self.weights if name in EXTERNAL_TERMS]
 
     def score(
-        self, inputs: Sequence[RewardInput], external_scores: Mapping[str, Sequence[float]] | None = None
+        self,
+        inputs: Sequence[RewardInput],
+        external_scores: Mapping[str, Sequence[float]] | None = None,
     ) -> RewardResult:
         """Score a batch.
 
@@ -107,7 +120,9 @@ class RewardFunction:
         Raises:
             RewardError: a term fails, or returns no finite number.
         """
-        scores: dict[str, list[float]] = {name: list(column) for name, column in (external_scores or {}).items()}
+        scores: dict[str, list[float]] = {
+            name: list(column) for name, column in (external_scores or {}).items()
+        }
         further: dict[str, list[float]] = {}
         answers: dict[str, list[str | None]] = {}
         for name in self.weights:
@@ -121,7 +136,9 @@ class RewardFunction:
                 answers[name] = [result.answer for result in results]
         mixed = mix(scores, self.weights)
         if len(mixed) != len(inputs):
-            raise RewardError(f"external terms brought {len(mixed)} scores for {len(inputs)} responses")
+            raise RewardError(
+                f"external terms brought {len(mixed)} scores for {len(inputs)} responses"
+            )
         return RewardResult(mixed, {**scores, **further}, answers)
 
     def close(self) -> None:
@@ -133,7 +150,10 @@ class RewardFunction:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -142,12 +162,18 @@ class RewardFunction:
             return self._custom[name].score(inputs)
         rule = self._rules[name]
         results = [
-            split_score(rule(row.data_source, row.solution_str, row.ground_truth, row.extra()), name) for row in inputs
+            split_score(
+                rule(row.data_source, row.solution_str, row.ground_truth, row.extra()), name
+            )
+            for row in inputs
         ]
         if name not in ANSWERS:
             return results
         answer = ANSWERS[name]
-        return [result._replace(answer=answer(row.solution_str)) for row, result in zip(inputs, results, strict=True)]
+        return [
+            result._replace(answer=answer(row.solution_str))
+            for row, result in zip(inputs, results, strict=True)
+        ]
 
 
 def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float]) -> None:
@@ -164,5 +190,9 @@ def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float
         if ":" in name or name in known:
             continue
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}, or path/to/file.py:function"
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"use one of {', '.join(known)}, or path/to/file.py:function"
+        )
         raise ConfigError(f"unknown reward term {name!r}; {hint}")

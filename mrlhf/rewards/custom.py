@@ -1,7 +1,8 @@
 """Runs a user's own reward function, named "path/to/file.py:function", in a process of its own.
 
-The process is started once, serves whole batches and is killed when a call takes too long, whatever the call is doing.
-It shares nothing with the trainer: no torch state, no process group. Does not know weights, terms or tokens.
+The process is started once, serves whole batches and is killed when a call takes too long, whatever
+the call is doing. It shares nothing with the trainer: no torch state, no process group. Does not
+know weights, terms or tokens.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ class WorkerTraceback(Exception):
 class CustomReward:
     """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
-    It returns a number, or a dict with "score", further numbers and, as "pred", the response's answer. What it prints
-    goes to the log. The process starts with the object and ends with `close`, with the object or with the trainer;
-    killed, it is started anew when needed.
+    It returns a number, or a dict with "score", further numbers and, as "pred", the response's
+    answer. What it prints goes to the log. The process starts with the object and ends with
+    `close`, with the object or with the trainer; killed, it is started anew when needed.
 
     Attributes:
         name: the function's name.
     """
 
-    def __init__(self, file: Path, name: str, *, timeout_s: float = 60.0, load_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, file: Path, name: str, *, timeout_s: float = 60.0, load_timeout_s: float = 120.0
+    ) -> None:
         """Start the process and load the function.
 
         Args:
@@ -63,7 +66,8 @@ class CustomReward:
             load_timeout_s: longest that importing the file may take, in seconds.
 
         Raises:
-            RewardError: the file or the function is missing, fails to import, or takes other arguments.
+            RewardError: the file or the function is missing, fails to import, or takes other
+                arguments.
         """
         self.name = name
         self._file = file.resolve()
@@ -76,15 +80,20 @@ class CustomReward:
         """Score, further numbers and answer of each input.
 
         Raises:
-            RewardError: a call failed, took too long, ended the process, or returned no finite number.
+            RewardError: a call failed, took too long, ended the process, or returned no finite
+                number.
         """
-        return self._run([(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs])
+        return self._run(
+            [(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs]
+        )
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
     ) -> float | dict[str, Any]:
         """One call, with the signature and the return value of a rule."""
-        score, further, answer = self._run([(data_source, solution_str, ground_truth, dict(extra_info))])[0]
+        score, further, answer = self._run(
+            [(data_source, solution_str, ground_truth, dict(extra_info))]
+        )[0]
         if answer is not None:
             return {"score": score, "pred": answer, **further}
         return {"score": score, **further} if further else score
@@ -125,7 +134,9 @@ class CustomReward:
         if self._process is None:
             self._process = _Process(self._file, self.name, self._timeout_s)
             self._process.send(sys.path)
-            kind, value = self._receive(self._process, self._load_timeout_s, "while its file was imported")
+            kind, value = self._receive(
+                self._process, self._load_timeout_s, "while its file was imported"
+            )
             if kind == "error":
                 self.close()
                 summary, trace = value
@@ -148,7 +159,10 @@ class CustomReward:
         raise self._failure(f"{fate} {when}", printed)
 
     def _failure(self, what: str, printed: str) -> RewardError:
-        return RewardError(f"reward function {self._title} {what}" + (f"; it printed: {printed}" if printed else ""))
+        return RewardError(
+            f"reward function {self._title} {what}"
+            + (f"; it printed: {printed}" if printed else "")
+        )
 
 
 def load_custom(reference: str, *, timeout_s: float = 60.0) -> CustomReward:
@@ -178,7 +192,15 @@ class _Process:
         self._output: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in stop)
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-u", str(_WORKER), str(theirs.fileno()), str(file), name, str(timeout_s)],
+                [
+                    sys.executable,
+                    "-u",
+                    str(_WORKER),
+                    str(theirs.fileno()),
+                    str(file),
+                    name,
+                    str(timeout_s),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -188,7 +210,9 @@ class _Process:
         self._end = weakref.finalize(self, _end, self._popen, self.connection)
 
     def send(self, message: Any) -> None:
-        """Hand `message` over; a worker that is gone is noticed, and reported, where its answer is read."""
+        """Hand `message` over; a worker that is gone is noticed, and reported, where its answer is
+        read.
+        """
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 

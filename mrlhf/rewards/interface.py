@@ -1,4 +1,5 @@
-"""What a reward is given and what it gives back, the same for built-in rules and for users' functions.
+"""What a reward is given and what it gives back, the same for built-in rules and for users'
+functions.
 
 Does not know any rule, nor processes, nor torch.
 """
@@ -39,8 +40,14 @@ class RewardInput:
     response_tokens: int
 
     def extra(self) -> dict[str, Any]:
-        """The row's extra_info, joined by `prompt_text` and `response_tokens`: what a rule gets as extra_info."""
-        return {**self.extra_info, "prompt_text": self.prompt_text, "response_tokens": self.response_tokens}
+        """The row's extra_info, joined by `prompt_text` and `response_tokens`: what a rule gets as
+        extra_info.
+        """
+        return {
+            **self.extra_info,
+            "prompt_text": self.prompt_text,
+            "response_tokens": self.response_tokens,
+        }
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,10 @@ class RewardResult:
 
     Attributes:
         scores: the weighted mix, one number a response [batch].
-        metrics: each term's own score under the term's name, and its further numbers under "term/name" [batch]; NaN
-            where a response has none.
-        answers: under the name of each term that extracts answers, what it took for the answer [batch]; None where a
-            response has none.
+        metrics: each term's own score under the term's name, and its further numbers under
+            "term/name" [batch]; NaN where a response has none.
+        answers: under the name of each term that extracts answers, what it took for the answer
+            [batch]; None where a response has none.
     """
 
     scores: list[float]
@@ -75,19 +82,32 @@ class Scored(NamedTuple):
 
 
 def split_score(value: Any, name: str) -> Scored:
-    """A rule's return value in parts: "score", the answer under "pred", and further numbers; the rest is left out.
+    """A rule's return value in parts: "score", the answer under "pred", and further numbers; the
+    rest is left out.
 
     Raises:
         RewardError: there is no finite score.
     """
     fields = value if isinstance(value, Mapping) else {"score": value}
     if "score" not in fields:
-        raise RewardError(f'reward {name} returned a dict without "score": {sorted(map(str, fields))}')
+        raise RewardError(
+            f'reward {name} returned a dict without "score": {sorted(map(str, fields))}'
+        )
     score = fields["score"]
     if not isinstance(score, (int, float)):
-        raise RewardError(f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite float")
+        raise RewardError(
+            f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite float"
+        )
     if not math.isfinite(score):
         raise RewardError(f"reward {name} returned {score}; return a finite float")
-    rest = {str(key): v for key, v in fields.items() if key not in ("score", "pred") and isinstance(v, (int, float))}
+    rest = {
+        str(key): v
+        for key, v in fields.items()
+        if key not in ("score", "pred") and isinstance(v, (int, float))
+    }
     answer = fields.get("pred")
-    return Scored(float(score), {key: float(v) for key, v in rest.items()}, None if answer is None else str(answer))
+    return Scored(
+        float(score),
+        {key: float(v) for key, v in rest.items()},
+        None if answer is None else str(answer),
+    )

@@ -1,6 +1,7 @@
 """Built-in reward rules: pure functions of a response and its reference answer.
 
-A user's reward file may import and build on them. Does not know tokens, models or how terms are weighed.
+A user's reward file may import and build on them. Does not know tokens, models or how terms are
+weighed.
 """
 
 from __future__ import annotations
@@ -31,20 +32,28 @@ _STRICT = re.compile(r"#### (-?\$?-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?\$?[0-9.,]+")
 
 
-def exact_match(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
+) -> float:
     """1 where the response is the reference answer, surrounding whitespace aside."""
     return float(solution_str.strip() == ground_truth.strip())
 
 
-def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
-    """1 where the last "#### number" is the reference answer: verl's `gsm8k.compute_score(method="strict")`.
+def gsm8k(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
+) -> float:
+    """1 where the last "#### number" is the reference answer: verl's
+    `gsm8k.compute_score(method="strict")`.
 
-    More lenient than verl in two points: a dollar sign before the number and a full stop after it are passed over.
+    More lenient than verl in two points: a dollar sign before the number and a full stop after it
+    are passed over.
     """
     return float(extract_number(solution_str, strict=True) == _normalise(ground_truth))
 
 
-def gsm8k_flexible(data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]) -> float:
+def gsm8k_flexible(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
+) -> float:
     """1 where the last number of the response, in whatever form ("A: 18"), is the reference answer.
 
     verl's `method="flexible"`, but "1,000", "$18" and "18." are taken for 1000 and 18.
@@ -64,16 +73,22 @@ def format_match(
 
 
 def extract_number(solution: str, *, strict: bool) -> str | None:
-    """The number that a solution gives as its answer, without thousands separators and dollar signs; None without one.
+    """The number that a solution gives as its answer, without thousands separators and dollar
+    signs; None without one.
 
-    As in verl, only the last 300 characters are looked at, and numbers are compared as text: "18.0" is not "18".
+    As in verl, only the last 300 characters are looked at, and numbers are compared as text: "18.0"
+    is not "18".
 
     Args:
         solution: the response.
         strict: take the last "#### number"; else the last number of all.
     """
     found = (_STRICT if strict else _FLEXIBLE).findall(solution[-_CLIP_CHARACTERS:])
-    numbers = [number for number in map(_normalise, found) if any(character.isdigit() for character in number)]
+    numbers = [
+        number
+        for number in map(_normalise, found)
+        if any(character.isdigit() for character in number)
+    ]
     return numbers[-1] if numbers else None
 
 

@@ -1,8 +1,12 @@
-"""The process that runs a user's reward function, so that a hang or a crash there cannot take the trainer with it.
+"""The process that runs a user's reward function, so that a hang or a crash there cannot take the
+trainer with it.
 
-Started by path, not imported, with the standard library alone: `worker.py FD FILE NAME TIMEOUT`. Talks over the socket
-FD: first receives the import path and answers `("ready", None)`; then receives lists of argument tuples and answers
-each tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest. Does not know mrlhf.
+Started by path, not imported, with the standard library alone: `worker.py FD FILE NAME TIMEOUT`.
+Talks over the socket
+FD: first receives the import path and answers `("ready", None)`; then receives lists of argument
+    tuples and answers
+each tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest.
+Does not know mrlhf.
 """
 
 from __future__ import annotations
@@ -35,10 +39,15 @@ def load(file: Path, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    names = [
+        key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+    ]
     if not callable(vars(module).get(name)):
         near = difflib.get_close_matches(name, names, n=3)
-        raise LoadError(f"{file} has no function {name!r}; " + (f"did you mean {near}?" if near else f"it has {names}"))
+        raise LoadError(
+            f"{file} has no function {name!r}; "
+            + (f"did you mean {near}?" if near else f"it has {names}")
+        )
     function: Callable[..., Any] = vars(module)[name]
     try:
         inspect.signature(function).bind(**dict.fromkeys(PARAMETERS))
@@ -48,9 +57,13 @@ def load(file: Path, name: str) -> Callable[..., Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` in builtin types: numbers of any library as float, whatever is no number as its repr, "pred" as text."""
+    """`value` in builtin types: numbers of any library as float, whatever is no number as its repr,
+    "pred" as text.
+    """
     if isinstance(value, dict):
-        return {str(key): text(item) if key == "pred" else plain(item) for key, item in value.items()}
+        return {
+            str(key): text(item) if key == "pred" else plain(item) for key, item in value.items()
+        }
     if isinstance(value, (str, bytes)):
         return repr(value)[:200]
     try:
@@ -66,7 +79,11 @@ def text(value: Any) -> str | None:
 
 def summarise(error: BaseException, file: Path) -> str:
     """Type, message and line of `error`, on one line."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(file)
+    ]
     place = f" (line {lines[-1]})" if lines else ""
     return " ".join(f"{type(error).__name__}: {error}".split()) + place
 
@@ -80,11 +97,16 @@ def without_own_frames(error: BaseException) -> str:
 
 
 def answer(
-    connection: Connection, function: Callable[..., Any], file: Path, calls: list[Any], timeout_s: float
+    connection: Connection,
+    function: Callable[..., Any],
+    file: Path,
+    calls: list[Any],
+    timeout_s: float,
 ) -> None:
     """Score `calls` one by one, up to the first that fails."""
     for arguments in calls:
-        # Should the trainer die while this call hangs, nobody is left to stop it; SIGALRM then does.
+        # Should the trainer die while this call hangs, nobody is left to stop it; SIGALRM then
+        # does.
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 1)
         try:
             value = plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
@@ -98,7 +120,12 @@ def answer(
 
 def main() -> None:
     """Serve until the trainer closes its end."""
-    descriptor, file, name, timeout_s = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    descriptor, file, name, timeout_s = (
+        int(sys.argv[1]),
+        Path(sys.argv[2]),
+        sys.argv[3],
+        float(sys.argv[4]),
+    )
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:

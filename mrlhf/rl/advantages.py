@@ -1,8 +1,8 @@
 """From rewards to advantages and returns, by the estimator that a name stands for.
 
-Advantages leave this file as they are: whitening (of those in `WHITENED`) needs the moments of the whole batch and is
-the caller's second step. This file does not know how the rewards were made; what needs no critic is in
-`group_advantages`.
+Advantages leave this file as they are: whitening (of those in `WHITENED`) needs the moments of the
+whole batch and is the caller's second step. This file does not know how the rewards were made; what
+needs no critic is in `group_advantages`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,20 @@ from mrlhf.rl.group_advantages import (
 )
 
 AdvantageEstimator = Literal[
-    "gae", "grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
 ]
 
-WHITENED: frozenset[AdvantageEstimator] = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+WHITENED: frozenset[AdvantageEstimator] = frozenset(
+    {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +51,10 @@ class AdvantageInputs:
         rewards: [batch, response_len], reward of each token.
         mask: bool [batch, response_len].
         groups: int64 [batch], rows with the same number answer one prompt.
-        values: [batch, response_len], the critic's prediction before each token; `gae` alone needs it.
-        greedy_scores: [batch], score of the greedy response to each row's prompt; `remax` alone needs it.
+        values: [batch, response_len], the critic's prediction before each token; `gae` alone needs
+            it.
+        greedy_scores: [batch], score of the greedy response to each row's prompt; `remax` alone
+            needs it.
     """
 
     rewards: Tensor
@@ -52,8 +64,12 @@ class AdvantageInputs:
     greedy_scores: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert self.rewards.shape == self.mask.shape, f"{tuple(self.rewards.shape)}, {tuple(self.mask.shape)}"
-        assert self.groups.shape == self.rewards.shape[:1], f"{tuple(self.groups.shape)}, {tuple(self.rewards.shape)}"
+        assert self.rewards.shape == self.mask.shape, (
+            f"{tuple(self.rewards.shape)}, {tuple(self.mask.shape)}"
+        )
+        assert self.groups.shape == self.rewards.shape[:1], (
+            f"{tuple(self.groups.shape)}, {tuple(self.rewards.shape)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,32 +100,40 @@ def estimate_advantages(
         Both [batch, response_len], 0 where the mask is.
 
     Raises:
-        ValueError: `gae` without values, `remax` without greedy scores, `grpo_passk` with a response alone in its
-            group.
+        ValueError: `gae` without values, `remax` without greedy scores, `grpo_passk` with a
+            response alone in its group.
     """
     return ADVANTAGE_ESTIMATORS[name](inputs, options)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> AdvantagesAndReturns:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+) -> AdvantagesAndReturns:
     """Generalised advantage estimation, https://arxiv.org/abs/1506.02438.
 
-    A masked-out position is skipped: the value and the advantage after it are handed unchanged to the one before it.
-    After the last position both are 0, for a response ends the episode, whether it stopped or was cut.
+    A masked-out position is skipped: the value and the advantage after it are handed unchanged to
+    the one before it. After the last position both are 0, for a response ends the episode, whether
+    it stopped or was cut.
 
     Args:
         rewards: [batch, response_len], reward of each token.
         values: [batch, response_len], the critic's prediction before each token.
         mask: bool [batch, response_len].
         gamma: discount.
-        lam: 0 trusts the critic after one token, 1 trusts the rewards alone; one for all or [batch].
+        lam: 0 trusts the critic after one token, 1 trusts the rewards alone; one for all or
+            [batch].
 
     Returns:
         Advantages and returns (advantage + value), both [batch, response_len], 0 where the mask is.
     """
-    assert rewards.shape == values.shape == mask.shape, f"{rewards.shape}, {values.shape}, {mask.shape}"
+    assert rewards.shape == values.shape == mask.shape, (
+        f"{rewards.shape}, {values.shape}, {mask.shape}"
+    )
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
     if isinstance(lam, Tensor):
-        assert lam.shape == values.shape[:1], f"lam {tuple(lam.shape)} against values {tuple(values.shape)}"
+        assert lam.shape == values.shape[:1], (
+            f"lam {tuple(lam.shape)} against values {tuple(values.shape)}"
+        )
         lam = lam.to(values.dtype)
     next_value = values.new_zeros(len(values))
     last = torch.zeros_like(next_value)
@@ -125,7 +149,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
-    """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late; VAPO, arXiv 2504.05118.
+    """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late; VAPO,
+    arXiv 2504.05118.
 
     Args:
         mask: bool [batch, response_len].
@@ -142,16 +167,24 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
 def _decoupled_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
     """GAE whose returns may have a lambda of their own, VAPO, https://arxiv.org/abs/2504.05118."""
     if inputs.values is None:
-        raise ValueError("gae needs values: give the run a critic, or set algorithm.adv_estimator to one without")
-    advantages, returns = gae(inputs.rewards, inputs.values, inputs.mask, options.gamma, options.lam)
+        raise ValueError(
+            "gae needs values: give the run a critic, or set algorithm.adv_estimator to one without"
+        )
+    advantages, returns = gae(
+        inputs.rewards, inputs.values, inputs.mask, options.gamma, options.lam
+    )
     if options.critic_lam is not None:
-        _, returns = gae(inputs.rewards, inputs.values, inputs.mask, options.gamma, options.critic_lam)
+        _, returns = gae(
+            inputs.rewards, inputs.values, inputs.mask, options.gamma, options.critic_lam
+        )
     return advantages, returns
 
 
 def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
     if inputs.greedy_scores is None:
-        raise ValueError("remax needs greedy_scores: generate and score one greedy response a prompt")
+        raise ValueError(
+            "remax needs greedy_scores: generate and score one greedy response a prompt"
+        )
     return remax(inputs.rewards, inputs.mask, inputs.greedy_scores)
 
 
@@ -159,12 +192,18 @@ Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
 
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gae": _decoupled_gae,
-    "grpo": lambda inputs, options: grpo(inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std),
-    "grpo_passk": lambda inputs, options: grpo_passk(inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std),
+    "grpo": lambda inputs, options: grpo(
+        inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std
+    ),
+    "grpo_passk": lambda inputs, options: grpo_passk(
+        inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std
+    ),
     "rloo": lambda inputs, options: rloo(inputs.rewards, inputs.mask, inputs.groups),
     "opo": lambda inputs, options: opo(inputs.rewards, inputs.mask, inputs.groups),
     "gpg": lambda inputs, options: gpg(inputs.rewards, inputs.mask, inputs.groups, options.f_norm),
-    "reinforce_plus_plus": lambda inputs, options: reinforce_plus_plus(inputs.rewards, inputs.mask, options.gamma),
+    "reinforce_plus_plus": lambda inputs, options: reinforce_plus_plus(
+        inputs.rewards, inputs.mask, options.gamma
+    ),
     "reinforce_plus_plus_baseline": lambda inputs, options: reinforce_plus_plus_baseline(
         inputs.rewards, inputs.mask, inputs.groups
     ),

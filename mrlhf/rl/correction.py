@@ -1,8 +1,9 @@
 """Correction for the engine that drew the responses not being quite the policy that is trained.
 
-Importance weights bring the expectation over the engine's policy back to the trainer's; rejection takes out tokens or
-sequences on which the two disagree too much. Both come from one log-ratio, trainer minus engine. This file does not
-know which of the trainer's policies is meant, the one before the step or the current one.
+Importance weights bring the expectation over the engine's policy back to the trainer's; rejection
+takes out tokens or sequences on which the two disagree too much. Both come from one log-ratio,
+trainer minus engine. This file does not know which of the trainer's policies is meant, the one
+before the step or the current one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Criterion:
 
     Attributes:
         statistic: which estimator of the divergence, and over what it is taken.
-        lower: k1: the smallest probability ratio, engine over trainer, that is kept; None for k2 and k3.
+        lower: k1: the smallest probability ratio, engine over trainer, that is kept; None for k2
+            and k3.
         upper: k1: the largest such ratio; k2 and k3: the largest divergence, in nats.
     """
 
@@ -53,7 +55,9 @@ class Criterion:
 
     def __post_init__(self) -> None:
         k1 = self.statistic.endswith("k1")
-        assert k1 == (self.lower is not None), f"{self.statistic}: a lower bound is for k1, and k1 needs one"
+        assert k1 == (self.lower is not None), (
+            f"{self.statistic}: a lower bound is for k1, and k1 needs one"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Correction:
     """Which weights and which rejection.
 
     Attributes:
-        level: a weight a token, its probability ratio, or one a sequence, the product of them; None: no weights.
+        level: a weight a token, its probability ratio, or one a sequence, the product of them;
+            None: no weights.
         lower: weights outside [lower, upper] become 0; None: those above `upper` become `upper`.
         upper: the largest weight.
         normalise: divide the weights by their mean.
@@ -93,12 +98,13 @@ class Corrected:
 def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Corrected:
     """Weigh and reject.
 
-    Truncated weights are those of https://fengyao.notion.site/off-policy-rl, weights zeroed outside a band those of
-    IcePop, https://arxiv.org/abs/2510.18855. Weights do not depend on what is rejected. Without `normalise`, each row
-    depends on nothing but itself.
+    Truncated weights are those of https://fengyao.notion.site/off-policy-rl, weights zeroed outside
+    a band those of IcePop, https://arxiv.org/abs/2510.18855. Weights do not depend on what is
+    rejected. Without `normalise`, each row depends on nothing but itself.
 
     Args:
-        log_ratio: [batch, response_len], log-probability under the trainer's policy less that under the engine's.
+        log_ratio: [batch, response_len], log-probability under the trainer's policy less that under
+            the engine's.
         mask: bool [batch, response_len].
         correction: what to do.
     """
@@ -123,7 +129,8 @@ def truncate(raw: Tensor, correction: Correction) -> Tensor:
 
 
 def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """The geometric mean of each row's weights, for losses that are geometric means themselves (`geo_mean`).
+    """The geometric mean of each row's weights, for losses that are geometric means themselves
+    (`geo_mean`).
 
     Args:
         weights: [batch, response_len], not negative.
@@ -163,7 +170,8 @@ def _clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-# http://joschu.net/blog/kl-approx.html, of KL(engine || trainer), of the log-ratio trainer minus engine.
+# http://joschu.net/blog/kl-approx.html, of KL(engine || trainer), of the log-ratio trainer minus
+# engine.
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: -x,
     "k2": lambda x: 0.5 * x.square(),

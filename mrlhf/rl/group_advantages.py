@@ -1,9 +1,11 @@
-"""Advantages without a critic: a response's score against those of other responses, or its rewards alone.
+"""Advantages without a critic: a response's score against those of other responses, or its rewards
+alone.
 
-Each function takes the rewards of the tokens and returns advantages and returns, both [batch, response_len] and 0 where
-the mask is. The score s of a response is the sum of its rewards. Rows with the same number in `groups` answer one
-prompt; they need not stand together, nor be equally many. This file does not know how the rewards were made, nor
-whether the caller whitens what it returns.
+Each function takes the rewards of the tokens and returns advantages and returns, both [batch,
+response_len] and 0 where the mask is. The score s of a response is the sum of its rewards. Rows
+with the same number in `groups` answer one prompt; they need not stand together, nor be equally
+many. This file does not know how the rewards were made, nor whether the caller whitens what it
+returns.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]
 def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, norm_by_std: bool) -> AdvantagesAndReturns:
     """(s - group mean) / (group std + 1e-6) at every token, https://arxiv.org/abs/2402.03300.
 
-    Without the division that of Dr. GRPO, https://arxiv.org/abs/2503.20783. The std is unbiased; a response alone in
-    its group has mean 0 and std 1, as in verl.
+    Without the division that of Dr. GRPO, https://arxiv.org/abs/2503.20783. The std is unbiased; a
+    response alone in its group has mean 0 and std 1, as in verl.
 
     Args:
         rewards: [batch, response_len].
@@ -35,8 +37,11 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, norm_by_std: bool) -> Ad
     return _tiled(prompt_groups.centred(scores), rewards, mask)
 
 
-def grpo_passk(rewards: Tensor, mask: Tensor, groups: Tensor, norm_by_std: bool) -> AdvantagesAndReturns:
-    """The best response of a group gets what it is ahead of the second, the others 0, https://arxiv.org/abs/2503.19595.
+def grpo_passk(
+    rewards: Tensor, mask: Tensor, groups: Tensor, norm_by_std: bool
+) -> AdvantagesAndReturns:
+    """The best response of a group gets what it is ahead of the second, the others 0,
+    https://arxiv.org/abs/2503.19595.
 
     Args:
         rewards: [batch, response_len].
@@ -49,7 +54,9 @@ def grpo_passk(rewards: Tensor, mask: Tensor, groups: Tensor, norm_by_std: bool)
     """
     scores, prompt_groups = _scores(rewards, mask), PromptGroups(groups)
     if prompt_groups.single.any():
-        raise ValueError("grpo_passk needs at least 2 responses a prompt: set rollout.n to 2 or more")
+        raise ValueError(
+            "grpo_passk needs at least 2 responses a prompt: set rollout.n to 2 or more"
+        )
     best = prompt_groups.highest(scores)
     is_best = scores == best
     # Where two are best, the lead is 0, whichever of them gets it.
@@ -62,10 +69,11 @@ def grpo_passk(rewards: Tensor, mask: Tensor, groups: Tensor, norm_by_std: bool)
 
 
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> AdvantagesAndReturns:
-    """Score less the mean of the others of the group, n / (n - 1) (s - mean), https://arxiv.org/abs/2402.14740.
+    """Score less the mean of the others of the group, n / (n - 1) (s - mean),
+    https://arxiv.org/abs/2402.14740.
 
-    A response alone in its group keeps its score. Arguments: rewards [batch, response_len], mask bool
-    [batch, response_len], groups int64 [batch].
+    A response alone in its group keeps its score. Arguments: rewards [batch, response_len], mask
+    bool [batch, response_len], groups int64 [batch].
     """
     prompt_groups = PromptGroups(groups)
     scale = prompt_groups.size / (prompt_groups.size - 1).clamp(min=1).double()
@@ -75,17 +83,21 @@ def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> AdvantagesAndReturns:
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> AdvantagesAndReturns:
     """Score less the length-weighted mean of its group, https://arxiv.org/abs/2505.23585.
 
-    A response alone in its group keeps its score. Arguments as in `rloo`; the length is the mask's sum.
+    A response alone in its group keeps its score. Arguments as in `rloo`; the length is the mask's
+    sum.
     """
     lengths = mask.sum(dim=1)
-    return _tiled(PromptGroups(groups).centred(_scores(rewards, mask), weights=lengths), rewards, mask)
+    return _tiled(
+        PromptGroups(groups).centred(_scores(rewards, mask), weights=lengths), rewards, mask
+    )
 
 
 def gpg(rewards: Tensor, mask: Tensor, groups: Tensor, f_norm: float) -> AdvantagesAndReturns:
-    """alpha (s - group mean) / f_norm with alpha = batch / number of s other than 0, https://arxiv.org/abs/2504.02546.
+    """alpha (s - group mean) / f_norm with alpha = batch / number of s other than 0,
+    https://arxiv.org/abs/2504.02546.
 
-    alpha makes up for prompts that give no gradient; where every s is 0, it is the batch size. A response alone in its
-    group keeps its score.
+    alpha makes up for prompts that give no gradient; where every s is 0, it is the batch size. A
+    response alone in its group keeps its score.
 
     Args:
         rewards: [batch, response_len] of the whole batch, since alpha is taken over it.
@@ -99,9 +111,11 @@ def gpg(rewards: Tensor, mask: Tensor, groups: Tensor, f_norm: float) -> Advanta
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> AdvantagesAndReturns:
-    """Discounted sum of the rewards from each token on, https://arxiv.org/abs/2501.03262; the caller whitens it.
+    """Discounted sum of the rewards from each token on, https://arxiv.org/abs/2501.03262; the
+    caller whitens it.
 
-    A masked-out position is skipped: the return after it is handed unchanged to the token before it.
+    A masked-out position is skipped: the return after it is handed unchanged to the token before
+    it.
 
     Args:
         rewards: [batch, response_len].
@@ -117,8 +131,11 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Advantag
     return returns, returns
 
 
-def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> AdvantagesAndReturns:
-    """Score less the mean of its group at every token, https://arxiv.org/abs/2501.03262; the caller whitens it.
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, mask: Tensor, groups: Tensor
+) -> AdvantagesAndReturns:
+    """Score less the mean of its group at every token, https://arxiv.org/abs/2501.03262; the caller
+    whitens it.
 
     A response alone in its group keeps its score. Arguments as in `rloo`.
     """
@@ -126,7 +143,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) 
 
 
 def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAndReturns:
-    """Sum of the rewards from each token on, less the score of the greedy response, https://arxiv.org/abs/2310.10505.
+    """Sum of the rewards from each token on, less the score of the greedy response,
+    https://arxiv.org/abs/2310.10505.
 
     Args:
         rewards: [batch, response_len].
@@ -134,11 +152,15 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAnd
         greedy_scores: [batch], score of the greedy response to each row's prompt.
     """
     _check(rewards, mask)
-    assert greedy_scores.shape == rewards.shape[:1], f"{tuple(greedy_scores.shape)} against {tuple(rewards.shape)}"
+    assert greedy_scores.shape == rewards.shape[:1], (
+        f"{tuple(greedy_scores.shape)} against {tuple(rewards.shape)}"
+    )
     kept = rewards.masked_fill(~mask, 0).double()
     to_go = kept.flip(1).cumsum(1).flip(1)
     advantages = to_go - greedy_scores[:, None].double()
-    return advantages.masked_fill(~mask, 0).to(rewards.dtype), to_go.masked_fill(~mask, 0).to(rewards.dtype)
+    return advantages.masked_fill(~mask, 0).to(rewards.dtype), to_go.masked_fill(~mask, 0).to(
+        rewards.dtype
+    )
 
 
 def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
@@ -148,11 +170,15 @@ def _scores(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def _tiled(advantages: Tensor, rewards: Tensor, mask: Tensor) -> AdvantagesAndReturns:
-    """One advantage a response [batch] at each of its tokens, which are its returns, too; typed as the rewards."""
+    """One advantage a response [batch] at each of its tokens, which are its returns, too; typed as
+    the rewards.
+    """
     tiled = torch.where(mask, advantages[:, None].to(rewards.dtype), 0)
     return tiled, tiled
 
 
 def _check(rewards: Tensor, mask: Tensor) -> None:
-    assert rewards.shape == mask.shape, f"rewards {tuple(rewards.shape)} against mask {tuple(mask.shape)}"
+    assert rewards.shape == mask.shape, (
+        f"rewards {tuple(rewards.shape)} against mask {tuple(mask.shape)}"
+    )
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"

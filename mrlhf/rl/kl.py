@@ -1,8 +1,8 @@
 """Estimators of the KL divergence between two policies, and the controllers of its coefficient.
 
-The estimators see only the log-probabilities of the tokens that were drawn; the exact divergence over the vocabulary
-(`full`) needs the logits and is computed where those are. This file does not know whether the KL goes into the reward
-or into the loss.
+The estimators see only the log-probabilities of the tokens that were drawn; the exact divergence
+over the vocabulary (`full`) needs the logits and is computed where those are. This file does not
+know whether the KL goes into the reward or into the loss.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
     """Estimate KL(policy || reference) for each token that the policy drew.
 
-    The estimators k1, k2, k3 are those of http://joschu.net/blog/kl-approx.html; `k1_clamped` is the one-sided penalty
-    of AlpacaFarm, https://arxiv.org/abs/2305.14387. With a `+` the value is that of the base kind and the gradient that
-    of k2, which on average is the gradient of the divergence, as those of k1 and k3 are not
-    (https://arxiv.org/abs/2506.09477).
+    The estimators k1, k2, k3 are those of http://joschu.net/blog/kl-approx.html; `k1_clamped` is
+    the one-sided penalty of AlpacaFarm, https://arxiv.org/abs/2305.14387. With a `+` the value is
+    that of the base kind and the gradient that of k2, which on average is the gradient of the
+    divergence, as those of k1 and k3 are not (https://arxiv.org/abs/2506.09477).
 
     Args:
         logprob: [batch, response_len], log-probabilities of the drawn tokens under the policy.
@@ -85,8 +85,12 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
     Returns:
         [batch, response_len]
     """
-    assert kind != "full", "'full' is summed over the vocabulary where the logits are, not estimated from log-probs"
-    assert logprob.shape == ref_logprob.shape, f"{tuple(logprob.shape)} against {tuple(ref_logprob.shape)}"
+    assert kind != "full", (
+        "'full' is summed over the vocabulary where the logits are, not estimated from log-probs"
+    )
+    assert logprob.shape == ref_logprob.shape, (
+        f"{tuple(logprob.shape)} against {tuple(ref_logprob.shape)}"
+    )
     x = logprob - ref_logprob
     value = _ESTIMATORS[kind.removesuffix("+")](x)
     if not kind.endswith("+"):
@@ -113,7 +117,9 @@ class KlController(Protocol):
 
 
 class FixedKlController:
-    """A coefficient that stays what the configuration says, also when a run is resumed with another one."""
+    """A coefficient that stays what the configuration says, also when a run is resumed with another
+    one.
+    """
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -136,15 +142,21 @@ class AdaptiveKlController:
     """
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: float) -> None:
-        assert target_kl > 0 and horizon > 0, f"target_kl {target_kl} and horizon {horizon} must be positive"
+        assert target_kl > 0 and horizon > 0, (
+            f"target_kl {target_kl} and horizon {horizon} must be positive"
+        )
         self.value = kl_coef
         self._target_kl = target_kl
         self._horizon = horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Move the coefficient by the relative error of `current_kl`, clipped, times `n_samples` / horizon."""
+        """Move the coefficient by the relative error of `current_kl`, clipped, times `n_samples` /
+        horizon.
+        """
         assert math.isfinite(current_kl), f"KL {current_kl} would destroy the coefficient"
-        error = min(max(current_kl / self._target_kl - 1, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
+        error = min(
+            max(current_kl / self._target_kl - 1, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT
+        )
         self.value *= 1 + error * n_samples / self._horizon
 
     def state_dict(self) -> dict[str, float]:
@@ -156,8 +168,12 @@ class AdaptiveKlController:
         self.value = state["value"]
 
 
-def make_kl_controller(kind: KlControllerKind, kl_coef: float, target_kl: float, horizon: float) -> KlController:
-    """The controller named `kind`; `target_kl` and `horizon` (in samples) concern the adaptive one alone."""
+def make_kl_controller(
+    kind: KlControllerKind, kl_coef: float, target_kl: float, horizon: float
+) -> KlController:
+    """The controller named `kind`; `target_kl` and `horizon` (in samples) concern the adaptive one
+    alone.
+    """
     controllers: dict[KlControllerKind, Callable[[], KlController]] = {
         "fixed": lambda: FixedKlController(kl_coef),
         "adaptive": lambda: AdaptiveKlController(kl_coef, target_kl, horizon),

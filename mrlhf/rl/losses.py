@@ -1,8 +1,10 @@
-"""The per-token loss of the critic, and how the tokens of any loss are summed into the loss of a mini-batch.
+"""The per-token loss of the critic, and how the tokens of any loss are summed into the loss of a
+mini-batch.
 
-A loss is a sum and a count. Sums of micro-batches, wherever they run, add up to the sum of the mini-batch, which is
-divided once by the count of the whole (global) mini-batch; so the gradient does not depend on how the mini-batch was
-split, as long as no sequence is. This file does not know the split, nor which terms a role adds up.
+A loss is a sum and a count. Sums of micro-batches, wherever they run, add up to the sum of the
+mini-batch, which is divided once by the count of the whole (global) mini-batch; so the gradient
+does not depend on how the mini-batch was split, as long as no sequence is. This file does not know
+the split, nor which terms a role adds up.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from torch import Tensor
 
 from mrlhf.rl.masking import masked_mean, masked_sum
 
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+LossAggMode = Literal[
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+]
 
 
 @dataclass(frozen=True)
@@ -32,15 +40,18 @@ class ValueLoss:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueLoss:
-    """Half the squared error of the critic, at least that of the prediction clipped to the old one's neighbourhood.
+    """Half the squared error of the critic, at least that of the prediction clipped to the old
+    one's neighbourhood.
 
-    The clipping is that of the PPO authors' code, described in https://arxiv.org/abs/2005.12729, section 3.
+    The clipping is that of the PPO authors' code, described in https://arxiv.org/abs/2005.12729,
+    section 3.
 
     Args:
         values: [batch, response_len], predictions of the critic being trained.
         old_values: [batch, response_len], its predictions before this step's updates.
         returns: [batch, response_len], the targets.
-        clip_range: how far a prediction may move from the old one before the clipped branch differs.
+        clip_range: how far a prediction may move from the old one before the clipped branch
+            differs.
     """
     assert values.shape == old_values.shape == returns.shape
     near_old = values.clamp(old_values - clip_range, old_values + clip_range)
@@ -49,17 +60,22 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     return ValueLoss(per_token=0.5 * torch.maximum(unclipped, clipped), clipped=clipped > unclipped)
 
 
-def aggregate(per_token: Tensor, mask: Tensor, mode: LossAggMode, loss_scale_factor: float) -> Tensor:
-    """Sum a per-token quantity over whole sequences, to be divided by `aggregation_count` of the global mini-batch.
+def aggregate(
+    per_token: Tensor, mask: Tensor, mode: LossAggMode, loss_scale_factor: float
+) -> Tensor:
+    """Sum a per-token quantity over whole sequences, to be divided by `aggregation_count` of the
+    global mini-batch.
 
-    `token-mean` is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that of Dr. GRPO,
-    https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO, https://arxiv.org/abs/2402.03300.
+    `token-mean` is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that
+    of Dr. GRPO, https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO,
+    https://arxiv.org/abs/2402.03300.
 
     Args:
         per_token: [batch, response_len]; a row holds the whole response of its sequence, padded.
         mask: bool [batch, response_len].
         mode: how tokens and sequences are weighted.
-        loss_scale_factor: tokens by which `seq-mean-token-sum-norm` divides each sequence's sum; other modes ignore it.
+        loss_scale_factor: tokens by which `seq-mean-token-sum-norm` divides each sequence's sum;
+            other modes ignore it.
 
     Returns:
         A scalar.

@@ -1,8 +1,9 @@
 """Sums, means, moments and whitening over the positions that a mask keeps.
 
-A masked-out position never counts, whatever it holds, NaN included. Whitening over several ranks is two steps: each
-takes the moments of what it holds, the caller gathers and merges them, and every rank whitens with the merged ones.
-This file does not know what the values mean, nor that there are ranks.
+A masked-out position never counts, whatever it holds, NaN included. Whitening over several ranks is
+two steps: each takes the moments of what it holds, the caller gathers and merges them, and every
+rank whitens with the merged ones. This file does not know what the values mean, nor that there are
+ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ WHITEN_EPS = 1e-8
 class Moments:
     """Count, mean and centred sum of squares of a set of numbers.
 
-    Centred sums can be merged without the cancellation that a plain sum of squares suffers from where the mean is large
-    beside the spread.
+    Centred sums can be merged without the cancellation that a plain sum of squares suffers from
+    where the mean is large beside the spread.
     """
 
     count: int
@@ -35,7 +36,9 @@ class Moments:
 
     def to_tensor(self) -> Tensor:
         """float64 [3]: count, mean, centred squares; the form to gather over ranks."""
-        return torch.tensor([self.count, self.mean, self.centred_squares], dtype=torch.float64, device="cpu")
+        return torch.tensor(
+            [self.count, self.mean, self.centred_squares], dtype=torch.float64, device="cpu"
+        )
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> Moments:
@@ -64,7 +67,9 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def local_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of the entries of `x` where `mask` (bool, the same shape) is True, taken in float64 in two passes."""
+    """Moments of the entries of `x` where `mask` (bool, the same shape) is True, taken in float64
+    in two passes.
+    """
     _check_mask(x, mask)
     kept = x[mask].double()
     if kept.numel() == 0:
@@ -76,7 +81,8 @@ def local_moments(x: Tensor, mask: Tensor) -> Moments:
 def merge_moments(parts: Iterable[Moments]) -> Moments:
     """Moments of the union of disjoint sets, from the moments of each; of nothing: all zero.
 
-    Pairwise update of Chan, Golub and LeVeque, http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
+    Pairwise update of Chan, Golub and LeVeque,
+    http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
     """
     merged = Moments(0, 0.0, 0.0)
     for part in parts:
@@ -87,7 +93,9 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
         merged = Moments(
             count,
             merged.mean + delta * part.count / count,
-            merged.centred_squares + part.centred_squares + delta**2 * merged.count * part.count / count,
+            merged.centred_squares
+            + part.centred_squares
+            + delta**2 * merged.count * part.count / count,
         )
     return merged
 

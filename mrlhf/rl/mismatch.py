@@ -1,8 +1,9 @@
-"""How far the engine that drew the responses is from the policy that is trained, and what correcting for it did.
+"""How far the engine that drew the responses is from the policy that is trained, and what
+correcting for it did.
 
-Every number is of the whole batch given, over the tokens of its mask or the sequences that have any; those without a
-token are not counted. Where nothing can be counted the numbers are NaN. This file does not know which of the
-trainer's policies is meant.
+Every number is of the whole batch given, over the tokens of its mask or the sequences that have
+any; those without a token are not counted. Where nothing can be counted the numbers are NaN. This
+file does not know which of the trainer's policies is meant.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from mrlhf.rl.masking import masked_mean, masked_sum
 MEAN_EPS = 1e-8
 
 
-def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+def mismatch_metrics(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
     """Divergences and perplexities of the trainer's policy against the engine's.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) a token; `training_ppl` and `rollout_ppl` are means of the
-    sequences' perplexities, `log_ppl_diff` of the differences of their logarithms (trainer less engine) and `ppl_ratio`
-    of their quotients; `chi2_token` and `chi2_seq` are the mean square of the probability ratio, trainer over engine,
-    of a token and of a whole sequence, less 1.
+    `kl` and `k3_kl` estimate KL(engine || trainer) a token; `training_ppl` and `rollout_ppl` are
+    means of the sequences' perplexities, `log_ppl_diff` of the differences of their logarithms
+    (trainer less engine) and `ppl_ratio` of their quotients; `chi2_token` and `chi2_seq` are the
+    mean square of the probability ratio, trainer over engine, of a token and of a whole sequence,
+    less 1.
 
     Args:
         trainer_logprobs: [batch, response_len].
@@ -36,7 +40,10 @@ def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: T
     rollout = torch.where(mask, rollout_logprobs.detach().double(), 0)
     log_ratio = trainer - rollout
     rows = mask.any(dim=1)
-    log_ppl, rollout_log_ppl = -masked_mean(trainer, mask, dim=1), -masked_mean(rollout, mask, dim=1)
+    log_ppl, rollout_log_ppl = (
+        -masked_mean(trainer, mask, dim=1),
+        -masked_mean(rollout, mask, dim=1),
+    )
     log_ppl_diff = log_ppl - rollout_log_ppl
     sequence_log_ratio = _clamped(masked_sum(log_ratio, mask, dim=1))
     return {
@@ -51,13 +58,16 @@ def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: T
     }
 
 
-def weight_metrics(corrected: Corrected, correction: Correction, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
+def weight_metrics(
+    corrected: Corrected, correction: Correction, log_ratio: Tensor, mask: Tensor
+) -> dict[str, float]:
     """Statistics of the weights before any normalisation; none where the correction has no weights.
 
-    `rollout_is_mean`, `std` and `eff_sample_size` (a share of the tokens, 0 where all weights are) are over tokens, of
-    truncated weights. `max` and `min` are of truncated weights at the token level, of raw ones at the sequence level.
-    `ratio_fraction_high` and `ratio_fraction_low` are the shares of tokens or sequences whose raw weight is above
-    `correction.upper` or below `correction.lower`, for which 1 / upper stands in.
+    `rollout_is_mean`, `std` and `eff_sample_size` (a share of the tokens, 0 where all weights are)
+    are over tokens, of truncated weights. `max` and `min` are of truncated weights at the token
+    level, of raw ones at the sequence level. `ratio_fraction_high` and `ratio_fraction_low` are the
+    shares of tokens or sequences whose raw weight is above `correction.upper` or below
+    `correction.lower`, for which 1 / upper stands in.
 
     Args:
         corrected: what `correct` made of the other arguments.
@@ -75,7 +85,11 @@ def weight_metrics(corrected: Corrected, correction: Correction, log_ratio: Tens
     if correction.level == "sequence":
         counted, ratios = mask.any(dim=1), raw.amax(dim=1)
         # Not from `raw`, whose clamp would hide how small the smallest is.
-        extremes = masked_sum(log_ratio.detach().double(), mask, dim=1).clamp(max=LOG_RATIO_LIMIT).exp()[counted]
+        extremes = (
+            masked_sum(log_ratio.detach().double(), mask, dim=1)
+            .clamp(max=LOG_RATIO_LIMIT)
+            .exp()[counted]
+        )
     else:
         counted, ratios, extremes = mask, raw, weights[mask]
     return {

@@ -1,9 +1,11 @@
-"""The policy losses: one pure function each, of log-probabilities and advantages to one loss a token.
+"""The policy losses: one pure function each, of log-probabilities and advantages to one loss a
+token.
 
-They do not know how tokens are summed, nor the weights that correct for the engine that drew them: the caller
-multiplies `per_token` by those before it aggregates.
+They do not know how tokens are summed, nor the weights that correct for the engine that drew them:
+the caller multiplies `per_token` by those before it aggregates.
 
-Throughout, d is the log-ratio logp - old, clamped to +-20, r = e^d, A the advantage, and sg stops the gradient.
+Throughout, d is the log-ratio logp - old, clamped to +-20, r = e^d, A the advantage, and sg stops
+the gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ PolicyLossName = Literal[
     "surrogate",
     "reinforce",
 ]
-# Those aggregated as seq-mean-token-mean unless configured otherwise, and those that need `selected`.
+# Those aggregated as seq-mean-token-mean unless configured otherwise, and those that need
+# `selected`.
 SEQUENCE_LEVEL: frozenset[PolicyLossName] = frozenset({"gspo", "sapo", "geo_mean"})
 COVARIANCE: frozenset[PolicyLossName] = frozenset({"clip_cov", "kl_cov"})
 
@@ -49,7 +52,8 @@ class PolicyLossInputs:
         old_logprob: the same before this step's updates.
         advantages: of the drawn tokens.
         mask: bool, the tokens that count; what the other fields hold elsewhere has no effect.
-        selected: bool, what `select_by_covariance` chose over the whole mini-batch; the losses in COVARIANCE need it.
+        selected: bool, what `select_by_covariance` chose over the whole mini-batch; the losses in
+            COVARIANCE need it.
     """
 
     logprob: Tensor
@@ -70,11 +74,11 @@ class PolicyLossOptions:
     """The numbers of the losses.
 
     Attributes:
-        clip_low: the ratio is clipped from below at 1 - clip_low; for `geo_mean` d at -clip_low; for `dppo_*` the
-            divergence at which a probability may fall no further.
+        clip_low: the ratio is clipped from below at 1 - clip_low; for `geo_mean` d at -clip_low;
+            for `dppo_*` the divergence at which a probability may fall no further.
         clip_high: the same from above, at 1 + clip_high.
-        clip_c: `vanilla`: bound > 1 on the loss of a token with a negative advantage, in units of that advantage;
-            `dppo_*`: the largest ratio that a token is weighted with.
+        clip_c: `vanilla`: bound > 1 on the loss of a token with a negative advantage, in units of
+            that advantage; `dppo_*`: the largest ratio that a token is weighted with.
         tau_pos: sharpness of `sapo`'s gate where A > 0.
         tau_neg: sharpness elsewhere.
         ppo_kl_coef: weight of |d| at the tokens that `kl_cov` selected.
@@ -105,7 +109,9 @@ class PolicyLoss:
     clipped_lower: Tensor
 
 
-def policy_loss(name: PolicyLossName, inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
+def policy_loss(
+    name: PolicyLossName, inputs: PolicyLossInputs, options: PolicyLossOptions
+) -> PolicyLoss:
     """The loss called `name`, whatever stands outside the mask, NaN included.
 
     Raises:
@@ -123,12 +129,16 @@ def policy_loss(name: PolicyLossName, inputs: PolicyLossInputs, options: PolicyL
 
 
 def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """PPO's max(-A r, -A clip(r)), https://arxiv.org/abs/1707.06347, at most -A c where A < 0 (dual clip).
+    """PPO's max(-A r, -A clip(r)), https://arxiv.org/abs/1707.06347, at most -A c where A < 0 (dual
+    clip).
 
-    The dual clip is that of https://arxiv.org/abs/1912.09729. `clipped`: the clipped term is the larger;
+    The dual clip is that of https://arxiv.org/abs/1912.09729. `clipped`: the clipped term is the
+    larger;
     `clipped_lower`: the dual clip was taken.
     """
-    assert options.clip_c > 1, f"clip_c {options.clip_c} <= 1 would cut into the region that PPO leaves unclipped"
+    assert options.clip_c > 1, (
+        f"clip_c {options.clip_c} <= 1 would cut into the region that PPO leaves unclipped"
+    )
     ratio = _log_ratio(inputs).exp()
     surrogate, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
     bound = -inputs.advantages * options.clip_c
@@ -138,47 +148,62 @@ def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """PPO's clipped loss on the sequence's ratio exp(mean d), https://arxiv.org/abs/2507.18071, without a dual clip.
+    """PPO's clipped loss on the sequence's ratio exp(mean d), https://arxiv.org/abs/2507.18071,
+    without a dual clip.
 
-    The gradient reaches each token by logp - sg(logp), so that a token's own advantage weights its own gradient.
+    The gradient reaches each token by logp - sg(logp), so that a token's own advantage weights its
+    own gradient.
     """
     sequence = masked_mean(_log_ratio(inputs), inputs.mask, dim=1).detach()
-    log_ratio = (inputs.logprob - inputs.logprob.detach() + sequence[:, None]).clamp(max=SEQUENCE_LOG_RATIO_LIMIT)
+    log_ratio = (inputs.logprob - inputs.logprob.detach() + sequence[:, None]).clamp(
+        max=SEQUENCE_LOG_RATIO_LIMIT
+    )
     ratio = log_ratio.exp()
     per_token, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
     return _told(inputs, per_token, clipped)
 
 
 def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r, which stops no gradient."""
+    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r, which
+    stops no gradient.
+    """
     ratio = _log_ratio(inputs).exp().detach()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return _told(inputs, -weight * inputs.advantages * inputs.logprob, ratio != weight)
 
 
 def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, a gate instead of a clip, https://arxiv.org/abs/2511.20347."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A, a gate instead of a clip,
+    https://arxiv.org/abs/2511.20347.
+    """
     ratio = _log_ratio(inputs).exp()
-    tau = torch.full_like(inputs.advantages, options.tau_neg).masked_fill(inputs.advantages > 0, options.tau_pos)
+    tau = torch.full_like(inputs.advantages, options.tau_neg).masked_fill(
+        inputs.advantages > 0, options.tau_pos
+    )
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return _told(inputs, -gate * inputs.advantages)
 
 
 def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A logp, which the caller's importance weights make exact off-policy; also GPG, https://arxiv.org/abs/2504.02546."""
+    """-A logp, which the caller's importance weights make exact off-policy; also GPG,
+    https://arxiv.org/abs/2504.02546.
+    """
     return _told(inputs, -inputs.advantages * inputs.logprob)
 
 
 def surrogate(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A r, unclipped: the conservative policy iteration objective of https://arxiv.org/abs/1502.05477."""
+    """-A r, unclipped: the conservative policy iteration objective of
+    https://arxiv.org/abs/1502.05477.
+    """
     return _told(inputs, -inputs.advantages * _log_ratio(inputs).exp())
 
 
 def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A exp(mean of the clipped d) of the whole sequence at each of its tokens, https://arxiv.org/abs/2507.20673.
+    """-A exp(mean of the clipped d) of the whole sequence at each of its tokens,
+    https://arxiv.org/abs/2507.20673.
 
-    d is clipped to [-clip_low, clip_high] where that lowers A d, and A is its mean over the row. `clipped`: the clamp
-    changed d where A > 0; `clipped_lower`: where A < 0.
+    d is clipped to [-clip_low, clip_high] where that lowers A d, and A is its mean over the row.
+    `clipped`: the clamp changed d where A > 0; `clipped_lower`: where A < 0.
     """
     log_ratio = _log_ratio(inputs)
     clamped = log_ratio.clamp(-options.clip_low, options.clip_high)
@@ -189,11 +214,14 @@ def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
     shape = inputs.mask.shape
     per_token = torch.where(inputs.mask, (-advantage * ratio)[:, None].expand(shape), 0)
     changed = log_ratio != clamped
-    return _told(inputs, per_token, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0))
+    return _told(
+        inputs, per_token, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0)
+    )
 
 
 def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """max(-A r, -A clip(r)), and 0 at the selected tokens (Clip-Cov), https://arxiv.org/abs/2505.22617.
+    """max(-A r, -A clip(r)), and 0 at the selected tokens (Clip-Cov),
+    https://arxiv.org/abs/2505.22617.
 
     `clipped`: the selected tokens alone, not those that PPO's clip took.
     """
@@ -212,7 +240,8 @@ def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-sg(min(r, c)) A logp inside the trust region, 0 outside: DPPO by total variation, https://arxiv.org/abs/2602.04879.
+    """-sg(min(r, c)) A logp inside the trust region, 0 outside: DPPO by total variation,
+    https://arxiv.org/abs/2602.04879.
 
     `clipped`: outside the trust region; `clipped_lower`: inside, and r was cut to c.
     """
@@ -224,7 +253,9 @@ def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 def dppo_kl(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """As `dppo_tv`, the trust region measured by the KL of the drawn token against all others."""
-    valid = inside_binary_kl(inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high)
+    valid = inside_binary_kl(
+        inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high
+    )
     return _inside_trust_region(inputs, options, valid)
 
 
@@ -236,10 +267,12 @@ def select_by_covariance(
     bounds: tuple[float, float] | None,
     excluded: Tensor | None,
 ) -> Tensor:
-    """The tokens whose log-probability and advantage vary together most, https://arxiv.org/abs/2505.22617.
+    """The tokens whose log-probability and advantage vary together most,
+    https://arxiv.org/abs/2505.22617.
 
-    A token's covariance is (A - mean A)(logp - mean logp), the means over the mask. Upstream, Clip-Cov draws at random
-    among the tokens within its bounds; here the highest are taken, so that a run can be repeated.
+    A token's covariance is (A - mean A)(logp - mean logp), the means over the mask. Upstream,
+    Clip-Cov draws at random among the tokens within its bounds; here the highest are taken, so that
+    a run can be repeated.
 
     Args:
         logprob: [batch, response_len], under the policy being trained, of the whole mini-batch.
@@ -250,10 +283,13 @@ def select_by_covariance(
         excluded: bool [batch, response_len], tokens not to choose, or None.
 
     Returns:
-        bool [batch, response_len]; of equal covariances the first row's, then the first token's, are chosen first.
+        bool [batch, response_len]; of equal covariances the first row's, then the first token's,
+        are chosen first.
     """
     logprob, advantages = logprob.detach().double(), advantages.double()
-    covariance = (advantages - masked_mean(advantages, mask)) * (logprob - masked_mean(logprob, mask))
+    covariance = (advantages - masked_mean(advantages, mask)) * (
+        logprob - masked_mean(logprob, mask)
+    )
     candidates = mask if excluded is None else mask & ~excluded
     if bounds is not None:
         candidates = candidates & (covariance > bounds[0]) & (covariance < bounds[1])
@@ -266,7 +302,9 @@ def select_by_covariance(
 
 
 def clip_cov_excluded(inputs: PolicyLossInputs, options: PolicyLossOptions) -> Tensor:
-    """The tokens that PPO's clip already takes, among which Clip-Cov chooses none; bool [batch, response_len]."""
+    """The tokens that PPO's clip already takes, among which Clip-Cov chooses none; bool [batch,
+    response_len].
+    """
     _, clipped = _clipped_surrogate(inputs.advantages, _log_ratio(inputs).exp(), options)
     return clipped & inputs.mask
 
@@ -291,14 +329,18 @@ def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
     return (inputs.logprob - inputs.old_logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _clipped_surrogate(advantages: Tensor, ratio: Tensor, options: PolicyLossOptions) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(
+    advantages: Tensor, ratio: Tensor, options: PolicyLossOptions
+) -> tuple[Tensor, Tensor]:
     # PPO's loss before any dual clip, and where its clipped term is the larger.
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def _inside_trust_region(inputs: PolicyLossInputs, options: PolicyLossOptions, valid: Tensor) -> PolicyLoss:
+def _inside_trust_region(
+    inputs: PolicyLossInputs, options: PolicyLossOptions, valid: Tensor
+) -> PolicyLoss:
     ratio = _log_ratio(inputs).exp().detach()
     loss = -inputs.advantages * ratio.clamp(max=options.clip_c) * inputs.logprob
     return _told(inputs, torch.where(valid, loss, 0), ~valid, valid & (ratio > options.clip_c))
@@ -306,7 +348,9 @@ def _inside_trust_region(inputs: PolicyLossInputs, options: PolicyLossOptions, v
 
 def _selected(inputs: PolicyLossInputs, name: PolicyLossName) -> Tensor:
     if inputs.selected is None:
-        raise ValueError(f"policy loss '{name}' needs `selected`: give it what select_by_covariance chose")
+        raise ValueError(
+            f"policy loss '{name}' needs `selected`: give it what select_by_covariance chose"
+        )
     return inputs.selected
 
 

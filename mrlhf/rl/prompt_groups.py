@@ -1,7 +1,7 @@
 """Statistics of a score within the rows of a batch that answer the same prompt.
 
-Rows of one group carry the same number; they may stand anywhere in the batch, and groups may differ in size. This file
-does not know what the scores mean.
+Rows of one group carry the same number; they may stand anywhere in the batch, and groups may differ
+in size. This file does not know what the scores mean.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ STD_EPS = 1e-6
 
 
 class PromptGroups:
-    """Rows of a batch by the prompt that they answer; each reduction hands every row the figure of its group.
+    """Rows of a batch by the prompt that they answer; each reduction hands every row the figure of
+    its group.
 
-    Sums are taken in float64 and after the lowest score of the group is taken off, so that scores with a large common
-    offset lose no digits, and equal scores are exactly at their mean.
+    Sums are taken in float64 and after the lowest score of the group is taken off, so that scores
+    with a large common offset lose no digits, and equal scores are exactly at their mean.
 
     Attributes:
         size: int64 [batch], rows in the group of each row.
@@ -34,7 +35,9 @@ class PromptGroups:
 
     def total(self, x: Tensor) -> Tensor:
         """Sum of `x` [batch] over each row's group, [batch]."""
-        assert x.shape == self._index.shape, f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
+        assert x.shape == self._index.shape, (
+            f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
+        )
         return x.new_zeros(self._count).index_add(0, self._index, x)[self._index]
 
     def lowest(self, x: Tensor) -> Tensor:
@@ -50,8 +53,8 @@ class PromptGroups:
 
         Args:
             scores: [batch].
-            weights: [batch], at least 0, of each row in the mean; None counts rows alike. Where a group's are all 0,
-                its lowest score stands for the mean.
+            weights: [batch], at least 0, of each row in the mean; None counts rows alike. Where a
+                group's are all 0, its lowest score stands for the mean.
 
         Returns:
             float64 [batch]
@@ -76,12 +79,18 @@ class PromptGroups:
         return torch.where(self.single, 1, deviation)
 
     def _extreme(self, x: Tensor, reduction: Literal["amin", "amax"]) -> Tensor:
-        assert x.shape == self._index.shape, f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
-        reduced = x.new_zeros(self._count).scatter_reduce(0, self._index, x, reduction, include_self=False)
+        assert x.shape == self._index.shape, (
+            f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
+        )
+        reduced = x.new_zeros(self._count).scatter_reduce(
+            0, self._index, x, reduction, include_self=False
+        )
         return reduced[self._index]
 
 
 def standardise_in_groups(scores: Tensor, groups: PromptGroups) -> Tensor:
-    """(score - group mean) / (unbiased group std + 1e-6), float64 [batch]; a row alone: mean 0, std 1."""
+    """(score - group mean) / (unbiased group std + 1e-6), float64 [batch]; a row alone: mean 0, std
+    1.
+    """
     centred = groups.centred(scores)
     return centred / (groups.std(centred) + STD_EPS)

@@ -16,7 +16,9 @@ from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_in_groups
 KlPlacement = Literal["token", "terminal"]
 
 
-def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float, placement: KlPlacement) -> Tensor:
+def token_rewards(
+    scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float, placement: KlPlacement
+) -> Tensor:
     """Place each score on the last valid token of its response and take the KL penalty off.
 
     The penalised reward of https://arxiv.org/abs/1909.08593, equation 2, spread over tokens as in
@@ -27,12 +29,15 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: floa
         mask: bool [batch, response_len].
         kl: [batch, response_len], KL of each token, or None for no penalty.
         kl_coef: coefficient of the penalty.
-        placement: `token` takes each token's KL off its own reward, `terminal` their sum off the last one's.
+        placement: `token` takes each token's KL off its own reward, `terminal` their sum off the
+            last one's.
 
     Returns:
         [batch, response_len], float like `scores`, 0 where the mask is.
     """
-    assert scores.shape == mask.shape[:1], f"scores {tuple(scores.shape)} against mask {tuple(mask.shape)}"
+    assert scores.shape == mask.shape[:1], (
+        f"scores {tuple(scores.shape)} against mask {tuple(mask.shape)}"
+    )
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
     positions = torch.arange(mask.shape[1], dtype=torch.int64, device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
@@ -47,8 +52,8 @@ def token_rewards(scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: floa
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
     """What a response loses for ending in the last `buffer` tokens before the limit.
 
-    The soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to max_length - buffer tokens, and
-    from there on a straight line that reaches -factor at max_length.
+    The soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to max_length -
+    buffer tokens, and from there on a straight line that reaches -factor at max_length.
 
     Args:
         lengths: [batch], tokens of each response.
@@ -59,7 +64,9 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     Returns:
         [batch], at most 0.
     """
-    assert 0 < buffer <= max_length, f"an overlong buffer of {buffer} tokens does not fit into {max_length}"
+    assert 0 < buffer <= max_length, (
+        f"an overlong buffer of {buffer} tokens does not fit into {max_length}"
+    )
     return (((max_length - buffer) - lengths) / buffer * factor).clamp(max=0)
 
 
@@ -79,12 +86,15 @@ def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
 
 
 def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
-    """(score - mean) / (std + 1e-6), [batch], with the moments of a set that `scores` [batch] may be a part of."""
+    """(score - mean) / (std + 1e-6), [batch], with the moments of a set that `scores` [batch] may
+    be a part of.
+    """
     return ((scores.double() - moments.mean) / (moments.variance**0.5 + STD_EPS)).to(scores.dtype)
 
 
 def normalise_in_groups(scores: Tensor, groups: Tensor) -> Tensor:
-    """(score - group mean) / (group std + 1e-6), [batch]; a response alone in its group has mean 0 and std 1.
+    """(score - group mean) / (group std + 1e-6), [batch]; a response alone in its group has mean 0
+    and std 1.
 
     Args:
         scores: [batch].

@@ -1,9 +1,10 @@
-"""Which tokens DPPO, https://arxiv.org/abs/2602.04879, goes on learning from: those whose probability may still move.
+"""Which tokens DPPO, https://arxiv.org/abs/2602.04879, goes on learning from: those whose
+probability may still move.
 
-The vocabulary is reduced to two events, the drawn token and everything else, so that a divergence between the old
-policy and the current one can be had from the log-probabilities of the drawn tokens alone. A token is left alone once
-the divergence is beyond its bound, unless the update would bring the policies closer again. This file does not know
-the loss.
+The vocabulary is reduced to two events, the drawn token and everything else, so that a divergence
+between the old policy and the current one can be had from the log-probabilities of the drawn tokens
+alone. A token is left alone once the divergence is beyond its bound, unless the update would bring
+the policies closer again. This file does not know the loss.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ PROBABILITY_EPS = 1e-8
 def inside_total_variation(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether the probability has not risen by more than `bound_high` where A > 0, nor fallen by `bound_low` elsewhere.
+    """Whether the probability has not risen by more than `bound_high` where A > 0, nor fallen by
+    `bound_low` elsewhere.
 
     Args:
         logprob: [batch, response_len], under the policy being trained.
@@ -38,7 +40,8 @@ def inside_total_variation(
 def inside_binary_kl(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether the KL(old || current) of the two events is within its bound, or the probability moved against A.
+    """Whether the KL(old || current) of the two events is within its bound, or the probability
+    moved against A.
 
     Args:
         logprob: [batch, response_len], under the policy being trained.
@@ -61,5 +64,6 @@ def inside_binary_kl(
 
 
 def _others(logprob: Tensor) -> Tensor:
-    # expm1 keeps the digits that 1 - exp loses near probability 1, where rounding may also exceed it.
+    # expm1 keeps the digits that 1 - exp loses near probability 1, where rounding may also exceed
+    # it.
     return (-torch.expm1(logprob)).clamp(min=0) + PROBABILITY_EPS

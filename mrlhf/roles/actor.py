@@ -1,7 +1,7 @@
 """The policy: log-probabilities and entropy of responses, and the update.
 
-It knows how to get log-probabilities out of sharded logits; what loss is made of them is in `policy_objective`, and
-where advantages come from it does not know.
+It knows how to get log-probabilities out of sharded logits; what loss is made of them is in
+`policy_objective`, and where advantages come from it does not know.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
 from mrlhf.rl.correction import Correction
 from mrlhf.rl.policy_losses import PolicyLossName
 from mrlhf.roles.base import TrainedRole, spread
-from mrlhf.roles.policy_objective import UPDATE_METRICS, PolicyBatch, PolicyLossSettings, PolicyObjective
+from mrlhf.roles.policy_objective import (
+    UPDATE_METRICS,
+    PolicyBatch,
+    PolicyLossSettings,
+    PolicyObjective,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Evaluation:
     Attributes:
         logprobs: of the response tokens, at the rollout temperature.
         entropy: of the distribution each token was drawn from, nats.
-        full_kl: KL to the reference over the whole vocabulary, or None where its logits were not given.
+        full_kl: KL to the reference over the whole vocabulary, or None where its logits were not
+            given.
     """
 
     logprobs: Tensor
@@ -47,9 +53,10 @@ class PolicyUpdate:
 
     Attributes:
         metrics: the `actor/` metrics.
-        logprobs: in bypass mode, float32 [batch, response_len]: each token's log-probability when it was first trained
-            on; else None.
-        evaluated: bool [batch, response_len], where `logprobs` holds one; an update may end before the last row.
+        logprobs: in bypass mode, float32 [batch, response_len]: each token's log-probability when
+            it was first trained on; else None.
+        evaluated: bool [batch, response_len], where `logprobs` holds one; an update may end before
+            the last row.
     """
 
     metrics: dict[str, float]
@@ -72,20 +79,26 @@ class Actor(TrainedRole):
         loss: PolicyLossName | None = None,
         bypass: Correction | None = None,
     ) -> None:
-        """`loss` None: the section's; `bypass` corrects every mini-batch against the engine's policy."""
+        """`loss` None: the section's; `bypass` corrects every mini-batch against the engine's
+        policy.
+        """
         super().__init__(section, spec, groups, device)
         self.temperature = temperature
         self._loss = PolicyLossSettings(loss or section.policy_loss.loss_mode, section, bypass)
 
     def evaluate(
-        self, rollout: Rollout, plan: Sequence[MiniBatch], ref_logits: Sequence[Tensor] | None = None
+        self,
+        rollout: Rollout,
+        plan: Sequence[MiniBatch],
+        ref_logits: Sequence[Tensor] | None = None,
     ) -> Evaluation:
         """Log-probabilities and entropy under the policy as it is now.
 
         Args:
             rollout: the global batch.
             plan: its cut; the one that `update` will use, so that both see the same micro-batches.
-            ref_logits: the reference's logits of this rank's micro-batches, from `Reference.logits`, on the last stage.
+            ref_logits: the reference's logits of this rank's micro-batches, from
+                `Reference.logits`, on the last stage.
         """
         packs = self.packs(plan, rollout.sequences(), rollout.prompt_lengths, "response")
         channels = 2 if ref_logits is None else 3
@@ -100,15 +113,25 @@ class Actor(TrainedRole):
         return Evaluation(table[0], table[1], None if ref_logits is None else table[2])
 
     def update(
-        self, experience: Experience, plan: Sequence[MiniBatch], ref_logits: Sequence[Tensor] | None = None
+        self,
+        experience: Experience,
+        plan: Sequence[MiniBatch],
+        ref_logits: Sequence[Tensor] | None = None,
     ) -> PolicyUpdate:
-        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch, until the KL says stop.
+        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch, until the KL says
+        stop.
 
         Raises:
             TrainingError: too many gradients in a row were not usable.
         """
-        rollout, limit, bypass = experience.rollout, self.section.target_kl_stop, self._loss.bypass is not None
-        first_seen = torch.zeros(rollout.response_mask.shape if bypass else (0, 0), dtype=torch.float32)
+        rollout, limit, bypass = (
+            experience.rollout,
+            self.section.target_kl_stop,
+            self._loss.bypass is not None,
+        )
+        first_seen = torch.zeros(
+            rollout.response_mask.shape if bypass else (0, 0), dtype=torch.float32
+        )
         seen_rows = torch.zeros(len(rollout), dtype=torch.bool)
 
         def too_far(tally: Tally) -> bool:
@@ -135,9 +158,13 @@ class Actor(TrainedRole):
         if kl_at_stop is not None:
             metrics["actor/kl_at_stop"] = kl_at_stop
         if bypass:
-            torch.distributed.all_reduce(first_seen, group=self.groups.dp_pp)  # each entry comes from one rank: exact
+            torch.distributed.all_reduce(
+                first_seen, group=self.groups.dp_pp
+            )  # each entry comes from one rank: exact
         return PolicyUpdate(
-            self._present(metrics), first_seen if bypass else None, rollout.response_mask & seen_rows[:, None]
+            self._present(metrics),
+            first_seen if bypass else None,
+            rollout.response_mask & seen_rows[:, None],
         )
 
     def _parts(
@@ -153,8 +180,12 @@ class Actor(TrainedRole):
             begin += len(packs)
         return parts
 
-    def _batch(self, experience: Experience, mini_batch: MiniBatch, packs: Sequence[Pack]) -> PolicyBatch:
-        """The mini-batch's numbers, with those that depend on the current policy at all of its tokens."""
+    def _batch(
+        self, experience: Experience, mini_batch: MiniBatch, packs: Sequence[Pack]
+    ) -> PolicyBatch:
+        """The mini-batch's numbers, with those that depend on the current policy at all of its
+        tokens.
+        """
         batch = PolicyBatch.of(experience, mini_batch.rows)
         if not self._loss.looks_ahead:
             return batch
@@ -163,18 +194,23 @@ class Actor(TrainedRole):
         def per_position(logits: Tensor, number: int) -> Tensor:
             return self._logprobs(logits, packs[number], with_entropy=False)[0][None]
 
-        return self._loss.looked_ahead(batch, self.per_token(local, batch.response_mask, per_position)[0])
+        return self._loss.looked_ahead(
+            batch, self.per_token(local, batch.response_mask, per_position)[0]
+        )
 
     def _present(self, metrics: dict[str, float]) -> dict[str, float]:
         """The metrics that this configuration measures."""
         section = self.section
         measured = {
-            "actor/entropy": self._loss.bypass is not None,  # else it is known from the pass before the update
+            "actor/entropy": self._loss.bypass
+            is not None,  # else it is known from the pass before the update
             "actor/kl_loss": section.use_kl_loss,
             "actor/positive_lm_loss": section.positive_lm_coef > 0,
         }
         present = {name: value for name, value in metrics.items() if measured.get(name, True)}
-        if "actor/ppo_kl" in present:  # not where every mini-batch was skipped since nothing in it was finite
+        if (
+            "actor/ppo_kl" in present
+        ):  # not where every mini-batch was skipped since nothing in it was finite
             present["actor/approx_kl"] = present["actor/ppo_kl"]
         return present
 
@@ -196,7 +232,9 @@ class Actor(TrainedRole):
 
     def _full_kl(self, logits: Tensor, ref_logits: Tensor) -> Tensor:
         reference = ref_logits.to(logits.device)
-        return vocab_parallel_kl(logits, reference, self.groups.tp, self.temperature, self.spec.vocab_size)
+        return vocab_parallel_kl(
+            logits, reference, self.groups.tp, self.temperature, self.spec.vocab_size
+        )
 
 
 class _ActorObjective:
@@ -233,7 +271,9 @@ class _ActorObjective:
         return self._objective(rows, logprobs, entropy, full_kl)
 
     def store_logprobs(self, table: Tensor) -> None:
-        """Write the log-probabilities that this rank's packs had into `table` [batch, response_len]."""
+        """Write the log-probabilities that this rank's packs had into `table` [batch,
+        response_len].
+        """
         for number, logprobs in self._seen.items():
             table[self._packs[number].rows] = logprobs.cpu()
 

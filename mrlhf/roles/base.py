@@ -1,7 +1,9 @@
-"""What every role is: a sharded model with its process groups, run over packed micro-batches; some with an optimizer.
+"""What every role is: a sharded model with its process groups, run over packed micro-batches; some
+with an optimizer.
 
-A role is given whole (global) batches, works on the share that the plan gives to its data-parallel rank, and returns
-results for the whole batch on every rank. It does not know what its outputs are used for.
+A role is given whole (global) batches, works on the share that the plan gives to its data-parallel
+rank, and returns results for the whole batch on every rank. It does not know what its outputs are
+used for.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -40,7 +46,9 @@ UNUSED_BY_SCALAR = ("lm_head.weight",)
 class Role:
     """A frozen model, sharded over the ranks of its layout."""
 
-    def __init__(self, section: RoleSection, spec: ModelSpec, groups: RoleGroups, device: Device) -> None:
+    def __init__(
+        self, section: RoleSection, spec: ModelSpec, groups: RoleGroups, device: Device
+    ) -> None:
         self.section, self.spec, self.groups = section, spec, groups
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
@@ -53,7 +61,9 @@ class Role:
             recompute=section.recompute,
         )
         self.config = built.config
-        self.model: Any = built.module  # wrapped in DistributedDataParallel once there is an optimizer
+        self.model: Any = (
+            built.module
+        )  # wrapped in DistributedDataParallel once there is an optimizer
         self.slots = slots_of(self.model, spec, groups.layout, groups.coordinates)
         self.pipeline = Pipeline(self.model, self.config, groups, self.device)
         self.model.eval()
@@ -61,8 +71,9 @@ class Role:
     def load(self, path: str | Path, seed: int) -> None:
         """Read the weights from the Hugging Face checkpoint at `path`.
 
-        A scalar model accepts a language model's checkpoint: the missing head starts from zeros, so that a new critic
-        predicts 0 everywhere. `seed` is not drawn from where the checkpoint is complete.
+        A scalar model accepts a language model's checkpoint: the missing head starts from zeros, so
+        that a new critic predicts 0 everywhere. `seed` is not drawn from where the checkpoint is
+        complete.
         """
         scalar = self.spec.head == "scalar"
         missing = read_weights(
@@ -77,34 +88,59 @@ class Role:
             initialise(heads, tensor_shapes(self.spec), seed, head_std=0.0)
 
     def initialise(self, seed: int) -> None:
-        """Draw random weights that depend on `seed` and the model's `initializer_range`, and not on the layout."""
-        initialise(self.slots, tensor_shapes(self.spec), seed, std=self.spec.hf_config["initializer_range"])
+        """Draw random weights that depend on `seed` and the model's `initializer_range`, and not on
+        the layout.
+        """
+        initialise(
+            self.slots, tensor_shapes(self.spec), seed, std=self.spec.hf_config["initializer_range"]
+        )
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
-        """Write the weights as a Hugging Face checkpoint, its `config.json` excepted; every rank calls it."""
+        """Write the weights as a Hugging Face checkpoint, its `config.json` excepted; every rank
+        calls it.
+        """
         if self.groups.coordinates.dp == 0:
-            write_weights(path, self.slots, tensor_shapes(self.spec), self.groups.mp, max_shard_bytes)
+            write_weights(
+                path, self.slots, tensor_shapes(self.spec), self.groups.mp, max_shard_bytes
+            )
 
     def plan(self, lengths: Sequence[int], mini_batch_rows: int) -> list[MiniBatch]:
-        """Cut a batch of sequences of these lengths (tokens) for this role's data parallelism and token budget."""
-        return plan_mini_batches(lengths, mini_batch_rows, self.groups.layout.dp, self.section.micro_batch_tokens)
+        """Cut a batch of sequences of these lengths (tokens) for this role's data parallelism and
+        token budget.
+        """
+        return plan_mini_batches(
+            lengths, mini_batch_rows, self.groups.layout.dp, self.section.micro_batch_tokens
+        )
 
     def packs(
-        self, plan: Sequence[MiniBatch], sequences: Sequence[Sequence[int]], prompts: Sequence[int], select: Select
+        self,
+        plan: Sequence[MiniBatch],
+        sequences: Sequence[Sequence[int]],
+        prompts: Sequence[int],
+        select: Select,
     ) -> list[Pack]:
         """This data-parallel rank's micro-batches of all mini-batches in `plan`, in order."""
         multiple = self.groups.layout.tp if self.section.sequence_parallel else 1
-        share = [rows for mini_batch in plan for rows in mini_batch.micro_batches[self.groups.coordinates.dp]]
+        share = [
+            rows
+            for mini_batch in plan
+            for rows in mini_batch.micro_batches[self.groups.coordinates.dp]
+        ]
         return [make_pack(sequences, prompts, rows, select, multiple) for rows in share]
 
     def per_token(
-        self, packs: Sequence[Pack], mask: Tensor, evaluate: Callable[[Tensor, int], Tensor], channels: int = 1
+        self,
+        packs: Sequence[Pack],
+        mask: Tensor,
+        evaluate: Callable[[Tensor, int], Tensor],
+        channels: int = 1,
     ) -> Tensor:
         """Evaluate every selected position of the whole batch.
 
         Args:
             packs: this rank's share of the batch.
-            mask: bool [batch, width]; a row has as many True entries as its sequence has selected positions.
+            mask: bool [batch, width]; a row has as many True entries as its sequence has selected
+                positions.
             evaluate: as for `Pipeline.forward`; returns [channels, selected].
             channels: numbers a position.
 
@@ -113,9 +149,13 @@ class Role:
         """
         results = self.pipeline.forward(packs, evaluate)
         table = torch.zeros(channels, *mask.shape, dtype=torch.float32)
-        for pack, flat in zip(packs, results, strict=False):  # stages before the last have no results
+        for pack, flat in zip(
+            packs, results, strict=False
+        ):  # stages before the last have no results
             table[:, pack.rows] = spread(flat.float().cpu(), mask[pack.rows])
-        torch.distributed.all_reduce(table, group=self.groups.dp_pp)  # each entry is non-zero on one rank: exact
+        torch.distributed.all_reduce(
+            table, group=self.groups.dp_pp
+        )  # each entry is non-zero on one rank: exact
         return table
 
 
@@ -131,17 +171,22 @@ class TrainedRole(Role):
     skipped: int = 0
 
     def prepare(self, optim: OptimSection, total_updates: int) -> None:
-        """Build the optimizer around the loaded weights; `total_updates` calls of `end_update` are to come."""
+        """Build the optimizer around the loaded weights; `total_updates` calls of `end_update` are
+        to come.
+        """
         self._optim = optim
         distributed = optim.use_distributed_optimizer
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+        )
         collection = self.groups.collection
         self.model = DistributedDataParallel(self.config, ddp, self.model, pg_collection=collection)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=optim.lr,
-                min_lr=optim.lr * optim.min_lr_ratio,  # the scheduler reads it from the parameter groups
+                min_lr=optim.lr
+                * optim.min_lr_ratio,  # the scheduler reads it from the parameter groups
                 weight_decay=optim.weight_decay,
                 adam_beta1=optim.adam_beta1,
                 adam_beta2=optim.adam_beta2,
@@ -170,18 +215,20 @@ class TrainedRole(Role):
     ) -> tuple[Tally, bool]:
         """One optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
 
-        A gradient that is not finite, or whose norm is above `skip_grad_norm`, leaves the weights as they are.
+        A gradient that is not finite, or whose norm is above `skip_grad_norm`, leaves the weights
+        as they are.
 
         Args:
             packs: this rank's share of the mini-batch.
-            loss: as for `Pipeline.forward_backward`, its scalar already divided by the global count; the tally holds
-                sums and counts over the pack.
+            loss: as for `Pipeline.forward_backward`, its scalar already divided by the global
+                count; the tally holds sums and counts over the pack.
             names: every name that a tally may hold.
             stop: given the tally of the whole mini-batch, whether the step is not to be taken.
 
         Returns:
-            The tally of the whole mini-batch, equal on every rank; with `grad_norm` (before clipping) of a step that
-            was taken, and `skipped`, 0 or 1; of a skipped step, what is finite. And whether `stop` let it pass.
+            The tally of the whole mini-batch, equal on every rank; with `grad_norm` (before
+            clipping) of a step that was taken, and `skipped`, 0 or 1; of a skipped step, what is
+            finite. And whether `stop` let it pass.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
@@ -214,11 +261,15 @@ class TrainedRole(Role):
         return whole, True
 
     def _usable(self, grad_norm: float) -> bool:
-        """Whether every rank can use its gradient; replicas may differ in the last digit of the norm."""
+        """Whether every rank can use its gradient; replicas may differ in the last digit of the
+        norm.
+        """
         limit = self._optim.skip_grad_norm
         usable = math.isfinite(grad_norm) and (limit is None or grad_norm <= limit)
         verdict = torch.tensor(float(usable), dtype=torch.float32)
-        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=self.groups.world)
+        torch.distributed.all_reduce(
+            verdict, torch.distributed.ReduceOp.MIN, group=self.groups.world
+        )
         return bool(verdict)
 
     def _skip(self, grad_norm: float) -> None:
@@ -226,7 +277,12 @@ class TrainedRole(Role):
         limit, most = self._optim.skip_grad_norm, self._optim.max_skipped_steps
         bound = "" if limit is None else f" (limit skip_grad_norm {limit:g})"
         if torch.distributed.get_rank() == 0:
-            logger.warning("skipped an optimizer step: gradient norm %g%s, %d in a row", grad_norm, bound, self.skipped)
+            logger.warning(
+                "skipped an optimizer step: gradient norm %g%s, %d in a row",
+                grad_norm,
+                bound,
+                self.skipped,
+            )
         if self.skipped >= most:
             raise TrainingError(
                 f"{self.skipped} optimizer steps in a row had an unusable gradient, the last of norm {grad_norm:g}"
@@ -242,8 +298,9 @@ class TrainedRole(Role):
             mini_batches: how many were merged.
 
         Returns:
-            The tally's means; `<prefix>/grad_norm`, the mean over the steps taken; `<prefix>/optimizer_steps` taken;
-            `<prefix>/skipped_steps`; and `<prefix>/lr`, the rate (per step) that they used.
+            The tally's means; `<prefix>/grad_norm`, the mean over the steps taken;
+            `<prefix>/optimizer_steps` taken; `<prefix>/skipped_steps`; and `<prefix>/lr`, the rate
+            (per step) that they used.
         """
         metrics = total.means()
         skipped = round(metrics.pop("skipped", 0.0) * mini_batches)
@@ -256,7 +313,9 @@ class TrainedRole(Role):
 
 
 def spread(flat: Tensor, mask: Tensor) -> Tensor:
-    """Lay [channels, selected] out as [channels, rows, width], row by row where `mask` [rows, width] is True."""
+    """Lay [channels, selected] out as [channels, rows, width], row by row where `mask` [rows,
+    width] is True.
+    """
     table = flat.new_zeros(flat.shape[0], *mask.shape)
     table[:, mask] = flat
     return table
@@ -267,7 +326,8 @@ def learning_rate_schedule(
 ) -> OptimizerParamScheduler:
     """Linear warm-up, then `lr_decay_style`, a step an update.
 
-    The first update counts as number 1 and the decay ends one update after the last, so that neither has a rate of 0.
+    The first update counts as number 1 and the decay ends one update after the last, so that
+    neither has a rate of 0.
     """
     decay_steps = max(optim.lr_decay_steps or total_updates, optim.lr_warmup_steps) + 1
     scheduler = OptimizerParamScheduler(

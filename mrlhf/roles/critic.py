@@ -1,4 +1,6 @@
-"""The critic: a value for the state before each response token, and the clipped regression to the returns."""
+"""The critic: a value for the state before each response token, and the clipped regression to the
+returns.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ class Critic(TrainedRole):
     section: CriticSection
 
     def values(self, rollout: Rollout, plan: Sequence[MiniBatch]) -> Tensor:
-        """Predicted return before each response token, float32 [batch, response_len] on every rank's host."""
+        """Predicted return before each response token, float32 [batch, response_len] on every
+        rank's host.
+        """
         packs = self.packs(plan, rollout.sequences(), rollout.prompt_lengths, "response")
         return self.per_token(packs, rollout.response_mask, lambda output, _: output[:, 0][None])[0]
 
     def update(self, experience: Experience, plan: Sequence[MiniBatch]) -> dict[str, float]:
-        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch; returns the `critic/` metrics."""
+        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch; returns the
+        `critic/` metrics.
+        """
         rollout = experience.rollout
         sequences, prompts = rollout.sequences(), rollout.prompt_lengths
         total, mini_batches = Tally(), self.section.ppo_epochs * list(plan)
@@ -43,7 +49,11 @@ class _ValueObjective:
     """The loss of one mini-batch, as the pipeline calls it for each of this rank's packs."""
 
     def __init__(
-        self, section: CriticSection, experience: Experience, mini_batch: MiniBatch, packs: Sequence[Pack]
+        self,
+        section: CriticSection,
+        experience: Experience,
+        mini_batch: MiniBatch,
+        packs: Sequence[Pack],
     ) -> None:
         self._section, self._experience, self._packs = section, experience, packs
         self._sequences = len(mini_batch.rows)
@@ -55,12 +65,21 @@ class _ValueObjective:
         section, pack = self._section, self._packs[number]
         experience = self._experience
         assert experience.values is not None, "a critic is trained, so there are its values"
-        tables = (experience.rollout.response_mask, experience.loss_mask, experience.values, experience.returns)
-        response_mask, mask, old_values, returns = (table[pack.rows].to(output.device) for table in tables)
+        tables = (
+            experience.rollout.response_mask,
+            experience.loss_mask,
+            experience.values,
+            experience.returns,
+        )
+        response_mask, mask, old_values, returns = (
+            table[pack.rows].to(output.device) for table in tables
+        )
         values = spread(output[:, 0].float()[None], response_mask)[0]
         squared = value_loss(values, old_values, returns, section.cliprange_value)
         assert section.loss_scale_factor is not None
-        summed = aggregate(squared.per_token, mask, section.loss_agg_mode, section.loss_scale_factor)
+        summed = aggregate(
+            squared.per_token, mask, section.loss_agg_mode, section.loss_scale_factor
+        )
         loss = summed / self._count
         tally = Tally()
         tally.add("critic/vf_loss", loss, len(pack.rows) / self._sequences)

@@ -21,13 +21,20 @@ class Reference(Role):
     """The policy that the KL is measured from."""
 
     def __init__(
-        self, section: ReferenceSection, spec: ModelSpec, groups: RoleGroups, device: Device, temperature: float
+        self,
+        section: ReferenceSection,
+        spec: ModelSpec,
+        groups: RoleGroups,
+        device: Device,
+        temperature: float,
     ) -> None:
         super().__init__(section, spec, groups, device)
         self.temperature = temperature
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        """Log-probabilities of the response tokens, float32 [batch, response_len] on every rank's host."""
+        """Log-probabilities of the response tokens, float32 [batch, response_len] on every rank's
+        host.
+        """
         sequences = rollout.sequences()
         plan = self.plan([len(tokens) for tokens in sequences], len(sequences))
         packs = self.packs(plan, sequences, rollout.prompt_lengths, "response")
@@ -35,18 +42,22 @@ class Reference(Role):
         def per_position(logits: Tensor, number: int) -> Tensor:
             targets = packs[number].targets.to(logits.device)
             vocab, group = self.spec.vocab_size, self.groups.tp
-            return vocab_parallel_logprobs(logits, targets, group, self.temperature, vocab, with_entropy=False)[0][None]
+            return vocab_parallel_logprobs(
+                logits, targets, group, self.temperature, vocab, with_entropy=False
+            )[0][None]
 
         return self.per_token(packs, rollout.response_mask, per_position)[0]
 
     def logits(self, rollout: Rollout, plan: Sequence[MiniBatch]) -> list[Tensor]:
-        """This rank's shard of the logits before each response token, for the KL over the whole vocabulary.
+        """This rank's shard of the logits before each response token, for the KL over the whole
+        vocabulary.
 
-        The layout must be the actor's, and `plan` the actor's plan. Takes as many bytes of host memory as the batch
-        has response tokens times vocab_shard times the size of the dtype.
+        The layout must be the actor's, and `plan` the actor's plan. Takes as many bytes of host
+        memory as the batch has response tokens times vocab_shard times the size of the dtype.
 
         Returns:
-            [selected, vocab_shard] for each of this rank's micro-batches, on the host; nothing before the last stage.
+            [selected, vocab_shard] for each of this rank's micro-batches, on the host; nothing
+            before the last stage.
         """
         packs = self.packs(plan, rollout.sequences(), rollout.prompt_lengths, "response")
         return self.pipeline.forward(packs, lambda logits, _: logits.cpu())
@@ -60,7 +71,9 @@ class RewardModel(Role):
         return self.score_sequences(rollout.sequences())
 
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """The output at the last token of each sequence of token ids, float32 [batch] on every rank's host."""
+        """The output at the last token of each sequence of token ids, float32 [batch] on every
+        rank's host.
+        """
         plan = self.plan([len(tokens) for tokens in sequences], len(sequences))
         packs = self.packs(plan, sequences, [1] * len(sequences), "last")
         mask = torch.ones(len(sequences), 1, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """The loss of one mini-batch of the policy, as the pipeline calls it for each micro-batch.
 
-It is given numbers a token and the current policy's log-probabilities; how those come out of sharded logits, and where
-the numbers come from, it does not know.
+It is given numbers a token and the current policy's log-probabilities; how those come out of
+sharded logits, and where the numbers come from, it does not know.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ UPDATE_METRICS = (
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """What the loss of one mini-batch is made of; [sequences, response_len] unless said, on the host.
+    """What the loss of one mini-batch is made of; [sequences, response_len] unless said, on the
+    host.
 
     Attributes:
         response_mask: bool, all response tokens.
@@ -85,7 +86,8 @@ class PolicyBatch:
     def micro_batch(self, rows: list[int], device: torch.device) -> PolicyBatch:
         """These rows of the mini-batch, on `device`."""
         fields: dict[str, Any] = {
-            name: None if table is None else table[rows].to(device) for name, table in vars(self).items()
+            name: None if table is None else table[rows].to(device)
+            for name, table in vars(self).items()
         }
         return PolicyBatch(**fields)
 
@@ -97,8 +99,8 @@ class PolicyLossSettings:
     Attributes:
         name: the per-token loss.
         section: its numbers, aggregation, and the terms beside it.
-        bypass: correction of the current policy against the engine's, made anew on every mini-batch; None where the
-            experience holds what correction there is.
+        bypass: correction of the current policy against the engine's, made anew on every
+            mini-batch; None where the experience holds what correction there is.
     """
 
     name: PolicyLossName
@@ -107,7 +109,9 @@ class PolicyLossSettings:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the loss of one token depends on the current policy at every token of the mini-batch."""
+        """Whether the loss of one token depends on the current policy at every token of the
+        mini-batch.
+        """
         bypass = self.bypass is not None and bool(self.bypass.criteria or self.bypass.normalise)
         return bypass or self.name in COVARIANCE
 
@@ -125,14 +129,18 @@ class PolicyLossSettings:
         )
 
     def corrected(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
-        """The batch with weights and mask as the current policy's `logprobs` have them, in bypass mode."""
+        """The batch with weights and mask as the current policy's `logprobs` have them, in bypass
+        mode.
+        """
         if self.bypass is None:
             return batch
         found = correct(logprobs.detach() - batch.old_logprobs, batch.mask, self.bypass)
         return replace(batch, mask=found.kept, weights=found.weights)
 
     def looked_ahead(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
-        """The batch with all that depends on the current policy's `logprobs` at every token of the mini-batch."""
+        """The batch with all that depends on the current policy's `logprobs` at every token of the
+        mini-batch.
+        """
         batch = self.corrected(batch, logprobs)
         if self.name not in COVARIANCE:
             return batch
@@ -142,12 +150,16 @@ class PolicyLossSettings:
             inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask)
             excluded = clip_cov_excluded(inputs, self.options)
             fraction, bounds = cov.clip_cov_ratio, (cov.clip_cov_lb, cov.clip_cov_ub)
-        selected = select_by_covariance(logprobs, batch.advantages, batch.mask, fraction, bounds, excluded)
+        selected = select_by_covariance(
+            logprobs, batch.advantages, batch.mask, fraction, bounds, excluded
+        )
         return replace(batch, selected=selected)
 
     def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:
         """The loss and what is told of it, and the loss of each token times its correction weight."""
-        inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected)
+        inputs = PolicyLossInputs(
+            logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected
+        )
         policy, weights = policy_loss(self.name, inputs, self.options), batch.weights
         if weights is None:
             return policy, policy.per_token
@@ -157,13 +169,19 @@ class PolicyLossSettings:
 
 
 class PolicyObjective:
-    """The loss of one mini-batch: policy loss, entropy bonus, KL to the reference, likelihood of right responses."""
+    """The loss of one mini-batch: policy loss, entropy bonus, KL to the reference, likelihood of
+    right responses.
+    """
 
     def __init__(self, settings: PolicyLossSettings, batch: PolicyBatch) -> None:
         self._settings, self._section, self._batch = settings, settings.section, batch
         self._sequences = len(batch.mask)
-        self._count = aggregation_count(int(batch.mask.sum()), self._sequences, self._section.agg_mode)
-        self._positives = 0 if batch.positive is None else int(batch.response_mask[batch.positive].sum())
+        self._count = aggregation_count(
+            int(batch.mask.sum()), self._sequences, self._section.agg_mode
+        )
+        self._positives = (
+            0 if batch.positive is None else int(batch.response_mask[batch.positive].sum())
+        )
 
     def __call__(
         self, rows: list[int], logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None
@@ -188,7 +206,9 @@ class PolicyObjective:
         tally.add("actor/pg_clipfrac", masked_sum(policy.clipped.float(), mask), tokens)
         tally.add("actor/pg_clipfrac_lower", masked_sum(policy.clipped_lower.float(), mask), tokens)
         tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), tokens)
-        tally.add("actor/entropy", masked_sum(entropy, batch.response_mask), batch.response_mask.sum())
+        tally.add(
+            "actor/entropy", masked_sum(entropy, batch.response_mask), batch.response_mask.sum()
+        )
         if section.entropy_coeff:
             loss = loss - section.entropy_coeff * self._aggregate(entropy, mask)
         if section.use_kl_loss:
@@ -209,7 +229,9 @@ class PolicyObjective:
         return kl_penalty(logprobs, batch.ref_logprobs, self._section.kl_loss_type)
 
     def _positive_lm(self, batch: PolicyBatch, logprobs: Tensor) -> Tensor:
-        """Mean negative log-likelihood of the tokens of right responses, VAPO, https://arxiv.org/abs/2504.05118."""
+        """Mean negative log-likelihood of the tokens of right responses, VAPO,
+        https://arxiv.org/abs/2504.05118.
+        """
         assert batch.positive is not None
         right = batch.response_mask & batch.positive[:, None]
         return -masked_sum(logprobs, right) / max(self._positives, 1)

@@ -1,7 +1,9 @@
-"""From a scored rollout to what the updates need: shaped rewards, KL, rollout correction, advantages, whitening.
+"""From a scored rollout to what the updates need: shaped rewards, KL, rollout correction,
+advantages, whitening.
 
-Works on the global batch, which every rank holds, so that group statistics, whitening and metrics need no communication
-and come out the same on every layout. It does not know the models whose numbers it is given.
+Works on the global batch, which every rank holds, so that group statistics, whitening and metrics
+need no communication and come out the same on every layout. It does not know the models whose
+numbers it is given.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.roles.actor import Evaluation
-from mrlhf.trainers.collect import Collected
+from mrlhf.rollout.collector import Collected
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,16 @@ class Opinions:
 
 
 def make_experience(
-    collected: Collected, shaped: Tensor, opinions: Opinions, algorithm: AlgorithmSection, kl_coef: float
+    collected: Collected,
+    shaped: Tensor,
+    opinions: Opinions,
+    algorithm: AlgorithmSection,
+    kl_coef: float,
 ) -> tuple[Experience, float | None]:
     """Place rewards on tokens, correct for the engine's policy, estimate advantages.
 
-    Advantages are estimated from whole responses; what correction rejects is left out of losses and of whitening, so
-    that a rejected last token does not take its response's reward with it.
+    Advantages are estimated from whole responses; what correction rejects is left out of losses and
+    of whitening, so that a rejected last token does not take its response's reward with it.
 
     Args:
         collected: the responses and their scores.
@@ -61,7 +67,8 @@ def make_experience(
         kl_coef: coefficient of the KL in the reward now.
 
     Returns:
-        The experience, and the KL in the reward: mean over sequences of the mean over their tokens, None if not in use.
+        The experience, and the KL in the reward: mean over sequences of the mean over their tokens,
+        None if not in use.
     """
     rollout, scores = collected.rollout, collected.scores
     mask, old = rollout.response_mask, opinions.old
@@ -73,10 +80,16 @@ def make_experience(
     loss_mask, weights = mask, None
     correction = algorithm.rollout_correction
     if old is not None:
-        corrected = correct(old.logprobs - rollout.rollout_logprobs, mask, make_correction(correction))
+        corrected = correct(
+            old.logprobs - rollout.rollout_logprobs, mask, make_correction(correction)
+        )
         loss_mask, weights = corrected.kept, corrected.weights
-    inputs = AdvantageInputs(rewards, mask, rollout.groups, opinions.values, collected.greedy_scores)
-    advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, _options(algorithm, mask))
+    inputs = AdvantageInputs(
+        rewards, mask, rollout.groups, opinions.values, collected.greedy_scores
+    )
+    advantages, returns = estimate_advantages(
+        algorithm.adv_estimator, inputs, _options(algorithm, mask)
+    )
     if algorithm.adv_estimator in WHITENED:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
     correct_answers = scores.correct
@@ -120,7 +133,8 @@ def correction_metrics(
         section: the correction in use.
 
     Returns:
-        `rollout_corr/*`; and `training/rollout_probs_diff_{mean,max,std}`, of the probabilities of the drawn tokens.
+        `rollout_corr/*`; and `training/rollout_probs_diff_{mean,max,std}`, of the probabilities of
+        the drawn tokens.
     """
     log_ratio, correction = logprobs - rollout.rollout_logprobs, make_correction(section)
     found = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)

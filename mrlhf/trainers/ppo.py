@@ -1,6 +1,7 @@
 """Proximal policy optimisation of a language model: the step, a line a phase.
 
-Everything it calls is told what to do with plain batches; all ranks run it in step, each holding its shards.
+Everything it calls is told what to do with plain batches; all ranks run it in step, each holding
+its shards.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
-from mrlhf.trainers.collect import Collected
+from mrlhf.rollout.collector import Collected
+from mrlhf.run.report import closing_report
+from mrlhf.run.reporter import Reporter
+from mrlhf.run.startup import Run, export_checkpoint, start
+from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
-from mrlhf.trainers.report import closing_report, dump_rollout, save_batch
-from mrlhf.trainers.reporting import Reporter
-from mrlhf.trainers.startup import Run, export_checkpoint, start
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,9 @@ class PPOTrainer:
     def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
         self.config, self.run, self.parts = config, run, parts
         control = config.algorithm.kl_ctrl
-        self.kl_controller = make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
+        self.kl_controller = make_kl_controller(
+            control.type, control.kl_coef, control.target_kl, control.horizon
+        )
         self._ref_logits: list[Tensor] | None = None
         self.sampling = SamplingParams(
             n=config.rollout.n,
@@ -60,10 +64,18 @@ class PPOTrainer:
         )
 
     def fit(self) -> None:
-        """Train, validate, export the policy to `output_dir/actor`, and report; every rank calls it."""
+        """Train, validate, export the policy to `output_dir/actor`, and report; every rank calls
+        it.
+        """
         began = time.monotonic()
         parts, trainer = self.parts, self.config.trainer
-        arguments = (self.run.speaks, self.run.output_dir, trainer.tensorboard, parts.steps, PPO_COLUMNS)
+        arguments = (
+            self.run.speaks,
+            self.run.output_dir,
+            trainer.tensorboard,
+            parts.steps,
+            PPO_COLUMNS,
+        )
         with Reporter(*arguments) as reporter:
             if trainer.val_before_train and parts.held_out is not None:
                 parts.generator.take_weights(version=0)
@@ -79,7 +91,10 @@ class PPOTrainer:
     def step(self, number: int) -> dict[str, float]:
         """One training step; returns its metrics."""
         parts, timer = self.parts, PhaseTimer(self.run.device.synchronize)
-        metrics: dict[str, float] = {"training/global_step": number, "training/epoch": parts.sampler.epoch}
+        metrics: dict[str, float] = {
+            "training/global_step": number,
+            "training/epoch": parts.sampler.epoch,
+        }
         with timer("step"):
             with timer("reshard"):
                 handover = parts.generator.take_weights(version=number - 1)
@@ -101,14 +116,23 @@ class PPOTrainer:
             dump_rollout(self.run.output_dir, number, experience, scores, parts.tokenizer)
         metrics |= scores.metrics() | data_metrics(experience, self.config.data.max_prompt_length)
         metrics |= {f"reshard/{name}": value for name, value in vars(handover).items()}
-        prompt_tokens, response_tokens = sum(rollout.prompt_lengths), int(rollout.response_mask.sum())
+        prompt_tokens, response_tokens = (
+            sum(rollout.prompt_lengths),
+            int(rollout.response_mask.sum()),
+        )
         generated = collected.generated_tokens
-        metrics |= throughput_metrics(timer.seconds, prompt_tokens, response_tokens, generated, self.run.world_size)
+        metrics |= throughput_metrics(
+            timer.seconds, prompt_tokens, response_tokens, generated, self.run.world_size
+        )
         metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
         return metrics | self.utilisation(rollout, metrics, timer.seconds) | timer.metrics()
 
-    def evaluate_rollout(self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]) -> Experience:
-        """Old and reference log-probs, values, rewards, advantages; adds to `metrics` what comes up on the way."""
+    def evaluate_rollout(
+        self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> Experience:
+        """Old and reference log-probs, values, rewards, advantages; adds to `metrics` what comes up
+        on the way.
+        """
         parts, algorithm, rollout = self.parts, self.config.algorithm, collected.rollout
         ref_logprobs = old = values = None
         with timer("ref"):
@@ -133,8 +157,12 @@ class PPOTrainer:
             self.kl_controller.update(kl, len(rollout))
         return experience
 
-    def evaluate_actor(self, rollout: Rollout, timer: PhaseTimer, metrics: dict[str, float]) -> Evaluation:
-        """The policy's own view of the rollout; adds its entropy and its distance from the engine's to `metrics`."""
+    def evaluate_actor(
+        self, rollout: Rollout, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> Evaluation:
+        """The policy's own view of the rollout; adds its entropy and its distance from the engine's
+        to `metrics`.
+        """
         algorithm, plan = self.config.algorithm, self.parts.actor_plan(rollout)
         in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         with timer("old_log_prob"):
@@ -144,7 +172,9 @@ class PPOTrainer:
         metrics |= correction_metrics(seen.logprobs, rollout, mask, correction)
         return seen
 
-    def update(self, number: int, experience: Experience, timer: PhaseTimer, metrics: dict[str, float]) -> None:
+    def update(
+        self, number: int, experience: Experience, timer: PhaseTimer, metrics: dict[str, float]
+    ) -> None:
         """Train critic and actor, adding their metrics to `metrics`.
 
         Raises:
@@ -165,7 +195,9 @@ class PPOTrainer:
         if done.logprobs is not None:
             metrics |= correction_metrics(done.logprobs, rollout, done.evaluated, correction)
 
-    def with_saved_batch(self, error: TrainingError, number: int, experience: Experience) -> TrainingError:
+    def with_saved_batch(
+        self, error: TrainingError, number: int, experience: Experience
+    ) -> TrainingError:
         """The error, with the place where the batch that it arose from now lies."""
         path = self.run.output_dir / f"failed_step_{number:06d}.pt"
         if self.run.speaks:
@@ -176,7 +208,9 @@ class PPOTrainer:
     def utilisation(
         self, rollout: Rollout, metrics: Mapping[str, float], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """`perf/mfu/{actor,critic}`: operations that the update needed, over what the devices could have done."""
+        """`perf/mfu/{actor,critic}`: operations that the update needed, over what the devices could
+        have done.
+        """
         parts, found = self.parts, {}
         lengths = [len(tokens) for tokens in rollout.sequences()]
         for name, role in (("actor", parts.actor), ("critic", parts.critic)):
@@ -189,16 +223,22 @@ class PPOTrainer:
             counted = (f"{name}/optimizer_steps", f"{name}/skipped_steps", f"{name}/kl_stopped")
             trained = sum(metrics[count] for count in counted if count in metrics)
             flops = training_flops(role.spec, lengths) * trained / mini_batches
-            found[f"perf/mfu/{name}"] = flops / (seconds[f"update_{name}"] * self.run.world_size * peak * 1e12)
+            found[f"perf/mfu/{name}"] = flops / (
+                seconds[f"update_{name}"] * self.run.world_size * peak * 1e12
+            )
         return found
 
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
         freq = self.config.trainer.test_freq
-        return self.parts.held_out is not None and (number == self.parts.steps or bool(freq and number % freq == 0))
+        return self.parts.held_out is not None and (
+            number == self.parts.steps or bool(freq and number % freq == 0)
+        )
 
     def validate(self) -> dict[str, float]:
-        """Greedy and, if asked for, sampled answers to the held-out prompts; the engine has the policy's weights."""
+        """Greedy and, if asked for, sampled answers to the held-out prompts; the engine has the
+        policy's weights.
+        """
         parts = self.parts
         assert parts.held_out is not None
         greedy = SamplingParams(
@@ -211,8 +251,11 @@ class PPOTrainer:
         drawn = parts.generator.generate(parts.held_out, greedy, stream="validation")
         sampled, n = None, self.config.trainer.val_n
         if self.config.trainer.val_sampled:
-            sampled = parts.generator.generate(parts.held_out, replace(self.sampling, n=n), stream="validation")
+            sampled = parts.generator.generate(
+                parts.held_out, replace(self.sampling, n=n), stream="validation"
+            )
         parts.generator.rest()  # scoring may need the memory
         return validation_metrics(
-            measure(parts.scorer, drawn), {} if sampled is None else measure(parts.scorer, sampled, n)
+            measure(parts.scorer, drawn),
+            {} if sampled is None else measure(parts.scorer, sampled, n),
         )

@@ -1,4 +1,5 @@
-"""Puts together what a PPO run needs: data first, since it is cheap to refuse, then the roles, then the engine.
+"""Puts together what a PPO run needs: data first, since it is cheap to refuse, then the roles, then
+the engine.
 
 It knows which configuration key goes to which part; it runs nothing.
 """
@@ -32,12 +33,12 @@ from mrlhf.reshard.plan import plan
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.frozen import Reference, RewardModel
-from mrlhf.trainers.collect import Collector
+from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.scoring import Scorer
+from mrlhf.run.startup import Run, check_vocabulary
 from mrlhf.trainers.experience import make_correction
-from mrlhf.trainers.generation import Generator
-from mrlhf.trainers.reward_shaping import RewardShaper
-from mrlhf.trainers.scoring import Scorer
-from mrlhf.trainers.startup import Run, check_vocabulary
 from mrlhf.weights.shard import Piece
 
 
@@ -59,7 +60,9 @@ class _Backend:
 
 
 _BACKENDS = {
-    "native": _Backend(NativeEngine, lambda spec, tp, device: None, EngineLayout.inside, engine_pieces),
+    "native": _Backend(
+        NativeEngine, lambda spec, tp, device: None, EngineLayout.inside, engine_pieces
+    ),
     "vllm": _Backend(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
 }
 
@@ -94,13 +97,19 @@ class Parts:
     samples_per_mini_batch: dict[str, int]
 
     def actor_plan(self, rollout: Rollout) -> list[MiniBatch]:
-        """How the actor cuts the rollout; the same for old log-probs and for every epoch of the update."""
-        return self.actor.plan([len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["actor"])
+        """How the actor cuts the rollout; the same for old log-probs and for every epoch of the
+        update.
+        """
+        return self.actor.plan(
+            [len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["actor"]
+        )
 
     def critic_plan(self, rollout: Rollout) -> list[MiniBatch]:
         """How the critic cuts the rollout."""
         assert self.critic is not None
-        return self.critic.plan([len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["critic"])
+        return self.critic.plan(
+            [len(tokens) for tokens in rollout.sequences()], self.samples_per_mini_batch["critic"]
+        )
 
 
 def assemble(config: PPOConfig, run: Run) -> Parts:
@@ -115,7 +124,9 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     _check_stop(config.rollout.stop, tokenizer)
     prompts = _dataset(config, config.data.train_files, tokenizer)
     held_out = _dataset(config, config.data.val_files, tokenizer) if config.data.val_files else None
-    sampler = StatefulSampler(len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle)
+    sampler = StatefulSampler(
+        len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
+    )
     steps = _steps(config, len(prompts))
     reward_model = _reward_model(config, run)
     actor, critic, reference = _roles(config, run, tokenizer)
@@ -155,7 +166,8 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
 
 
 def _steps(config: PPOConfig, rows: int) -> int:
-    """Training steps; an epoch has as many as it has batches, refills of dynamic sampling not counted.
+    """Training steps; an epoch has as many as it has batches, refills of dynamic sampling not
+    counted.
 
     Raises:
         DataError: there would be none.
@@ -182,10 +194,14 @@ def _check_stop(stop: list[str], tokenizer: Tokenizer) -> None:
 
 def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> PromptDataset:
     data = config.data
-    return PromptDataset(files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts)
+    return PromptDataset(
+        files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
+    )
 
 
-def _roles(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> tuple[Actor, Critic | None, Reference | None]:
+def _roles(
+    config: PPOConfig, run: Run, tokenizer: Tokenizer
+) -> tuple[Actor, Critic | None, Reference | None]:
     critic: Critic | None = None
     reference: Reference | None = None
     actor = _actor(config, run, tokenizer)
@@ -198,7 +214,9 @@ def _roles(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> tuple[Actor, Cr
         spec = load_spec(config.reference.path, "lm")
         check_vocabulary("reference", spec, tokenizer)
         groups = run.groups("reference", config.reference)
-        reference = Reference(config.reference, spec, groups, run.device, config.rollout.temperature)
+        reference = Reference(
+            config.reference, spec, groups, run.device, config.rollout.temperature
+        )
         reference.load(config.reference.path, config.seed)
     return actor, critic, reference
 
@@ -233,16 +251,25 @@ def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
 def _generator(config: PPOConfig, run: Run, actor: Actor, tokenizer: Tokenizer) -> Generator:
     """The engine, and the way of the actor's weights into it.
 
-    Where the replicas lie inside the model-parallel groups, a plan for the ranks of this one is a whole plan.
+    Where the replicas lie inside the model-parallel groups, a plan for the ranks of this one is a
+    whole plan.
     """
     rollout, layout, backend = config.rollout, actor.groups.layout, _BACKENDS[config.rollout.engine]
     engines = backend.layout(layout, rollout.tp)
     groups = run.factory.engine_groups(engines)
     engine = backend.engine(
-        actor.spec, groups.tp, run.device.torch_device, actor.dtype, _limits(config), decode=tokenizer.decode
+        actor.spec,
+        groups.tp,
+        run.device.torch_device,
+        actor.dtype,
+        _limits(config),
+        decode=tokenizer.decode,
     )
     if engines.is_inside(layout):
-        ranks, group = next(ranks for ranks in layout.groups("tp", "pp") if run.rank in ranks), actor.groups.mp
+        ranks, group = (
+            next(ranks for ranks in layout.groups("tp", "pp") if run.rank in ranks),
+            actor.groups.mp,
+        )
     else:
         ranks, group = list(range(run.world_size)), actor.groups.world
     source = {rank: role_pieces(actor.spec, layout, rank) for rank in ranks}

@@ -1,7 +1,8 @@
-"""Reward-model training on preference pairs, with the Bradley-Terry loss -log sigmoid(chosen - rejected).
+"""Reward-model training on preference pairs, with the Bradley-Terry loss -log sigmoid(chosen -
+rejected).
 
-It knows the loss and the pair accuracy (https://arxiv.org/abs/2203.02155, equation 1, with one pair a comparison); the
-loop is in `supervised`.
+It knows the loss and the pair accuracy (https://arxiv.org/abs/2203.02155, equation 1, with one pair
+a comparison); the loop is in `supervised`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.microbatch import MiniBatch
-from mrlhf.trainers.startup import Run, start
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.supervised import SupervisedTrainer
 
 
@@ -71,17 +72,25 @@ class RewardModelTrainer(SupervisedTrainer):
         return self.model.end_update("rm", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
 
     def validate(self) -> dict[str, float]:
-        """`val/accuracy`: share of held-out pairs whose chosen response scores higher; and the loss on them."""
+        """`val/accuracy`: share of held-out pairs whose chosen response scores higher; and the loss
+        on them.
+        """
         if self._held_out is None:
             return {}
         sequences = _interleave(self._held_out, range(len(self._held_out)))
         packs = self.model.packs(
-            [self._plan_pairs([len(tokens) for tokens in sequences])], sequences, [1] * len(sequences), "last"
+            [self._plan_pairs([len(tokens) for tokens in sequences])],
+            sequences,
+            [1] * len(sequences),
+            "last",
         )
         mask = torch.ones(len(sequences), 1, dtype=torch.bool)
         scores = self.model.per_token(packs, mask, lambda output, _: output[:, 0][None])[0, :, 0]
         margin = scores[0::2] - scores[1::2]
-        return {"val/accuracy": float((margin > 0).float().mean()), "val/loss": float(-logsigmoid(margin).mean())}
+        return {
+            "val/accuracy": float((margin > 0).float().mean()),
+            "val/loss": float(-logsigmoid(margin).mean()),
+        }
 
     def summary(self, metrics: dict[str, float]) -> dict[str, float]:
         """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
@@ -93,7 +102,8 @@ class RewardModelTrainer(SupervisedTrainer):
         pair_lengths = [a + b for a, b in zip(lengths[0::2], lengths[1::2], strict=True)]
         (plan,) = self.model.plan(pair_lengths, len(pair_lengths))
         return MiniBatch(
-            _both_sides(plan.rows), [[_both_sides(pack) for pack in share] for share in plan.micro_batches]
+            _both_sides(plan.rows),
+            [[_both_sides(pack) for pack in share] for share in plan.micro_batches],
         )
 
 
@@ -101,8 +111,12 @@ def _both_sides(pairs: Sequence[int]) -> list[int]:
     return [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
 
 
-def _encode(rows: Sequence[Row], tokenizer: Tokenizer, config: RewardModelConfig) -> PreferencePairs:
-    return encode_preferences(rows, tokenizer, max_length=config.data.max_length, overlong=config.data.overlong)
+def _encode(
+    rows: Sequence[Row], tokenizer: Tokenizer, config: RewardModelConfig
+) -> PreferencePairs:
+    return encode_preferences(
+        rows, tokenizer, max_length=config.data.max_length, overlong=config.data.overlong
+    )
 
 
 def _interleave(pairs: PreferencePairs, rows: Sequence[int]) -> list[list[int]]:

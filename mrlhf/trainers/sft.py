@@ -18,7 +18,7 @@ from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.microbatch import Pack
 from mrlhf.parallel.vocab import vocab_parallel_logprobs
-from mrlhf.trainers.startup import Run, start
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.supervised import SupervisedTrainer
 
 
@@ -36,12 +36,16 @@ class SFTTrainer(SupervisedTrainer):
     def __init__(self, config: SFTConfig, run: Run) -> None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         self._examples = _read(config.data.train_files, tokenizer, config)
-        self._held_out = _read(config.data.val_files, tokenizer, config) if config.data.val_files else []
+        self._held_out = (
+            _read(config.data.val_files, tokenizer, config) if config.data.val_files else []
+        )
         spec = load_spec(config.model.path, "lm")
         super().__init__(config, run, spec, tokenizer, len(self._examples), config.data.batch_size)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows; `sft/loss` is the mean over their response tokens, nats."""
+        """One optimizer step on these rows; `sft/loss` is the mean over their response tokens,
+        nats.
+        """
         sequences, prompts = _split([self._examples[row] for row in rows])
         lengths = [len(tokens) for tokens in sequences]
         (plan,) = self.model.plan(lengths, len(rows))
@@ -64,10 +68,15 @@ class SFTTrainer(SupervisedTrainer):
         sequences, prompts = _split(self._held_out)
         lengths = [len(tokens) - prompt for tokens, prompt in zip(sequences, prompts, strict=True)]
         packs = self.model.packs(
-            self.model.plan([len(tokens) for tokens in sequences], len(sequences)), sequences, prompts, "response"
+            self.model.plan([len(tokens) for tokens in sequences], len(sequences)),
+            sequences,
+            prompts,
+            "response",
         )
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        logprobs = self.model.per_token(packs, mask, lambda logits, number: self._logprobs(logits, packs[number])[None])
+        logprobs = self.model.per_token(
+            packs, mask, lambda logits, number: self._logprobs(logits, packs[number])[None]
+        )
         return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / mask.sum())}
 
     def summary(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -76,13 +85,22 @@ class SFTTrainer(SupervisedTrainer):
 
     def _logprobs(self, logits: Tensor, pack: Pack) -> Tensor:
         targets, vocab = pack.targets.to(logits.device), self.model.spec.vocab_size
-        return vocab_parallel_logprobs(logits, targets, self.model.groups.tp, 1.0, vocab, with_entropy=False)[0]
+        return vocab_parallel_logprobs(
+            logits, targets, self.model.groups.tp, 1.0, vocab, with_entropy=False
+        )[0]
 
 
 def _read(files: Sequence[str], tokenizer: Tokenizer, config: SFTConfig) -> list[SftExample]:
-    return encode_sft(read_rows(files), tokenizer, max_length=config.data.max_length, overlong=config.data.overlong)
+    return encode_sft(
+        read_rows(files),
+        tokenizer,
+        max_length=config.data.max_length,
+        overlong=config.data.overlong,
+    )
 
 
 def _split(examples: Sequence[SftExample]) -> tuple[list[list[int]], list[int]]:
     """Token ids of each example, and how many of them are the prompt's."""
-    return [example.token_ids for example in examples], [example.loss_mask.index(1) for example in examples]
+    return [example.token_ids for example in examples], [
+        example.loss_mask.index(1) for example in examples
+    ]

@@ -1,4 +1,5 @@
-"""The loop that supervised fine-tuning and reward-model training share: draw a batch, one optimizer step, validate.
+"""The loop that supervised fine-tuning and reward-model training share: draw a batch, one optimizer
+step, validate.
 
 It does not know the loss.
 """
@@ -20,8 +21,8 @@ from mrlhf.errors import TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
 from mrlhf.roles.base import TrainedRole
-from mrlhf.trainers.reporting import Reporter
-from mrlhf.trainers.startup import Run, check_vocabulary, export_checkpoint, write_summary
+from mrlhf.run.reporter import Reporter
+from mrlhf.run.startup import Run, check_vocabulary, export_checkpoint, write_summary
 
 
 class SupervisedTrainer(ABC):
@@ -34,12 +35,20 @@ class SupervisedTrainer(ABC):
     columns: tuple[tuple[str, str], ...]
 
     def __init__(
-        self, config: SupervisedConfig, run: Run, spec: ModelSpec, tokenizer: Tokenizer, rows: int, batch_size: int
+        self,
+        config: SupervisedConfig,
+        run: Run,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        rows: int,
+        batch_size: int,
     ) -> None:
         check_vocabulary("model", spec, tokenizer)
         self.run, self.tokenizer = run, tokenizer
         self._trainer: TrainerSection = config.trainer
-        self._sampler = StatefulSampler(rows, batch_size, seed=config.seed, shuffle=config.data.shuffle)
+        self._sampler = StatefulSampler(
+            rows, batch_size, seed=config.seed, shuffle=config.data.shuffle
+        )
         self._steps = config.trainer.steps(rows, batch_size)
         self.model = TrainedRole(config.model, spec, run.groups("model", config.model), run.device)
         if config.model.init == "random":
@@ -64,7 +73,13 @@ class SupervisedTrainer(ABC):
         """Train, export the model to `output_dir/model`, write the summary; every rank calls it."""
         began = time.monotonic()
         metrics: dict[str, float] = {}
-        arguments = (self.run.speaks, self.run.output_dir, self._trainer.tensorboard, self._steps, self.columns)
+        arguments = (
+            self.run.speaks,
+            self.run.output_dir,
+            self._trainer.tensorboard,
+            self._steps,
+            self.columns,
+        )
         with Reporter(*arguments) as reporter:
             for step in range(1, self._steps + 1):
                 timer = PhaseTimer(self.run.device.synchronize)
@@ -74,21 +89,29 @@ class SupervisedTrainer(ABC):
                         metrics = self.step(rows)
                     except TrainingError as error:
                         raise self._with_saved_rows(error, step, rows) from error
-                if step == self._steps or (self._trainer.test_freq and step % self._trainer.test_freq == 0):
+                if step == self._steps or (
+                    self._trainer.test_freq and step % self._trainer.test_freq == 0
+                ):
                     with timer("testing"):
                         metrics |= self.validate()
                 metrics |= timer.metrics()
-                metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timer.seconds["step"]
+                metrics["perf/throughput"] = (
+                    metrics["perf/total_num_tokens"] / timer.seconds["step"]
+                )
                 reporter.report(step, metrics)
         self._finish(metrics, began)
 
-    def _with_saved_rows(self, error: TrainingError, step: int, rows: Sequence[int]) -> TrainingError:
+    def _with_saved_rows(
+        self, error: TrainingError, step: int, rows: Sequence[int]
+    ) -> TrainingError:
         """The error, with the place where the numbers of the batch's training rows now are."""
         path = self.run.output_dir / f"failed_step_{step:06d}.json"
         if self.run.speaks:
             path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
         dist.barrier()  # a rank that ends now would end the others before the file is whole
-        return TrainingError(f"training step {step}: {error}; the numbers of the batch's rows are in {path}")
+        return TrainingError(
+            f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
+        )
 
     def _finish(self, metrics: dict[str, float], began: float) -> None:
         checkpoint = self.run.output_dir / "model"

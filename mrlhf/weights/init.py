@@ -1,7 +1,9 @@
-"""Random weights that do not depend on the layout: each named tensor is drawn whole from a generator of its own.
+"""Random weights that do not depend on the layout: each named tensor is drawn whole from a
+generator of its own.
 
-The generator is seeded by a hash of the run's seed and the tensor's name, so a rank that holds any slice of a tensor
-sees the same numbers. One full tensor at a time is in memory. It does not know models: names say what a tensor is.
+The generator is seeded by a hash of the run's seed and the tensor's name, so a rank that holds any
+slice of a tensor sees the same numbers. One full tensor at a time is in memory. It does not know
+models: names say what a tensor is.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from mrlhf.weights.shard import Shape, Slot
 
 
 def initialise(
-    slots: Sequence[Slot], shapes: Mapping[str, Shape], seed: int, std: float = 0.02, head_std: float = 0.02
+    slots: Sequence[Slot],
+    shapes: Mapping[str, Shape],
+    seed: int,
+    std: float = 0.02,
+    head_std: float = 0.02,
 ) -> None:
-    """Fill `slots`: norms 1, biases 0, matrices N(0, std), as transformers initialises these families.
+    """Fill `slots`: norms 1, biases 0, matrices N(0, std), as transformers initialises these
+    families.
 
     Args:
         slots: what to fill; may be a part of the model.
         shapes: name and full shape of every tensor of the whole model.
         seed: of the run.
         std: standard deviation of the matrices; `initializer_range` of a `config.json`.
-        head_std: standard deviation of a scalar head, `score.weight`; at 0 it predicts 0 everywhere.
+        head_std: standard deviation of a scalar head, `score.weight`; at 0 it predicts 0
+            everywhere.
     """
     by_name: dict[str, list[Slot]] = {}
     for slot in slots:
@@ -35,7 +43,9 @@ def initialise(
         for slot in holders:
             piece = slot.piece
             view = slot.view(piece.start, piece.stop)
-            view.copy_(whole.narrow(piece.dim, piece.start, piece.stop - piece.start).reshape(view.shape))
+            view.copy_(
+                whole.narrow(piece.dim, piece.start, piece.stop - piece.start).reshape(view.shape)
+            )
 
 
 def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:

@@ -1,4 +1,6 @@
-"""The collectives over gloo, three ranks in one spawn, against what each rank is known to have sent."""
+"""The collectives over gloo, three ranks in one spawn, against what each rank is known to have
+sent.
+"""
 
 from __future__ import annotations
 

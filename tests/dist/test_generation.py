@@ -1,7 +1,8 @@
-"""A rollout over several replicas in four ranks: the same rows as from one engine, in order, on every rank.
+"""A rollout over several replicas in four ranks: the same rows as from one engine, in order, on
+every rank.
 
-The engine is a fake whose responses are a function of (seed, uid, sample index), so that a sample that is told to be
-another one is seen.
+The engine is a fake whose responses are a function of (seed, uid, sample index), so that a sample
+that is told to be another one is seen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mrlhf.inference.base import Sample, SamplingParams
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.trainers.generation import Generator, mix_seed
+from mrlhf.rollout.generator import Generator, mix_seed
 from tests.fake_engine import FakeEngine, FakeResharder, response
 from tests.ranks import run_ranks
 

@@ -1,4 +1,6 @@
-"""A rollout of a real engine in two replicas: row by row what one engine alone answers, whatever ends a response."""
+"""A rollout of a real engine in two replicas: row by row what one engine alone answers, whatever
+ends a response.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.trainers.generation import Generator, mix_seed
+from mrlhf.rollout.generator import Generator, mix_seed
 from tests.engine_models import fill, hf_model, make_prompts, spec_of
 from tests.fake_engine import FakeResharder
 from tests.ranks import run_ranks

@@ -1,4 +1,6 @@
-"""Hugging Face files to slots of any layout and back, bit for bit, over gloo; all models and layouts in one spawn."""
+"""Hugging Face files to slots of any layout and back, bit for bit, over gloo; all models and
+layouts in one spawn.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _body(rank: int, world_size: int, root: str) -> None:
 
 
 def _overwrite_and_cast(rank: int, root: Path) -> None:
-    """A checkpoint in five files is replaced by one in a single file of another dtype, and again by a few."""
+    """A checkpoint in five files is replaced by one in a single file of another dtype, and again by
+    a few.
+    """
     spec, layout = tiny_spec("qwen3"), LAYOUTS[3]
     slots = make_slots(role_pieces(spec, layout, rank))
     read_weights(root / "qwen3", slots, tensor_shapes(spec))
@@ -80,7 +84,9 @@ def _assert_same(directory: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 def _assert_files_in_order(directory: Path, names: list[str], max_shard_bytes: int) -> None:
-    """The index lists the model's tensors in its own order, over files of no more than the size asked for."""
+    """The index lists the model's tensors in its own order, over files of no more than the size
+    asked for.
+    """
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == names
     files = list(dict.fromkeys(index["weight_map"].values()))

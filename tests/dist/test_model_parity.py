@@ -1,4 +1,6 @@
-"""Built models against transformers: the same logits and gradients in every layout, for every family."""
+"""Built models against transformers: the same logits and gradients in every layout, for every
+family.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def _weights(columns: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each model its config.json, weights, and what transformers computes on each sequence alone."""
+    """For each model its config.json, weights, and what transformers computes on each sequence
+    alone.
+    """
     root = tmp_path_factory.mktemp("references")
     for name, config in _configs().items():
         scalar = name == "scalar"
@@ -118,7 +122,9 @@ def _fill(slots: list[Slot], tensors: dict[str, Tensor]) -> None:
 
 
 def _run(model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forward_only: bool) -> list[Any]:
-    """All sequences in one pack through megatron-core's own schedule; what `finish` returned, on the last stage."""
+    """All sequences in one pack through megatron-core's own schedule; what `finish` returned, on
+    the last stage.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -161,7 +167,9 @@ def _worst_output(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expect
 
 
 def _worst_gradient(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: dict[str, Tensor]) -> float:
-    """Largest deviation of a gradient from transformers', relative to the largest entry of its tensor."""
+    """Largest deviation of a gradient from transformers', relative to the largest entry of its
+    tensor.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     layout, at = groups.layout, groups.coordinates

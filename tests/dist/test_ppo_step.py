@@ -1,7 +1,8 @@
-"""Whole PPO steps, from configuration to updated weights, in four ranks: the same on every layout, and as written down.
+"""Whole PPO steps, from configuration to updated weights, in four ranks: the same on every layout,
+and as written down.
 
-What the models compute is compared with transformers, what is made of it with loops in this file. All runs share one
-spawn of ranks, since starting those is what costs time.
+What the models compute is compared with transformers, what is made of it with loops in this file.
+All runs share one spawn of ranks, since starting those is what costs time.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import yaml
 from torch import Tensor
 
 from mrlhf.batch import Experience
-from mrlhf.config import PPOConfig, check, check_models, load_config
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.preflight import check, check_models
 from mrlhf.data.arithmetic import write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.trainers.collect import Collected
+from mrlhf.rollout.collector import Collected
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
-from mrlhf.trainers.startup import Run
+from mrlhf.run.startup import Run
 from tests import plain_ppo
 from tests.ranks import run_ranks
 
@@ -130,7 +132,9 @@ def _fingerprint(role: Any) -> list[float]:
 
 
 def _steps(root: Path, name: str, overrides: list[str], rank: int, factory: GroupFactory) -> list[dict[str, Any]]:
-    """What came of each step: its metrics, its experience as lists, and the weights' sums before and after."""
+    """What came of each step: its metrics, its experience as lists, and the weights' sums before
+    and after.
+    """
     placed = [override.replace("CUSTOM", str(root / "rewards.py")) for override in overrides]
     config = load_config(PPOConfig, root / "base.yaml", placed)
     check(config, WORLD_SIZE)
@@ -346,7 +350,8 @@ def test_bypass_takes_the_engines_word_and_still_measures_the_mismatch(ranks: li
         assert torch.equal(experience.old_logprobs, experience.rollout.rollout_logprobs)
         assert "timing_s/old_log_prob" not in metrics
         assert metrics["actor/entropy"] > 1.0
-        # The first of two mini-batches sees the policy that generated, the second one that has been trained once.
+        # The first of two mini-batches sees the policy that generated, the second one that has been
+        # trained once.
         assert 0 < metrics["rollout_corr/k3_kl"] < 1e-2
         assert 1e-5 < metrics["training/rollout_probs_diff_max"] < 0.1
         assert 0.9 < metrics["rollout_corr/rollout_is_mean"] < 1.1

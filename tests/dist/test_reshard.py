@@ -1,4 +1,6 @@
-"""Resharding over gloo into a fake engine: bit for bit, shared where layouts coincide, bounded, and verified."""
+"""Resharding over gloo into a fake engine: bit for bit, shared where layouts coincide, bounded, and
+verified.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def _all_layouts(rank: int) -> None:
 
 
 def _storage_may_change(rank: int) -> None:
-    """Weights that are put elsewhere between two runs, on either side, are found there; the old ones are let go."""
+    """Weights that are put elsewhere between two runs, on either side, are found there; the old
+    ones are let go.
+    """
     spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
     resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32)
     fill(slots, full_tensors(spec))
@@ -238,7 +242,9 @@ class NativeWeights:
 
 
 def _native_engine(rank: int) -> None:
-    """The real engine has the pieces that the plan expects, and takes them in; padding rows are zero."""
+    """The real engine has the pieces that the plan expects, and takes them in; padding rows are
+    zero.
+    """
     for kv_heads in (4, 2, 1):
         spec, actor = replace(tiny_spec("qwen2_tied"), num_kv_heads=kv_heads), ParallelLayout(min(2, kv_heads), 2, 1)
         actor = ParallelLayout.for_world("actor", 4, actor.tp, 4 // actor.tp)
@@ -260,7 +266,9 @@ def _native_engine(rank: int) -> None:
 
 
 def _two_groups_on_four_ranks(full: dict[str, Tensor], prefix: str, rank: int) -> Tensor:
-    """8 query heads of 4 rows, 2 KV heads: two query heads a rank; ranks 0 and 1 hold KV head 0, 2 and 3 hold 1."""
+    """8 query heads of 4 rows, 2 KV heads: two query heads a rank; ranks 0 and 1 hold KV head 0, 2
+    and 3 hold 1.
+    """
     q, k, v = (full[f"{prefix}.{name}_proj.weight"] for name in "qkv")
     head = rank // 2
     return torch.cat([q[8 * rank : 8 * rank + 8], k[4 * head : 4 * head + 4], v[4 * head : 4 * head + 4]])

@@ -1,4 +1,6 @@
-"""Scores and answers of responses that two ranks share out: in the order of the batch, and equal on both."""
+"""Scores and answers of responses that two ranks share out: in the order of the batch, and equal on
+both.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.sections import RewardSection
 from mrlhf.trainers.evaluate import summarise
-from mrlhf.trainers.scoring import Scorer
+from mrlhf.rollout.scoring import Scorer
 from tests.padding import pad_responses
 from tests.ranks import run_ranks
 
@@ -53,7 +55,8 @@ def test_answers_come_together_in_order() -> None:
     assert first["total"] == [1.5, 0.5, 0.0, 1.0, 1.5, 0.5]
     assert first["answers"] == ["7", "8", None, "8", "1000", "7"]
     assert first["without"] is None
-    # each prompt has one right answer of two; the first drawn wins a tie, and who has no answer does not vote
+    # each prompt has one right answer of two; the first drawn wins a tie, and who has no answer
+    # does not vote
     wanted = {"gsm8k/reward_mean": 5 / 6, "gsm8k/acc@1": 0.5, "gsm8k/pass@2": 1.0, "gsm8k/maj@2": 1.0}
     assert {name: round(value, 6) for name, value in first["metrics"].items()} == {
         name: round(value, 6) for name, value in wanted.items()

@@ -1,7 +1,8 @@
-"""The contract of training: on every layout, packing and optimizer the updates are those of the plain loop.
+"""The contract of training: on every layout, packing and optimizer the updates are those of the
+plain loop.
 
-Metrics, gradient norms and updated weights of actor and critic are compared with `tests.plain_ppo`; all that needs the
-same number of ranks shares one spawn.
+Metrics, gradient norms and updated weights of actor and critic are compared with `tests.plain_ppo`;
+all that needs the same number of ranks shares one spawn.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ BYPASS = {
 
 @dataclass(frozen=True)
 class Form:
-    """How a role is run, which must not matter, and which of the cases and models are run so on every layout."""
+    """How a role is run, which must not matter, and which of the cases and models are run so on
+    every layout.
+    """
 
     cases: tuple[str, ...]
     models: tuple[str, ...]
@@ -205,7 +208,9 @@ def _experience_of(root: Path, case: Case) -> Experience:
 
 
 def _train(root: Path, name: str, form: Form, groups: RoleGroups, out: Path) -> dict[str, float]:
-    """Update actor and critic from the same experience; their weights go to `out`, their metrics are returned."""
+    """Update actor and critic from the same experience; their weights go to `out`, their metrics
+    are returned.
+    """
     case = CASES[name]
     experience = _experience_of(root, case)
     rollout = experience.rollout
@@ -243,9 +248,11 @@ def _look(root: Path, model: str, form: Form, groups: RoleGroups) -> dict[str, T
 
 
 def _first_update(root: Path, model: str, form: Form, groups: RoleGroups, dtype: str = "float32") -> dict[str, Any]:
-    """Metrics of one mini-batch whose old log-probs the same actor has just evaluated, and those log-probs.
+    """Metrics of one mini-batch whose old log-probs the same actor has just evaluated, and those
+    log-probs.
 
-    The `abs` KL to them is a sum of sizes, so it is 0 only where every token's log-prob is the same.
+    The `abs` KL to them is a sum of sizes, so it is 0 only where every token's log-prob is the
+    same.
     """
     settings = {"use_kl_loss": True, "kl_loss_type": "abs", "entropy_coeff": 0.1}
     actor = _actor(root, Case(model, "token-mean", settings), form, groups, ppo_epochs=1, dtype=dtype)
@@ -303,7 +310,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
         for form_name, form in _forms(tp):
             layout = f"tp{tp} pp{pp} dp{groups.layout.dp} {form_name}"
-            # In four ranks the other losses run on the deepest layout alone: building models takes the time.
+            # In four ranks the other losses run on the deepest layout alone: building models takes
+            # the time.
             cases = form.cases if (world_size, tp, pp) in FULL_LAYOUTS else [c for c in form.cases if c in BASIC_CASES]
             for case in cases:
                 label = f"{layout}, {case}"
@@ -382,7 +390,8 @@ def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, dict[str, 
             weights = load_file(directory / label / role / "model.safetensors")
             assert weights.keys() == outcome.weights.keys()
             for name, tensor in weights.items():
-                # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to 1e-2 * 1e-6 / EPS.
+                # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to
+                # 1e-2 * 1e-6 / EPS.
                 torch.testing.assert_close(
                     tensor, outcome.weights[name], rtol=0, atol=1e-5, msg=partial(_named, f"{label}: {name}")
                 )

@@ -1,4 +1,6 @@
-"""A vocabulary split over ranks gives what one rank computes, values and gradients, padding included."""
+"""A vocabulary split over ranks gives what one rank computes, values and gradients, padding
+included.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def _all_sizes(rank: int, world_size: int, vocab_sizes: tuple[int, ...]) -> list
 
 
 def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, float, float, int]:
-    """Largest deviations from float64 of values and gradients, the padding's gradient, and the all-reduces made."""
+    """Largest deviations from float64 of values and gradients, the padding's gradient, and the
+    all-reduces made.
+    """
     group = dist.group.WORLD
     shard = -(-vocab_size // world_size)
     mine = slice(rank * shard, (rank + 1) * shard)

@@ -1,4 +1,6 @@
-"""A launcher whose engine raises on rank 1 while all others wait for its samples; a program for `test_failure`."""
+"""A launcher whose engine raises on rank 1 while all others wait for its samples; a program for
+`test_failure`.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from mrlhf.errors import EngineError
 from mrlhf.inference.base import Sample, SamplingParams
 from mrlhf.parallel.layout import EngineLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.trainers.generation import Generator
-from mrlhf.trainers.program import main
-from mrlhf.trainers.startup import start
+from mrlhf.rollout.generator import Generator
+from mrlhf.preflight import dry_run, preflight
+from mrlhf.run.program import Program, main
+from mrlhf.run.startup import start
 from tests.fake_engine import FakeEngine, FakeResharder
 
 
@@ -28,13 +31,17 @@ def train(config: PPOConfig) -> None:
     layout = run.groups("actor", config.actor).layout
     engine = Raising() if run.rank == 1 else FakeEngine()
     groups = run.factory.engine_groups(EngineLayout.inside(layout, config.rollout.tp))
-    generator = Generator(engine, groups, FakeResharder(engine, ReshardStats(0, 0, 0, 0.0)), config.seed)  # type: ignore[arg-type]
+    generator = Generator(
+        engine, groups, FakeResharder(engine, ReshardStats(0, 0, 0, 0.0)), config.seed
+    )  # type: ignore[arg-type]
     generator.take_weights(version=0)
     texts = ["a", "b", "c", "d"]
     prompts = Prompts([[1], [2], [3], [4]], [1, 2, 3, 4], texts, texts, texts, [{} for _ in texts])
-    generator.generate(prompts, SamplingParams(temperature=1.0, max_tokens=4, seed=0), "train", step=1)
+    generator.generate(
+        prompts, SamplingParams(temperature=1.0, max_tokens=4, seed=0), "train", step=1
+    )
     print("a rank went on without the others")
 
 
 if __name__ == "__main__":
-    sys.exit(main(PPOConfig, train, sys.argv[1:]))
+    sys.exit(main(Program(PPOConfig, preflight, dry_run, train), sys.argv[1:]))

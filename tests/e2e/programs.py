@@ -10,22 +10,34 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_program(arguments: list[str], timeout: float = 600.0, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run_program(
+    arguments: list[str], timeout: float = 600.0, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """Run a Python program of the project; its output is captured as text."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
-def torchrun(ranks: int, arguments: list[str], timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    ranks: int, arguments: list[str], timeout: float = 600.0
+) -> subprocess.CompletedProcess[str]:
     """Run a launcher in `ranks` processes on a free port."""
     return run_program(
-        ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", *arguments], timeout
+        ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", *arguments],
+        timeout,
     )
 
 
 def succeed(done: subprocess.CompletedProcess[str]) -> str:
     """The program's output, both streams; it must have succeeded."""
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    assert done.returncode == 0, (
+        f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    )
     return done.stdout + done.stderr

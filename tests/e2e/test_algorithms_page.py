@@ -1,4 +1,6 @@
-"""What docs/algorithms.md says: its command runs, its keys and defaults exist, and it names every method there is."""
+"""What docs/algorithms.md says: its command runs, its keys and defaults exist, and it names every
+method there is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import Any, get_args
 import pytest
 
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.config.algorithm import AdvEstimator, FilterMetric, KlControl, KlPenalty, KlPlacement, RewardNorm
+from mrlhf.config.algorithm import (
+    AdvEstimator,
+    FilterMetric,
+    KlControl,
+    KlPenalty,
+    KlPlacement,
+    RewardNorm,
+)
 from mrlhf.config.correction import PRESETS, BypassLoss, CorrectionPreset, Statistic, WeightLevel
 from mrlhf.config.schema import keys
 from mrlhf.config.sections import KlLoss, LossAggMode, PolicyLossName
@@ -72,7 +81,9 @@ def test_its_defaults_are_the_defaults() -> None:
     stated = re.findall(rf"{FULL_KEY.pattern} (?:[αμN] )?\(?{value}(?![\w.]*_)", PAGE)
     assert len(stated) > 45
     wrong = {
-        name: (text, number) for name, text, number in stated if plain(KEYS[name].default) != plain(text or number)
+        name: (text, number)
+        for name, text, number in stated
+        if plain(KEYS[name].default) != plain(text or number)
     }
     assert not wrong
 
@@ -93,17 +104,23 @@ def test_it_names_every_choice(choice: Any) -> None:
     ],
 )
 def test_its_tables_hold_each_name_once(start: str, choice: Any) -> None:
-    named = [name for names in first_column(section(start)) for name in names if name != "reinforce"]
+    named = [
+        name for names in first_column(section(start)) for name in names if name != "reinforce"
+    ]
     assert sorted(named) == sorted(get_args(choice))
 
 
 def test_it_lists_the_shipped_files() -> None:
     shipped = {file.name for file in (ROOT / "configs" / "algorithms").glob("*.yaml")}
     (table,) = re.findall(r"\| file in `configs/algorithms/`.*?\n\n", PAGE, re.DOTALL)
-    assert {name for names in first_column(table) for name in names if name.endswith(".yaml")} == shipped
+    assert {
+        name for names in first_column(table) for name in names if name.endswith(".yaml")
+    } == shipped
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "algorithms").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_shipped_files_are_as_the_page_has_them(file: Path) -> None:
     config = load_config(PPOConfig, [ROOT / "configs" / "arithmetic_cpu.yaml", file])
     (row,) = re.findall(rf"^\| `{file.name}` \| (.+) \|$", PAGE, re.MULTILINE)
@@ -116,12 +133,19 @@ def test_shipped_files_are_as_the_page_has_them(file: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_are_as_the_page_has_them(preset: str) -> None:
-    rows = [line for line in section("Rollout correction").split("\n") if re.match(rf"\| [^|]*`{preset}`", line)]
+    rows = [
+        line
+        for line in section("Rollout correction").split("\n")
+        if re.match(rf"\| [^|]*`{preset}`", line)
+    ]
     (cells,) = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     names, weights, rejection = cells
     wanted = PRESETS[preset]
     if "rollout_is" in wanted:
-        assert f"`{wanted['rollout_is']}`" in weights and str(wanted["rollout_is_threshold"]) in weights
+        assert (
+            f"`{wanted['rollout_is']}`" in weights
+            and str(wanted["rollout_is_threshold"]) in weights
+        )
     else:
         assert not weights
     if "rollout_rs" in wanted:

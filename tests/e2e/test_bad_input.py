@@ -1,4 +1,6 @@
-"""What a user sees who makes a mistake: one line that says what to do, and an exit code that is not 0."""
+"""What a user sees who makes a mistake: one line that says what to do, and an exit code that is not
+0.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import yaml
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
-from mrlhf.trainers.program import main
+from mrlhf.preflight import dry_run, preflight
+from mrlhf.run.program import Program, main
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
 
 DEMO = "configs/demo_cpu.yaml"
@@ -19,6 +22,10 @@ DEMO = "configs/demo_cpu.yaml"
 
 def _never(_: object) -> None:
     raise AssertionError("bad input must not start a run")
+
+
+def _main(root: type[PPOConfig | SFTConfig | RewardModelConfig], arguments: list[str]) -> int:
+    return main(Program(root, preflight, dry_run, _never), arguments)
 
 
 @pytest.mark.parametrize(
@@ -32,19 +39,31 @@ def _never(_: object) -> None:
             "argument 'configs/algorithms/grpo.yaml' is not of the form key.path=value; to read it as a file, write "
             "--config configs/algorithms/grpo.yaml",
         ),
-        (["--config", DEMO, "--dry-run", "--world-size", "6"], "world size 6 is not divisible by tp 2 x pp 2 = 4"),
-        (["--config", DEMO, "rollout.tp=3", "--dry-run"], "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2"),
-        (["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=4", "--dry-run"], "heads"),
+        (
+            ["--config", DEMO, "--dry-run", "--world-size", "6"],
+            "world size 6 is not divisible by tp 2 x pp 2 = 4",
+        ),
+        (
+            ["--config", DEMO, "rollout.tp=3", "--dry-run"],
+            "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2",
+        ),
+        (
+            ["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=4", "--dry-run"],
+            "heads",
+        ),
         (["--config", DEMO], "torchrun --nproc-per-node"),
     ],
 )
 def test_mistakes_on_the_command_line(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert main(PPOConfig, _never, arguments) == 2
+    assert _main(PPOConfig, arguments) == 2
     message = capsys.readouterr().err
     assert expected in message
     assert message.startswith("error: ")
@@ -57,49 +76,77 @@ def test_shipped_configurations_pass_a_dry_run(
     monkeypatch.chdir(ROOT)
     keys = yaml.safe_load((ROOT / "configs" / config).read_text(encoding="utf-8"))
     root = PPOConfig if "actor" in keys else RewardModelConfig if "_rm_" in config else SFTConfig
-    assert main(root, _never, ["--config", f"configs/{config}", "--dry-run"]) == 0
+    assert _main(root, ["--config", f"configs/{config}", "--dry-run"]) == 0
     assert "training steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("preset", sorted(path.name for path in (ROOT / "configs" / "algorithms").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "preset", sorted(path.name for path in (ROOT / "configs" / "algorithms").glob("*.yaml"))
+)
 def test_each_algorithm_fits_the_small_task(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     base, method = "configs/arithmetic_cpu.yaml", f"configs/algorithms/{preset}"
-    told = re.search(rf"^# On {base}: (.+)$", (ROOT / method).read_text(encoding="utf-8"), re.MULTILINE)
+    told = re.search(
+        rf"^# On {base}: (.+)$", (ROOT / method).read_text(encoding="utf-8"), re.MULTILINE
+    )
     overrides = [] if told is None else shlex.split(told[1])
-    assert main(PPOConfig, _never, ["--config", base, "--config", method, "--dry-run", *overrides]) == 0
+    assert _main(PPOConfig, ["--config", base, "--config", method, "--dry-run", *overrides]) == 0
     output = capsys.readouterr().out
     assert "configuration fits 2 ranks" in output
     assert ("no critic: " in output) is (preset not in ("ppo.yaml", "vapo.yaml"))
     if overrides:
-        assert main(PPOConfig, _never, ["--config", base, "--config", method, "--dry-run"]) == 2  # they are needed
+        assert (
+            _main(PPOConfig, ["--config", base, "--config", method, "--dry-run"]) == 2
+        )  # they are needed
 
 
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "remax"])
-def test_an_algorithm_may_be_laid_over_a_run_with_a_critic(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_algorithm_may_be_laid_over_a_run_with_a_critic(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     files = ["configs/gsm8k_cpu.yaml", f"configs/algorithms/{preset}.yaml"]
-    assert main(PPOConfig, _never, ["--config", files[0], "--config", files[1], "--dry-run"]) == 0
+    assert _main(PPOConfig, ["--config", files[0], "--config", files[1], "--dry-run"]) == 0
 
 
 def test_help_names_every_key_and_needs_no_torchrun() -> None:
     output = succeed(run_program(["launch/train_ppo.py", "--help"]))
-    for key in ("actor.clip_ratio_high", "algorithm.kl_ctrl.target_kl", "rollout.max_num_seqs", "reward.timeout_s"):
+    for key in (
+        "actor.clip_ratio_high",
+        "algorithm.kl_ctrl.target_kl",
+        "rollout.max_num_seqs",
+        "reward.timeout_s",
+    ):
         assert key in output
 
 
 def test_missing_data_ends_every_rank(tmp_path: Path) -> None:
     train_sentencepiece([*"0123456789=+"], tmp_path, vocab_size=32, byte_fallback=False)
-    arguments = [f"data.tokenizer={tmp_path}", "data.train_files=nowhere.jsonl", f"trainer.output_dir={tmp_path}/run"]
-    done = torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments], timeout=240)
+    arguments = [
+        f"data.tokenizer={tmp_path}",
+        "data.train_files=nowhere.jsonl",
+        f"trainer.output_dir={tmp_path}/run",
+    ]
+    done = torchrun(
+        2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments], timeout=240
+    )
     assert done.returncode != 0
     assert "DataError: data file nowhere.jsonl does not exist" in done.stderr
 
 
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:
-    done = run_program(["tools/prepare_data.py", "gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")])
+    done = run_program(
+        [
+            "tools/prepare_data.py",
+            "gsm8k",
+            "--source",
+            str(tmp_path),
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     assert done.returncode == 1
     assert "openai/gsm8k" in done.stderr
     assert "Traceback" not in done.stderr

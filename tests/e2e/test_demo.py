@@ -1,4 +1,6 @@
-"""The demo as shipped: SFT and PPO on arithmetic at TP=2 x PP=2, what it reports, and the checkpoint it leaves."""
+"""The demo as shipped: SFT and PPO on arithmetic at TP=2 x PP=2, what it reports, and the
+checkpoint it leaves.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,16 @@ def demo(start_policy: Path) -> dict[str, Any]:
     root, data = start_policy, start_policy / "data"
     ppo = [f"actor.path={root}/sft/model", f"data.train_files={data}/train.jsonl"]
     ppo += [f"data.val_files={data}/held_out.jsonl", f"trainer.output_dir={root}"]
-    log = succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *ppo], timeout=900))
+    log = succeed(
+        torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *ppo], timeout=900)
+    )
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    return {"root": root, "log": log, "records": records, "summary": json.loads((root / "summary.json").read_text())}
+    return {
+        "root": root,
+        "log": log,
+        "records": records,
+        "summary": json.loads((root / "summary.json").read_text()),
+    }
 
 
 def test_it_learns(demo: dict[str, Any]) -> None:
@@ -37,10 +46,19 @@ def test_it_learns(demo: dict[str, Any]) -> None:
 
 def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
     log, root = demo["log"], demo["root"]
-    for phrase in ("start_accuracy", "final_accuracy", "seconds by phase", "update_actor", str(root / "actor")):
+    for phrase in (
+        "start_accuracy",
+        "final_accuracy",
+        "seconds by phase",
+        "update_actor",
+        str(root / "actor"),
+    ):
         assert phrase in log
     assert (root / "curves.png").read_bytes().startswith(b"\x89PNG")
-    rows = [json.loads(line) for line in (root / "rollouts" / "step_000020.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (root / "rollouts" / "step_000020.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 512
     assert {row["score"] for row in rows} == {0.0, 1.0}
     assert all((row["response"] == row["ground_truth"]) == (row["score"] == 1.0) for row in rows)
@@ -53,7 +71,13 @@ def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
         assert record["training/rollout_probs_diff_max"] < 5e-5
         assert record["reshard/bytes_moved"] == record["reshard/bytes_had_to_move"] > 0
         assert record["critic/score/mean"] == record["reward/exact_match"]
-        for name in ("actor/pg_loss", "actor/entropy", "critic/vf_loss", "timing_s/step", "perf/throughput"):
+        for name in (
+            "actor/pg_loss",
+            "actor/entropy",
+            "critic/vf_loss",
+            "timing_s/step",
+            "perf/throughput",
+        ):
             assert isinstance(record[name], float), name
 
 
@@ -66,8 +90,13 @@ def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         output = model.generate(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5, do_sample=False
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=5,
+            do_sample=False,
         )
-    answers = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = tokenizer.batch_decode(
+        output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
     assert right / len(rows) == demo["summary"]["final_accuracy"]

@@ -1,4 +1,6 @@
-"""What docs/generation.md and docs/benchmarks.md say about generation: its command, keys, metrics and benchmark."""
+"""What docs/generation.md and docs/benchmarks.md say about generation: its command, keys, metrics
+and benchmark.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 from mrlhf.config import PPOConfig
 from mrlhf.config.schema import keys
 from mrlhf.inference.base import EngineStats
-from mrlhf.trainers.generation import engine_metrics
+from mrlhf.rollout.generator import engine_metrics
 from tests.e2e.programs import ROOT, run_program, succeed
 
 PAGE = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
@@ -23,7 +25,10 @@ def test_its_command_says_what_a_sequence_takes() -> None:
     (command,) = re.findall(r"^python (.+)$", PAGE, re.MULTILINE)
     output = succeed(run_program(shlex.split(command)))
     # 13 tokens take one block of 16
-    assert "a sample at full length: 2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens = 8192 bytes" in output
+    assert (
+        "a sample at full length: 2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens = 8192 bytes"
+        in output
+    )
     assert "rollout.kv_cache_mb 1 = 1048576 bytes: 128 samples at full length" in output
 
 
@@ -37,7 +42,14 @@ def test_its_keys_and_metrics_exist() -> None:
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    arguments = ["benchmarks/generate.py", "--quick", "--contenders", "native,transformers", "--json", str(file)]
+    arguments = [
+        "benchmarks/generate.py",
+        "--quick",
+        "--contenders",
+        "native,transformers",
+        "--json",
+        str(file),
+    ]
     output = succeed(run_program(arguments, timeout=240))
     assert "| 3M | float32 | 1 | 8 x 16 |" in output
     (result,) = json.loads(file.read_text())

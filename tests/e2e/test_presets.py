@@ -1,4 +1,6 @@
-"""Each preset as shipped, laid over the arithmetic task through the launcher: it learns, and says what it did."""
+"""Each preset as shipped, laid over the arithmetic task through the launcher: it learns, and says
+what it did.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from tests.e2e.programs import ROOT, succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-# What fits a preset's numbers to this task: those of the comment in its file, and a batch of a few hundred samples.
+# What fits a preset's numbers to this task: those of the comment in its file, and a batch of a few
+# hundred samples.
 FITTED: dict[str, list[str]] = {
     "ppo": ["rollout.n=8"],
     "grpo": ["rollout.n=8"],
@@ -28,20 +31,60 @@ FITTED: dict[str, list[str]] = {
 EXTRA: dict[str, list[str]] = {"ppo": ["trainer.val_n=4", "trainer.peak_tflops=0.05"]}
 CRITICS = ("ppo", "vapo")
 SPREAD = ("mean", "max", "min")
-PHASES = ("gen", "reshard", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "step")
+PHASES = (
+    "gen",
+    "reshard",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "step",
+)
 # Every name of the reference that a PPO run with a KL in the reward can measure.
 PPO_METRICS = {
-    *(f"critic/{name}/{kind}" for name in ("score", "rewards", "advantages", "returns", "values") for kind in SPREAD),
-    *(f"{name}/{kind}" for name in ("response_length", "prompt_length") for kind in (*SPREAD, "clip_ratio")),
+    *(
+        f"critic/{name}/{kind}"
+        for name in ("score", "rewards", "advantages", "returns", "values")
+        for kind in SPREAD
+    ),
+    *(
+        f"{name}/{kind}"
+        for name in ("response_length", "prompt_length")
+        for kind in (*SPREAD, "clip_ratio")
+    ),
     *(f"timing_s/{phase}" for phase in PHASES),
     *(f"timing_per_token_ms/{phase}" for phase in PHASES),
-    *(f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "approx_kl", "entropy")),
+    *(
+        f"actor/{name}"
+        for name in (
+            "pg_loss",
+            "pg_clipfrac",
+            "pg_clipfrac_lower",
+            "ppo_kl",
+            "approx_kl",
+            "entropy",
+        )
+    ),
     *("actor/grad_norm", "actor/lr", "actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff"),
-    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "vf_explained_var")),
-    *(f"rollout_corr/{name}" for name in ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "ppl_ratio")),
+    *(
+        f"critic/{name}"
+        for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "vf_explained_var")
+    ),
+    *(
+        f"rollout_corr/{name}"
+        for name in ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "ppl_ratio")
+    ),
     *("rollout_corr/chi2_token", "rollout_corr/chi2_seq"),
     *(f"training/rollout_probs_diff_{kind}" for kind in ("mean", "max", "std")),
-    *("perf/total_num_tokens", "perf/time_per_step", "perf/throughput", "perf/max_memory_allocated_gb"),
+    *(
+        "perf/total_num_tokens",
+        "perf/time_per_step",
+        "perf/throughput",
+        "perf/max_memory_allocated_gb",
+    ),
     *("perf/mfu/actor", "perf/mfu/critic", "training/global_step", "training/epoch"),
 }
 
@@ -50,10 +93,19 @@ PPO_METRICS = {
 def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[dict[str, Any]]]:
     """The preset's name, and its metrics of each step."""
     name, out = request.param, start_policy / request.param
-    configs = ["--config", "configs/arithmetic_cpu.yaml", "--config", f"configs/algorithms/{name}.yaml"]
+    configs = [
+        "--config",
+        "configs/arithmetic_cpu.yaml",
+        "--config",
+        f"configs/algorithms/{name}.yaml",
+    ]
     data = start_policy / "data"
     places = [f"actor.path={start_policy}/sft/model", f"data.train_files={data}/train.jsonl"]
-    places += [f"data.val_files={data}/held_out.jsonl", f"trainer.output_dir={out}", "trainer.val_sampled=true"]
+    places += [
+        f"data.val_files={data}/held_out.jsonl",
+        f"trainer.output_dir={out}",
+        "trainer.val_sampled=true",
+    ]
     arguments = [*configs, *places, *FITTED[name], *EXTRA.get(name, [])]
     succeed(torchrun(2, ["launch/train_ppo.py", *arguments], timeout=600))
     return name, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -74,7 +126,9 @@ def test_the_reward_rises(run: tuple[str, list[dict[str, Any]]]) -> None:
     steps = [record for record in records if record["step"] > 0]
     assert len(steps) == 20
     assert all(("critic/vf_loss" in record) == (name in CRITICS) for record in steps), name
-    assert all(record["actor/skipped_steps"] == 0 for record in steps if "actor/skipped_steps" in record), name
+    assert all(
+        record["actor/skipped_steps"] == 0 for record in steps if "actor/skipped_steps" in record
+    ), name
     if name == "dapo":
         assert sum(record["training/filtered_groups"] for record in steps) > 0
         assert all(record["training/num_gen_batches"] >= 1 for record in steps)

@@ -2,18 +2,30 @@
 
 import pytest
 
-from mrlhf.config import PPOConfig, check
+from mrlhf.config import PPOConfig
 from mrlhf.errors import ConfigError
+from mrlhf.preflight import check
 
 
 def ppo(**changes):
     """A configuration that fits 8 ranks; `changes` replace keys, with `__` for the dot."""
     tree = {
-        "actor": {"path": "none", "tp": 2, "pp": 2, "ppo_mini_batch_size": 16, "micro_batch_tokens": 512},
+        "actor": {
+            "path": "none",
+            "tp": 2,
+            "pp": 2,
+            "ppo_mini_batch_size": 16,
+            "micro_batch_tokens": 512,
+        },
         "critic": {"tp": 2, "micro_batch_tokens": 512},
         "reward": {"terms": [{"name": "gsm8k"}]},
         "rollout": {"n": 2, "tp": 2},
-        "data": {"train_files": "a.jsonl", "train_batch_size": 64, "max_prompt_length": 40, "max_response_length": 60},
+        "data": {
+            "train_files": "a.jsonl",
+            "train_batch_size": 64,
+            "max_prompt_length": 40,
+            "max_response_length": 60,
+        },
         "trainer": {"output_dir": "out", "total_steps": 10},
         "algorithm": {},
         "reference": {},

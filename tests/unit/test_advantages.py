@@ -1,4 +1,6 @@
-"""GAE against published numbers and its definition as a double sum; every named estimator, and its invariances."""
+"""GAE against published numbers and its definition as a double sum; every named estimator, and its
+invariances.
+"""
 
 from dataclasses import replace
 from typing import get_args
@@ -35,7 +37,9 @@ BATCH = AdvantageInputs(
 
 
 def _slow_gae(rewards, values, mask, gamma, lam):
-    """A_t = sum over later valid tokens of (gamma lam)^l delta; masked-out positions are cut out of the sequence."""
+    """A_t = sum over later valid tokens of (gamma lam)^l delta; masked-out positions are cut out of
+    the sequence.
+    """
     advantages = torch.zeros_like(values)
     for row in range(len(mask)):
         valid = [t for t in range(mask.shape[1]) if mask[row, t]]
@@ -43,7 +47,9 @@ def _slow_gae(rewards, values, mask, gamma, lam):
         v = [values[row, t].item() for t in valid] + [0.0]
         deltas = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(valid))]
         for i, t in enumerate(valid):
-            advantages[row, t] = sum((gamma * lam[row]) ** (j - i) * deltas[j] for j in range(i, len(valid)))
+            advantages[row, t] = sum(
+                (gamma * lam[row]) ** (j - i) * deltas[j] for j in range(i, len(valid))
+            )
     return advantages
 
 
@@ -58,7 +64,9 @@ def test_each_row_may_have_its_own_lambda():
     lam = torch.tensor([0.95, 0.0, 1.0], dtype=torch.float64)
     advantages, returns = gae(*inputs, gamma=0.99, lam=lam)
     # The first delta is .095; what follows it counts .99 * lambda * .5.
-    expected = torch.tensor([[0.0, 0.0, 0.56525, 0.5], [0.0, 0.0, 0.095, 0.5], [0.0, 0.0, 0.59, 0.5]])
+    expected = torch.tensor(
+        [[0.0, 0.0, 0.56525, 0.5], [0.0, 0.0, 0.095, 0.5], [0.0, 0.0, 0.59, 0.5]]
+    )
     torch.testing.assert_close(advantages, expected)
     torch.testing.assert_close(returns, expected + torch.tensor([0.0, 0.0, 0.4, 0.5]))
 
@@ -79,19 +87,25 @@ def test_the_critic_may_have_a_lambda_of_its_own():
 def test_gae_equals_the_double_sum_under_any_mask(batch, gamma, lam):
     rewards, values, mask = batch.rewards, batch.values, batch.mask
     advantages, returns = gae(rewards, values, mask, gamma, lam)
-    torch.testing.assert_close(advantages, _slow_gae(rewards, values, mask, gamma, [lam] * len(mask)))
+    torch.testing.assert_close(
+        advantages, _slow_gae(rewards, values, mask, gamma, [lam] * len(mask))
+    )
     torch.testing.assert_close(returns[mask], (advantages + values)[mask])
     assert advantages[~mask].abs().sum() == returns[~mask].abs().sum() == 0
     adaptive = length_adaptive_lam(mask, alpha=0.5)
     advantages, _ = gae(rewards, values, mask, gamma, adaptive)
-    torch.testing.assert_close(advantages, _slow_gae(rewards, values, mask, gamma, adaptive.tolist()))
+    torch.testing.assert_close(
+        advantages, _slow_gae(rewards, values, mask, gamma, adaptive.tolist())
+    )
 
 
 def test_length_adaptive_lambda_literal_numbers():
     lengths = [0, 10, 20, 100, 400]
     mask = torch.arange(400) < torch.tensor(lengths)[:, None]
     expected = [0.0, 0.0, 0.0, 0.8, 0.95]  # 1 - 1/(.05 * 10) = -1 is clamped, 1 - 1/5, 1 - 1/20
-    torch.testing.assert_close(length_adaptive_lam(mask, 0.05), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(
+        length_adaptive_lam(mask, 0.05), torch.tensor(expected, dtype=torch.float64)
+    )
     with_holes = torch.tensor([[True, False, True]])
     assert length_adaptive_lam(with_holes, 2.0).tolist() == [0.75]
 
@@ -140,15 +154,21 @@ def test_each_name_stands_for_its_estimator_with_its_options(name, expected):
 
 
 def test_grpo_passk_by_name():
-    pair = AdvantageInputs(torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([5, 5]))
+    pair = AdvantageInputs(
+        torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([5, 5])
+    )
     advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions(norm_by_std=False))
     assert advantages.tolist() == [[0.0], [2.0]]
     advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions())
-    torch.testing.assert_close(advantages, torch.tensor([[0.0], [1.41421256]]))  # 2 over sqrt(2) + 1e-6
+    torch.testing.assert_close(
+        advantages, torch.tensor([[0.0], [1.41421256]])
+    )  # 2 over sqrt(2) + 1e-6
 
 
 def test_options_default_to_those_of_the_field():
-    assert AdvantageOptions() == AdvantageOptions(gamma=1.0, lam=1.0, critic_lam=None, norm_by_std=True, f_norm=1.0)
+    assert AdvantageOptions() == AdvantageOptions(
+        gamma=1.0, lam=1.0, critic_lam=None, norm_by_std=True, f_norm=1.0
+    )
 
 
 def test_what_an_estimator_lacks_is_named():
@@ -176,7 +196,9 @@ def test_each_named_estimator_exists():
 
 
 def _by_name(name, batch):
-    inputs = AdvantageInputs(batch.rewards, batch.mask, batch.groups, batch.values, batch.greedy_scores)
+    inputs = AdvantageInputs(
+        batch.rewards, batch.mask, batch.groups, batch.values, batch.greedy_scores
+    )
     options = AdvantageOptions(gamma=0.9, lam=0.8, critic_lam=0.7, f_norm=2.5)
     return estimate_advantages(name, inputs, options)
 
@@ -200,13 +222,17 @@ def test_order_numbering_and_padding_change_nothing(name, batch):
     width = batch.mask.shape[1] + 2
     columns = torch.arange(1, width - 1)  # one column of padding before, one after
     spread = {
-        name_of: torch.full((len(batch.groups), width), filler, dtype=tensor.dtype).index_copy(1, columns, tensor)
+        name_of: torch.full((len(batch.groups), width), filler, dtype=tensor.dtype).index_copy(
+            1, columns, tensor
+        )
         for name_of, tensor, filler in (
             ("mask", batch.mask, False),
             ("rewards", batch.rewards, float("inf")),
             ("values", batch.values, NAN),
         )
     }
-    for padded, result in zip(_by_name(name, replace(batch, **spread)), (advantages, returns), strict=True):
+    for padded, result in zip(
+        _by_name(name, replace(batch, **spread)), (advantages, returns), strict=True
+    ):
         torch.testing.assert_close(padded[:, 1:-1], result, rtol=1e-12, atol=1e-12)
         assert not padded[:, [0, -1]].any()

@@ -1,4 +1,6 @@
-"""Which groups dynamic sampling keeps, and how it refills a batch from an endless supply of prompts."""
+"""Which groups dynamic sampling keeps, and how it refills a batch from an endless supply of
+prompts.
+"""
 
 import logging
 from itertools import count
@@ -11,9 +13,9 @@ from mrlhf.config.algorithm import AlgorithmSection, FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
-from mrlhf.trainers.collect import Collector, choose_groups, groups_that_differ
-from mrlhf.trainers.reward_shaping import RewardShaper
-from mrlhf.trainers.scoring import Scores
+from mrlhf.rollout.collector import Collector, choose_groups, groups_that_differ
+from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.scoring import Scores
 
 N = 2
 
@@ -27,7 +29,11 @@ def test_a_group_differs_when_not_all_its_values_are_the_same():
 
 def test_what_has_no_value_does_not_differ():
     nan = float("nan")
-    assert groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [False, False, True]
+    assert groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [
+        False,
+        False,
+        True,
+    ]
     assert groups_that_differ(torch.tensor([nan, 1.0, 1.0, nan, 0.0, 1.0]), 3) == [False, True]
 
 
@@ -45,7 +51,9 @@ def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen)
 
 
 class _Generator:
-    """Answers prompt u with u and, in sample 1, u + 1 where u is divisible by `informative`, else u again."""
+    """Answers prompt u with u and, in sample 1, u + 1 where u is divisible by `informative`, else u
+    again.
+    """
 
     def __init__(self, informative: int) -> None:
         self.informative, self.calls = informative, []
@@ -59,7 +67,10 @@ class _Generator:
             "rollout/imbalance": refill,
         }
         repeated = prompts.repeat(sampling.n)
-        answers = [uid + (row % sampling.n) * (uid % self.informative == 0) for row, uid in enumerate(repeated.uid)]
+        answers = [
+            uid + (row % sampling.n) * (uid % self.informative == 0)
+            for row, uid in enumerate(repeated.uid)
+        ]
         rows = len(repeated)
         return Rollout(
             repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],
@@ -103,7 +114,9 @@ def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, 
 
 
 def _collect(collector):
-    return collector.collect(7, SamplingParams(n=N, temperature=0.8, max_tokens=5, seed=1), PhaseTimer())
+    return collector.collect(
+        7, SamplingParams(n=N, temperature=0.8, max_tokens=5, seed=1), PhaseTimer()
+    )
 
 
 def test_equal_groups_are_replaced_by_those_of_further_prompts():
@@ -111,7 +124,11 @@ def test_equal_groups_are_replaced_by_those_of_further_prompts():
     collected = _collect(collector)
     assert collected.rollout.prompts.uid == [2, 2, 4, 4, 6, 6, 8, 8]
     assert collected.scores.total.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert collector.generator.calls == [("train", 7, 0, 4, 0.8, N), ("train", 7, 1, 4, 0.8, N), "rest"]
+    assert collector.generator.calls == [
+        ("train", 7, 0, 4, 0.8, N),
+        ("train", 7, 1, 4, 0.8, N),
+        "rest",
+    ]
     assert collected.metrics == {
         "training/num_gen_batches": 2,
         "training/generated_groups": 8,
@@ -134,7 +151,9 @@ def test_a_reward_model_finds_the_engine_asleep():
 
 
 def test_a_batch_may_be_filled_from_smaller_ones():
-    collected = _collect(_collector(informative=1, gen_batch_size=3, enable=True, max_num_gen_batches=5))
+    collected = _collect(
+        _collector(informative=1, gen_batch_size=3, enable=True, max_num_gen_batches=5)
+    )
     assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 4, 4]
     assert collected.metrics["training/num_gen_batches"] == 2
 
@@ -151,7 +170,11 @@ def test_at_the_limit_the_batch_is_filled_with_what_there_is_and_says_so(caplog)
 def test_without_filtering_each_step_is_one_batch():
     collected = _collect(_collector(informative=2))
     assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert collected.metrics.keys() == {"rollout/preemptions", "rollout/peak_kv_cache_bytes", "rollout/imbalance"}
+    assert collected.metrics.keys() == {
+        "rollout/preemptions",
+        "rollout/peak_kv_cache_bytes",
+        "rollout/imbalance",
+    }
     assert collected.greedy_scores is None
 
 

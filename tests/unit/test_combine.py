@@ -14,7 +14,9 @@ def inputs(*solutions):
 
 
 def test_mix():
-    assert mix({"a": [1.0, 2.0], "b": [10.0, 0.5]}, {"b": 0.1, "a": -1.0}) == pytest.approx([0.0, -1.95])
+    assert mix({"a": [1.0, 2.0], "b": [10.0, 0.5]}, {"b": 0.1, "a": -1.0}) == pytest.approx(
+        [0.0, -1.95]
+    )
     assert mix({"a": []}, {"a": 1.0}) == []
 
 
@@ -37,7 +39,9 @@ def test_weighs_rules_and_keeps_each_score():
     assert result.scores == [1.25, 0.25, 1.0]
     assert result.metrics == {"gsm8k": [1.0, 0.0, 1.0], "format": [1.0, 1.0, 0.0]}
     assert result.answers == {"gsm8k": ["18", "17", "18"]}
-    assert RewardFunction([("gsm8k", 1.0)]).score(inputs("none", "#### 3")).answers == {"gsm8k": [None, "3"]}
+    assert RewardFunction([("gsm8k", 1.0)]).score(inputs("none", "#### 3")).answers == {
+        "gsm8k": [None, "3"]
+    }
 
 
 def test_format_pattern():

@@ -4,20 +4,10 @@ import json
 
 import pytest
 
-from mrlhf.config import (
-    DryRun,
-    PPOConfig,
-    RewardModelConfig,
-    SFTConfig,
-    check,
-    check_model,
-    check_models,
-    describe,
-    dry_run,
-    parse_args,
-)
+from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
+from mrlhf.preflight import check, check_model, check_models, describe, dry_run
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
@@ -33,7 +23,9 @@ FACTS = {
 def test_configurations_that_fit_pass():
     check(ppo(), 8)
     check(ppo(), 4)
-    check(ppo(critic__ppo_mini_batch_size=32, rollout__n=1), 12)  # 32 samples over 6 ranks: uneven, but none is idle
+    check(
+        ppo(critic__ppo_mini_batch_size=32, rollout__n=1), 12
+    )  # 32 samples over 6 ranks: uneven, but none is idle
     check(supervised(SFTConfig), 4)
     check(supervised(RewardModelConfig), 4)
 
@@ -147,7 +139,12 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
         {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
-        {"data__val_files": "v.jsonl", "trainer__test_freq": 5, "trainer__val_sampled": True, "trainer__val_n": 4},
+        {
+            "data__val_files": "v.jsonl",
+            "trainer__test_freq": 5,
+            "trainer__val_sampled": True,
+            "trainer__val_n": 4,
+        },
         {"trainer__critic_warmup": 10},
         {"rollout__max_prefill_tokens": 1},  # longer prompts are computed in chunks
         {"rollout__kv_cache_mb": 64},
@@ -186,7 +183,14 @@ def test_supervised_checks():
     )
     check(supervised(SFTConfig, model__micro_batch_tokens=255), 2)
     check(supervised(RewardModelConfig, trainer__test_freq=1), 2)
-    assert len(problems(supervised(RewardModelConfig, trainer__test_freq=1, data__held_out_fraction=0.0), 2)) == 1
+    assert (
+        len(
+            problems(
+                supervised(RewardModelConfig, trainer__test_freq=1, data__held_out_fraction=0.0), 2
+            )
+        )
+        == 1
+    )
 
 
 def test_check_model():
@@ -201,7 +205,13 @@ def test_check_model():
 
 
 def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
-    sizes = {"num_layers": 6, "num_heads": 12, "num_kv_heads": 2, "ffn_size": 96, "replicates_kv_heads": True}
+    sizes = {
+        "num_layers": 6,
+        "num_heads": 12,
+        "num_kv_heads": 2,
+        "ffn_size": 96,
+        "replicates_kv_heads": True,
+    }
     for tp in (1, 2, 4, 6, 12):
         check_model("rollout", tp, 1, **sizes)
     with pytest.raises(ConfigError) as caught:
@@ -212,12 +222,17 @@ def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
     )
     with pytest.raises(ConfigError) as caught:
         check_model("rollout", 8, 1, **sizes)
-    assert str(caught.value) == "rollout.tp 8 does not divide the model's attention heads 12; use one of 1, 2, 3, 4, 6"
+    assert (
+        str(caught.value)
+        == "rollout.tp 8 does not divide the model's attention heads 12; use one of 1, 2, 3, 4, 6"
+    )
 
 
 def model_dir(tmp_path, **changes):
     facts = {**FACTS, **changes}
-    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in facts.items() if value != "absent"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in facts.items() if value != "absent"})
+    )
     return str(tmp_path)
 
 
@@ -227,9 +242,13 @@ def test_check_models_reads_config_json(tmp_path):
     with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
         check_models(ppo(actor__path=path, actor__pp=4))
     assert check_models(ppo(actor__path=path, rollout__tp=8)) == []
-    with pytest.raises(ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"
+    ):
         check_models(ppo(actor__path=path, rollout__tp=16))
-    with pytest.raises(ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"):
+    with pytest.raises(
+        ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"
+    ):
         check_models(ppo(actor__path=path, data__max_response_length=217))
 
 
@@ -237,7 +256,9 @@ def test_config_json_without_groups_or_without_sense(tmp_path):
     path = model_dir(tmp_path, num_key_value_heads="absent", max_position_embeddings=None)
     assert check_models(supervised(SFTConfig, model__path=path, model__tp=8)) == []
     path = model_dir(tmp_path, num_hidden_layers="absent")
-    with pytest.raises(ConfigError, match=r"model: .*config\.json does not describe a decoder: KeyError"):
+    with pytest.raises(
+        ConfigError, match=r"model: .*config\.json does not describe a decoder: KeyError"
+    ):
         check_models(supervised(SFTConfig, model__path=path))
 
 
@@ -246,7 +267,8 @@ def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
     changes = {"actor__path": path, "critic__path": "none", "rollout__block_size": 16}
     with pytest.raises(ConfigError) as caught:
         check_models(ppo(**changes, rollout__kv_cache_mb=13))
-    # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; dtype and device are unknown: bfloat16
+    # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; dtype and device are
+    # unknown: bfloat16
     assert str(caught.value) == (
         "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x 2 KV heads x 256 x "
         "2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at least 14 or lower the data's maximum "
@@ -254,10 +276,14 @@ def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
     )
     check_models(ppo(**changes, rollout__kv_cache_mb=14))
     for float32 in ({"actor__dtype": "float32"}, {"distributed__device": "cpu"}):
-        with pytest.raises(ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"):
+        with pytest.raises(
+            ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"
+        ):
             check_models(ppo(**changes, **float32, rollout__kv_cache_mb=14))
     # with more ranks than heads, each rank holds one head
-    with pytest.raises(ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7340032 bytes"):
+    with pytest.raises(
+        ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7340032 bytes"
+    ):
         check_models(ppo(**changes, rollout__tp=8, rollout__kv_cache_mb=6))
 
 
@@ -290,7 +316,9 @@ def test_describe_ppo():
 
 
 def test_describe_supervised():
-    lines = describe(supervised(RewardModelConfig, trainer__total_epochs=3), 4, num_rows=50).splitlines()
+    lines = describe(
+        supervised(RewardModelConfig, trainer__total_epochs=3), 4, num_rows=50
+    ).splitlines()
     assert lines == [
         "RewardModel on 4 ranks",
         "  model        tp 2 x pp 1 x dp 2, 256 tokens a micro-batch",
@@ -299,7 +327,10 @@ def test_describe_supervised():
         "the run",
         "  3 epochs x (50 rows // 16) = 9 training steps",
     ]
-    assert describe(supervised(SFTConfig), 4).splitlines()[-1] == "  1 epoch x (rows // 16) training steps"
+    assert (
+        describe(supervised(SFTConfig), 4).splitlines()[-1]
+        == "  1 epoch x (rows // 16) training steps"
+    )
 
 
 def test_dry_run_checks_first(tmp_path):
@@ -309,12 +340,19 @@ def test_dry_run_checks_first(tmp_path):
         "the KV cache of a rank\n"
         "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 bytes\n"
         "  rollout.kv_cache_mb 1 = 1048576 bytes: 24 samples at full length\n"
-    ) in dry_run(ppo(actor__path=model_dir(tmp_path), critic__path="none", rollout__kv_cache_mb=1), 8)
+    ) in dry_run(
+        ppo(actor__path=model_dir(tmp_path), critic__path="none", rollout__kv_cache_mb=1), 8
+    )
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
 
 
-ARGUMENTS = ["actor.path=m", "reward.terms=[{name: gsm8k}]", "data.train_files=a.jsonl", "trainer.output_dir=o"]
+ARGUMENTS = [
+    "actor.path=m",
+    "reward.terms=[{name: gsm8k}]",
+    "data.train_files=a.jsonl",
+    "trainer.output_dir=o",
+]
 
 
 def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
@@ -341,7 +379,9 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
     config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
     assert (config.seed, dry) == (6, None)
-    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[1] == DryRun(12)
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[
+        1
+    ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)
     with pytest.raises(ConfigError, match="--world-size goes with --dry-run only"):
         parse_args(PPOConfig, [*ARGUMENTS, "--world-size", "2"])

@@ -8,7 +8,12 @@ from mrlhf.config import PPOConfig, dump_yaml, load_config
 from mrlhf.config.correction import NO_CORRECTION, CorrectionPreset, RolloutCorrectionSection
 from mrlhf.errors import ConfigError
 
-ARGUMENTS = ["actor.path=m", "reward.terms=[{name: gsm8k}]", "data.train_files=a.jsonl", "trainer.output_dir=o"]
+ARGUMENTS = [
+    "actor.path=m",
+    "reward.terms=[{name: gsm8k}]",
+    "data.train_files=a.jsonl",
+    "trainer.output_dir=o",
+]
 KEY = "algorithm.rollout_correction"
 
 OFF = (None, (None, 2.0), (), False, "ppo_clip")
@@ -42,12 +47,20 @@ PRESETS = {  # weights and their bounds, what is rejected, bypass, loss
 
 
 def load(*settings):
-    config = load_config(PPOConfig, None, [*ARGUMENTS, *(f"{KEY}.{setting}" for setting in settings)])
+    config = load_config(
+        PPOConfig, None, [*ARGUMENTS, *(f"{KEY}.{setting}" for setting in settings)]
+    )
     return config.algorithm.rollout_correction
 
 
 def told(section):
-    return (section.rollout_is, section.bounds, section.criteria, section.bypass_mode, section.loss_type)
+    return (
+        section.rollout_is,
+        section.bounds,
+        section.criteria,
+        section.bypass_mode,
+        section.loss_type,
+    )
 
 
 def message(*settings):
@@ -75,7 +88,12 @@ def test_off_by_default():
 
 
 def test_a_key_beside_the_preset_wins():
-    settings = ("rollout_is=token", "rollout_is_threshold=0.5_5", "bypass_mode=false", "loss_type=ppo_clip")
+    settings = (
+        "rollout_is=token",
+        "rollout_is_threshold=0.5_5",
+        "bypass_mode=false",
+        "loss_type=ppo_clip",
+    )
     for order in (("preset=bypass_pg_is", *settings), (*settings, "preset=bypass_pg_is")):
         assert told(load(*order)) == ("token", (0.5, 5.0), (), False, "ppo_clip")
     without = load("preset=bypass_pg_geo_rs_seq_tis", "rollout_is=null")
@@ -84,7 +102,9 @@ def test_a_key_beside_the_preset_wins():
 
 @pytest.mark.parametrize("preset", get_args(CorrectionPreset))
 def test_a_dump_reloads_equal(preset, tmp_path):
-    config = load_config(PPOConfig, None, [*ARGUMENTS, f"{KEY}={{preset: {preset}, rollout_is: token}}"])
+    config = load_config(
+        PPOConfig, None, [*ARGUMENTS, f"{KEY}={{preset: {preset}, rollout_is: token}}"]
+    )
     (tmp_path / "dump.yaml").write_text(dump_yaml(config))
     assert load_config(PPOConfig, tmp_path / "dump.yaml") == config
 
@@ -111,7 +131,10 @@ def test_bounds_of_the_weights(text, bounds):
 )
 def test_bad_bounds_of_the_weights(text):
     said = message("rollout_is=token", f"rollout_is_threshold={text}")
-    assert f"for '{KEY}.rollout_is_threshold': should be a number of at least 1, or lower_upper with 0 < lower" in said
+    assert (
+        f"for '{KEY}.rollout_is_threshold': should be a number of at least 1, or lower_upper with 0 < lower"
+        in said
+    )
 
 
 @pytest.mark.parametrize("text", ["0.5", "0.99", "0.2_0.9", "1.1_2"])
@@ -122,7 +145,9 @@ def test_weights_that_leave_out_the_ratio_1(text):
     )
 
 
-@pytest.mark.parametrize(("text", "bounds"), [("1", (None, 1.0)), ("0.5_1", (0.5, 1.0)), ("1_1.5", (1.0, 1.5))])
+@pytest.mark.parametrize(
+    ("text", "bounds"), [("1", (None, 1.0)), ("0.5_1", (0.5, 1.0)), ("1_1.5", (1.0, 1.5))]
+)
 def test_weights_that_just_hold_the_ratio_1(text, bounds):
     assert load("rollout_is=token", f"rollout_is_threshold={text}").bounds == bounds
 
@@ -136,7 +161,11 @@ def test_weights_that_just_hold_the_ratio_1(text, bounds):
         ("token_k1", "1_2", (("token_k1", 1.0, 2.0),)),
         ("seq_max_k2", "0.1", (("seq_max_k2", None, 0.1),)),
         ("seq_mean_k1,seq_max_k3", "4", (("seq_mean_k1", 0.25, 4.0), ("seq_max_k3", None, 4.0))),
-        ("'token_k1, seq_sum_k3'", "'0.5_2, 0.01'", (("token_k1", 0.5, 2.0), ("seq_sum_k3", None, 0.01))),
+        (
+            "'token_k1, seq_sum_k3'",
+            "'0.5_2, 0.01'",
+            (("token_k1", 0.5, 2.0), ("seq_sum_k3", None, 0.01)),
+        ),
         ("token_k2,token_k2", "3", (("token_k2", None, 3.0),)),
     ],
 )
@@ -204,7 +233,9 @@ def test_bad_criteria(settings, expected):
 
 def test_an_unknown_preset_is_told_with_the_known_ones():
     said = message("preset=xyz")
-    assert said.startswith(f"bad value 'xyz' for '{KEY}.preset': should be one of decoupled_token_is, decoupled_seq_is")
+    assert said.startswith(
+        f"bad value 'xyz' for '{KEY}.preset': should be one of decoupled_token_is, decoupled_seq_is"
+    )
     assert said.endswith(", disabled")
     near = message("preset=geo_rs_seq_ts")
     assert near.startswith(
@@ -217,13 +248,17 @@ def sources(tmp_path, texts, *settings):
     files = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
     for file, text in zip(files, texts, strict=True):
         file.write_text(f"algorithm: {{rollout_correction: {text}}}\n")
-    config = load_config(PPOConfig, files, [*ARGUMENTS, *(f"{KEY}.{setting}" for setting in settings)])
+    config = load_config(
+        PPOConfig, files, [*ARGUMENTS, *(f"{KEY}.{setting}" for setting in settings)]
+    )
     return config.algorithm.rollout_correction
 
 
 def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
     earlier = "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, bypass_mode: true}"
-    section = sources(tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"])
+    section = sources(
+        tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"]
+    )
     assert told(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
     assert section.rollout_is_batch_normalize is False
     assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])) == (
@@ -233,7 +268,9 @@ def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
 
 
 def test_a_key_of_a_later_file_overrides_an_earlier_preset(tmp_path):
-    section = sources(tmp_path, ["{preset: bypass_pg_is}", "{rollout_is: token}", "{rollout_is_threshold: 0.5_2}"])
+    section = sources(
+        tmp_path, ["{preset: bypass_pg_is}", "{rollout_is: token}", "{rollout_is_threshold: 0.5_2}"]
+    )
     assert told(section) == ("token", (0.5, 2.0), (), True, "reinforce")
 
 
@@ -241,16 +278,38 @@ def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path
     file = "{rollout_is: token, rollout_is_threshold: 7.0, bypass_mode: true}"
     settings = ("preset=decoupled_k3_rs_seq_tis", "rollout_is_threshold=4")
     for order in (settings, settings[::-1]):
-        assert told(sources(tmp_path, [file], *order)) == ("sequence", (None, 4.0), K3, False, "ppo_clip")
-    assert told(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (*TOKEN, (), True, "reinforce")
+        assert told(sources(tmp_path, [file], *order)) == (
+            "sequence",
+            (None, 4.0),
+            K3,
+            False,
+            "ppo_clip",
+        )
+    assert told(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (
+        *TOKEN,
+        (),
+        True,
+        "reinforce",
+    )
     assert told(sources(tmp_path, [file], "preset=disabled")) == OFF
 
 
 def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
-    (tmp_path / "c.yaml").write_text("algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n")
-    arguments = [*ARGUMENTS, f"{KEY}={{preset: decoupled_geo_rs}}", f"{KEY}.rollout_rs_threshold=1.5"]
+    (tmp_path / "c.yaml").write_text(
+        "algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n"
+    )
+    arguments = [
+        *ARGUMENTS,
+        f"{KEY}={{preset: decoupled_geo_rs}}",
+        f"{KEY}.rollout_rs_threshold=1.5",
+    ]
     algorithm = load_config(PPOConfig, tmp_path / "c.yaml", arguments).algorithm
-    assert told(algorithm.rollout_correction) == (*NO_WEIGHTS, (("seq_mean_k1", 1 / 1.5, 1.5),), False, "ppo_clip")
+    assert told(algorithm.rollout_correction) == (
+        *NO_WEIGHTS,
+        (("seq_mean_k1", 1 / 1.5, 1.5),),
+        False,
+        "ppo_clip",
+    )
     assert algorithm.gamma == 0.5
 
 
@@ -281,7 +340,9 @@ def test_a_preset_is_spelt_out_in_the_section_and_in_dumps(tmp_path):
     }
     config = load_config(PPOConfig, None, [*ARGUMENTS, f"{KEY}.preset=bypass_pg_geo_rs_seq_tis"])
     (tmp_path / "dump.yaml").write_text(dump_yaml(config))
-    again = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.rollout_is=token", f"{KEY}.loss_type=ppo_clip"])
+    again = load_config(
+        PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.rollout_is=token", f"{KEY}.loss_type=ppo_clip"]
+    )
     assert told(again.algorithm.rollout_correction) == (*TOKEN, GEO, True, "ppo_clip")
     other = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.preset=decoupled_k3_rs"])
     assert told(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")

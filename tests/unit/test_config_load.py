@@ -52,21 +52,31 @@ def test_defaults_then_file_then_arguments(ppo_file):
 
 
 def test_role_defaults_of_the_learning_rate_survive_a_partly_given_optimizer(ppo_file):
-    config = load_config(PPOConfig, ppo_file, ["actor.optim={clip_grad: 2.0}", "critic.optim.clip_grad=3"])
+    config = load_config(
+        PPOConfig, ppo_file, ["actor.optim={clip_grad: 2.0}", "critic.optim.clip_grad=3"]
+    )
     assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-6, 2.0)
     assert (config.critic.optim.lr, config.critic.optim.clip_grad) == (1e-5, 3.0)
 
 
 def test_keys_left_out_or_null_inherit(ppo_file):
     config = load_config(
-        PPOConfig, ppo_file, ["actor.ppo_mini_batch_size=32", "critic.ppo_epochs=3", "critic.path=null"]
+        PPOConfig,
+        ppo_file,
+        ["actor.ppo_mini_batch_size=32", "critic.ppo_epochs=3", "critic.path=null"],
     )
     assert config.critic.path == config.reference.path == config.data.tokenizer == "models/policy"
-    assert (config.critic.ppo_mini_batch_size, config.critic.ppo_epochs, config.actor.ppo_epochs) == (32, 3, 1)
+    assert (
+        config.critic.ppo_mini_batch_size,
+        config.critic.ppo_epochs,
+        config.actor.ppo_epochs,
+    ) == (32, 3, 1)
     assert (config.reference.tp, config.reference.pp, config.critic.tp) == (2, 1, 1)
     assert config.actor.loss_scale_factor == config.critic.loss_scale_factor == 96.0
     assert config.data.gen_batch_size == config.data.train_batch_size == 1024
-    own = load_config(PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"])
+    own = load_config(
+        PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"]
+    )
     assert (own.reference.tp, own.actor.loss_scale_factor, own.data.tokenizer) == (1, 5.0, "tok")
     assert load_config(PPOConfig, ppo_file, ["data.train_batch_size=8"]).data.gen_batch_size == 8
     assert load_config(PPOConfig, ppo_file, ["data.gen_batch_size=24"]).data.gen_batch_size == 24
@@ -125,7 +135,12 @@ def test_critic_is_built_for_gae_alone(ppo_file):
         (["algorithm.rollout_correction.preset=bypass_ppo_clip"], False),
         (["algorithm.rollout_correction.preset=bypass_ppo_clip_geo_rs"], True),
         (["algorithm.rollout_correction={preset: bypass_pg_is}"], False),
-        (["algorithm.rollout_correction={preset: bypass_pg_is, rollout_is_batch_normalize: true}"], True),
+        (
+            [
+                "algorithm.rollout_correction={preset: bypass_pg_is, rollout_is_batch_normalize: true}"
+            ],
+            True,
+        ),
         (["algorithm.rollout_correction={preset: decoupled_geo_rs}"], False),
     ],
 )
@@ -149,7 +164,8 @@ def test_reference_is_built_only_for_a_kl(ppo_file, overrides, needed):
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("1e-4", 1e-4), ("2.5E+3", 2500.0), ("1.e3", 1000.0), (".5e-1", 0.05), ("3", 3.0)]
+    ("text", "number"),
+    [("1e-4", 1e-4), ("2.5E+3", 2500.0), ("1.e3", 1000.0), (".5e-1", 0.05), ("3", 3.0)],
 )
 def test_floats_as_people_write_them(tmp_path, text, number):
     from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: {text}"))
@@ -159,10 +175,14 @@ def test_floats_as_people_write_them(tmp_path, text, number):
 
 @pytest.mark.parametrize("text", ["1_000", "1:30", "010"])
 def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
-    assert message(tmp_path, PPO, f"seed={text}") == (f"bad value '{text}' for 'seed': input should be a valid integer")
+    assert message(tmp_path, PPO, f"seed={text}") == (
+        f"bad value '{text}' for 'seed': input should be a valid integer"
+    )
 
 
-@pytest.mark.parametrize(("text", "number"), [("0", 0), ("-3", -3), ("+4", 4), ("0x1F", 31), ("120", 120)])
+@pytest.mark.parametrize(
+    ("text", "number"), [("0", 0), ("-3", -3), ("+4", 4), ("0x1F", 31), ("120", 120)]
+)
 def test_integers(tmp_path, text, number):
     assert load_text(tmp_path, PPO, f"seed={text}").seed == number
 
@@ -177,13 +197,17 @@ def test_a_list_given_as_an_argument_may_be_changed_by_a_later_one(ppo_file):
 
 
 def test_one_file_name_is_a_list_of_one(ppo_file):
-    config = load_config(PPOConfig, ppo_file, ["data.train_files=one.jsonl", "data.val_files=[x, y]"])
+    config = load_config(
+        PPOConfig, ppo_file, ["data.train_files=one.jsonl", "data.val_files=[x, y]"]
+    )
     assert (config.data.train_files, config.data.val_files) == (["one.jsonl"], ["x", "y"])
 
 
 def test_an_argument_reaches_into_a_list_and_opens_an_absent_section(ppo_file):
     config = load_config(
-        PPOConfig, ppo_file, ["reward.terms.0.weight=0.5", "reward_model.path=rm", "reward_model.tp=2"]
+        PPOConfig,
+        ppo_file,
+        ["reward.terms.0.weight=0.5", "reward_model.path=rm", "reward_model.tp=2"],
     )
     assert config.reward.terms[0].weight == 0.5
     assert config.reward_model is not None
@@ -201,16 +225,28 @@ def test_an_argument_reaches_into_a_list_and_opens_an_absent_section(ppo_file):
         ("actr.tp=2", "unknown key 'actr.tp'; did you mean 'actor.tp'?"),
         ("actor.lr=1", "unknown key 'actor.lr'; did you mean 'actor.optim.lr'?"),
         ("kl_coef=1", "unknown key 'kl_coef'; did you mean 'algorithm.kl_ctrl.kl_coef'?"),
-        ("reward.terms.0.wait=1", "unknown key 'reward.terms.0.wait'; did you mean 'reward.terms.0.weight'?"),
+        (
+            "reward.terms.0.wait=1",
+            "unknown key 'reward.terms.0.wait'; did you mean 'reward.terms.0.weight'?",
+        ),
         ("zzzzzz=1", "unknown key 'zzzzzz'; --help lists all keys"),
-        ("reward.terms.3.weight=1", "cannot set 'reward.terms.3.weight': the file's list has 1 items, numbered from 0"),
+        (
+            "reward.terms.3.weight=1",
+            "cannot set 'reward.terms.3.weight': the file's list has 1 items, numbered from 0",
+        ),
         ("actor.tp", "argument 'actor.tp' is not of the form key.path=value"),
         (
             "b.yaml",
             "argument 'b.yaml' is not of the form key.path=value; to read it as a file, write --config b.yaml",
         ),
-        ("actor.loss_mode=gspo", "unknown key 'actor.loss_mode'; did you mean 'actor.policy_loss.loss_mode'?"),
-        ("actor.loss_aggmode=a", "unknown key 'actor.loss_aggmode'; did you mean 'actor.loss_agg_mode'?"),
+        (
+            "actor.loss_mode=gspo",
+            "unknown key 'actor.loss_mode'; did you mean 'actor.policy_loss.loss_mode'?",
+        ),
+        (
+            "actor.loss_aggmode=a",
+            "unknown key 'actor.loss_aggmode'; did you mean 'actor.loss_agg_mode'?",
+        ),
         (
             "actor_rollout_ref.actor.clip_ratio=0.1",
             "unknown key 'actor_rollout_ref.actor.clip_ratio'; verl's 'actor_rollout_ref.actor.clip_ratio' is "
@@ -243,7 +279,11 @@ def test_wrong_arguments(tmp_path, override, expected):
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("clip_ratio:", "clip_rato:", "unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?"),
+        (
+            "clip_ratio:",
+            "clip_rato:",
+            "unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?",
+        ),
         ("{lr: 1e-4}", "{l: 1}", "unknown key 'actor.optim.l'; did you mean 'actor.optim.lr'?"),
         ("critic:", "critics:", "unknown key 'critics'; did you mean 'critic'?"),
         (
@@ -279,14 +319,24 @@ def test_later_files_override_earlier_ones_key_by_key(tmp_path, ppo_file):
         "algorithm: {kl_ctrl: {kl_coef: 0.5}}\n",
     )
     third = write(
-        tmp_path / "third.yaml", "actor: {clip_ratio: 0.4}\nalgorithm: {kl_ctrl: {horizon: 7}, kl_penalty: k2}\n"
+        tmp_path / "third.yaml",
+        "actor: {clip_ratio: 0.4}\nalgorithm: {kl_ctrl: {horizon: 7}, kl_penalty: k2}\n",
     )
     config = load_config(PPOConfig, [ppo_file, second, third], ["actor.tp=4"])
-    assert (config.actor.clip_ratio, config.actor.tp, config.actor.path) == (0.4, 4, "models/policy")
+    assert (config.actor.clip_ratio, config.actor.tp, config.actor.path) == (
+        0.4,
+        4,
+        "models/policy",
+    )
     assert (config.actor.optim.lr, config.actor.optim.clip_grad) == (1e-4, 2.0)
     assert config.critic.pp == 2  # a section with nothing under it says nothing
     assert config.data.train_files == ["c.jsonl"]  # a list is replaced as a whole
-    assert config.algorithm.kl_ctrl.model_dump() == {"type": "fixed", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 7}
+    assert config.algorithm.kl_ctrl.model_dump() == {
+        "type": "fixed",
+        "kl_coef": 0.5,
+        "target_kl": 0.1,
+        "horizon": 7,
+    }
     assert load_config(PPOConfig, [third, second, ppo_file]).actor.clip_ratio == 0.1
     assert load_config(PPOConfig, [ppo_file]) == load_config(PPOConfig, ppo_file)
 
@@ -311,13 +361,25 @@ def test_an_unknown_key_names_its_file(tmp_path, ppo_file):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("actor.dtype=fp8", "bad value 'fp8' for 'actor.dtype': input should be 'auto', 'float32' or 'bfloat16'"),
+        (
+            "actor.dtype=fp8",
+            "bad value 'fp8' for 'actor.dtype': input should be 'auto', 'float32' or 'bfloat16'",
+        ),
         ("actor.tp=0", "bad value 0 for 'actor.tp': input should be greater than or equal to 1"),
         ("actor.tp=two", "bad value 'two' for 'actor.tp': input should be a valid integer"),
         ("actor.tp=true", "bad value True for 'actor.tp': input should be a valid integer"),
-        ("actor.use_kl_loss=1", "bad value 1 for 'actor.use_kl_loss': input should be a valid boolean"),
-        ("actor.clip_ratio_c=1.0", "bad value 1.0 for 'actor.clip_ratio_c': input should be greater than 1"),
-        ("actor.optim.lr=.nan", "bad value nan for 'actor.optim.lr': input should be a finite number"),
+        (
+            "actor.use_kl_loss=1",
+            "bad value 1 for 'actor.use_kl_loss': input should be a valid boolean",
+        ),
+        (
+            "actor.clip_ratio_c=1.0",
+            "bad value 1.0 for 'actor.clip_ratio_c': input should be greater than 1",
+        ),
+        (
+            "actor.optim.lr=.nan",
+            "bad value nan for 'actor.optim.lr': input should be a finite number",
+        ),
         ("critic=3", "bad value 3 for 'critic': should be a section with keys of its own"),
         ("rollout.top_k=0", "'rollout': top_k 0 is neither -1 (off) nor at least 1"),
         ("seed=", "bad value None for 'seed': input should be a valid integer"),
@@ -333,12 +395,19 @@ def test_bad_values_name_key_value_and_what_is_allowed(tmp_path, override, expec
 
 def test_reward_term_names(tmp_path):
     bad = message(tmp_path, PPO, "reward.terms=[{name: exactmatch}]")
-    assert bad.startswith("bad value 'exactmatch' for 'reward.terms.0.name': should be exact_match, gsm8k, ")
+    assert bad.startswith(
+        "bad value 'exactmatch' for 'reward.terms.0.name': should be exact_match, gsm8k, "
+    )
     assert bad.endswith("did you mean 'exact_match'?")
     assert "\n" not in bad
-    assert load_text(tmp_path, PPO, "reward.terms=[{name: 'my/r.py:score'}]").reward.terms[0].name == "my/r.py:score"
+    assert (
+        load_text(tmp_path, PPO, "reward.terms=[{name: 'my/r.py:score'}]").reward.terms[0].name
+        == "my/r.py:score"
+    )
     for malformed in ("my/r.py", "my/r.py:", "my/r.txt:score", "my/r.py:1x"):
-        assert "for 'reward.terms.0.name'" in message(tmp_path, PPO, f"reward.terms=[{{name: '{malformed}'}}]")
+        assert "for 'reward.terms.0.name'" in message(
+            tmp_path, PPO, f"reward.terms=[{{name: '{malformed}'}}]"
+        )
 
 
 def test_every_missing_key_is_named_once_with_its_meaning():
@@ -374,7 +443,10 @@ def test_files_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("seed: 1\nactor:\n  tp: 1\n  tp: 2\n", "line 4: key 'tp' is given twice; keep one of them"),
+        (
+            "seed: 1\nactor:\n  tp: 1\n  tp: 2\n",
+            "line 4: key 'tp' is given twice; keep one of them",
+        ),
         ("1: 2\n", "line 1: key 1 is not text; quote it or remove it"),
         ("[1, 2]\n", "holds a list, not sections with keys"),
         ("actor: [\n", "not YAML: "),
@@ -393,12 +465,16 @@ def test_a_scalar_is_no_section(tmp_path):
 
 
 def test_yaml_anchors_may_share_a_section(tmp_path):
-    text = PPO.replace("actor: {", "actor: &model {").replace("critic: {pp: 2}", "critic: {<<: *small, pp: 2, tp: 4}")
+    text = PPO.replace("actor: {", "actor: &model {").replace(
+        "critic: {pp: 2}", "critic: {<<: *small, pp: 2, tp: 4}"
+    )
     config = load_text(tmp_path, "reward_model: &small {path: rm, tp: 2}\n" + text)
     assert (config.critic.path, config.critic.tp, config.critic.pp) == ("rm", 4, 2)
 
 
-@pytest.mark.parametrize(("root", "text"), [(PPOConfig, PPO), (SFTConfig, SUPERVISED), (RewardModelConfig, SUPERVISED)])
+@pytest.mark.parametrize(
+    ("root", "text"), [(PPOConfig, PPO), (SFTConfig, SUPERVISED), (RewardModelConfig, SUPERVISED)]
+)
 def test_a_dump_reloads_equal(tmp_path, root, text):
     config = load_text(tmp_path, text, "seed=11", root=root)
     again = load_text(tmp_path, dump_yaml(config), root=root)
@@ -428,7 +504,9 @@ def test_supervised_roots(tmp_path):
     assert "data.held_out_fraction" in message(
         tmp_path, SUPERVISED, "data.held_out_fraction=1.0", root=RewardModelConfig
     )
-    assert message(tmp_path, SUPERVISED, "data.held_out_fraction=0", root=SFTConfig).startswith("unknown key")
+    assert message(tmp_path, SUPERVISED, "data.held_out_fraction=0", root=SFTConfig).startswith(
+        "unknown key"
+    )
 
 
 def test_sections_are_frozen(ppo_file):

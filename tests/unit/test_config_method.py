@@ -2,8 +2,8 @@
 
 import pytest
 
-from mrlhf.config import check, describe
-from mrlhf.config.method_words import describe_method
+from mrlhf.preflight import check, describe
+from mrlhf.preflight.method_description import describe_method
 from tests.unit.configurations import ppo, problems
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
@@ -103,7 +103,9 @@ TRUNCATED = (
                 "algorithm__use_kl_in_reward": True,
                 "actor__policy_loss__loss_mode": "geo_mean",
             },
-            GEO_MEAN.format("reinforce_plus_plus with the KL in the reward at algorithm.kl_placement token"),
+            GEO_MEAN.format(
+                "reinforce_plus_plus with the KL in the reward at algorithm.kl_placement token"
+            ),
         ),
         (
             {
@@ -119,7 +121,11 @@ TRUNCATED = (
             "coefficient could change by -0.2 x 128 / 25 and so reach 0 or less; raise horizon above 25",
         ),
         (
-            {**ADAPTIVE, "data__train_batch_size": 80, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 32}},
+            {
+                **ADAPTIVE,
+                "data__train_batch_size": 80,
+                "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 32},
+            },
             "algorithm.kl_ctrl.horizon 32 is too short for data.train_batch_size x rollout.n = 160 samples a step: the "
             "coefficient could change by -0.2 x 160 / 32 and so reach 0 or less; raise horizon above 32",
         ),
@@ -139,19 +145,34 @@ TRUNCATED = (
             "0 for every response; raise lam_length_alpha above 0.015625 or the length",
         ),
         (
-            {"actor__clip_ratio": 0.1, "actor__clip_ratio_low": 0.2, "actor__clip_ratio_high": 0.28},
+            {
+                "actor__clip_ratio": 0.1,
+                "actor__clip_ratio_low": 0.2,
+                "actor__clip_ratio_high": 0.28,
+            },
             "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and actor.clip_ratio_high 0.28; leave "
             "it at 0.2, or set one of these to null",
         ),
         ({"rollout__top_p": 0.9}, TRUNCATED.format(-1, 0.9)),
         ({"rollout__top_k": 50}, TRUNCATED.format(50, 1.0)),
-        ({"rollout__top_k": 50, "actor__policy_loss__loss_mode": "cispo"}, TRUNCATED.format(50, 1.0)),
         (
-            {"rollout__top_p": 0.5, "actor__policy_loss__loss_mode": "gpg", CORRECTION: {"rollout_is": "token"}},
+            {"rollout__top_k": 50, "actor__policy_loss__loss_mode": "cispo"},
+            TRUNCATED.format(50, 1.0),
+        ),
+        (
+            {
+                "rollout__top_p": 0.5,
+                "actor__policy_loss__loss_mode": "gpg",
+                CORRECTION: {"rollout_is": "token"},
+            },
             TRUNCATED.format(-1, 0.5),
         ),
         (
-            {"rollout__top_p": 0.5, "actor__policy_loss__loss_mode": "gpg", CORRECTION: {"bypass_mode": True}},
+            {
+                "rollout__top_p": 0.5,
+                "actor__policy_loss__loss_mode": "gpg",
+                CORRECTION: {"bypass_mode": True},
+            },
             TRUNCATED.format(-1, 0.5),
         ),
         (
@@ -230,7 +251,11 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
     [
         {"algorithm__gamma": 0.9, "algorithm__lam": 0.9, "algorithm__lam_critic": 0.5},
         {"algorithm__lam_length_alpha": 0.05, "algorithm__lam_critic": 1.0},
-        {"algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__gamma": 0.9, "rollout__n": 1},
+        {
+            "algorithm__adv_estimator": "reinforce_plus_plus",
+            "algorithm__gamma": 0.9,
+            "rollout__n": 1,
+        },
         {"algorithm__adv_estimator": "grpo_passk", "algorithm__norm_adv_by_std_in_grpo": False},
         {"algorithm__adv_estimator": "gpg", "algorithm__f_norm": 2.0},
         {"algorithm__adv_estimator": "rloo", "rollout__n": 1},
@@ -238,7 +263,10 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
         {**GRPO, "actor__policy_loss__loss_mode": "geo_mean"},
         {**GRPO, "algorithm__use_kl_in_reward": True, "actor__policy_loss__loss_mode": "geo_mean"},
-        {"algorithm__adv_estimator": "reinforce_plus_plus", "actor__policy_loss__loss_mode": "geo_mean"},
+        {
+            "algorithm__adv_estimator": "reinforce_plus_plus",
+            "actor__policy_loss__loss_mode": "geo_mean",
+        },
         {"algorithm__adv_estimator": "remax", "actor__policy_loss__loss_mode": "geo_mean"},
         {
             "algorithm__adv_estimator": "remax",
@@ -254,7 +282,10 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"actor__clip_ratio": 0.1, "actor__clip_ratio_high": 0.28},
         {"actor__clip_ratio_low": 0.1, "actor__clip_ratio_high": 0.28},
         {"rollout__top_p": 0.5, "rollout__top_k": 5, "actor__policy_loss__loss_mode": "gpg"},
-        {"actor__tau_pos": 2.0, "actor__policy_loss": {"clip_cov_ratio": 0.1, "ppo_kl_coef": 1.0}},  # of other losses
+        {
+            "actor__tau_pos": 2.0,
+            "actor__policy_loss": {"clip_cov_ratio": 0.1, "ppo_kl_coef": 1.0},
+        },  # of other losses
         {"algorithm__overlong_buffer": {"enable": True, "len": 59}},
         {"algorithm__overlong_buffer": {"len": 60}},
         {CORRECTION: {"preset": "bypass_pg_geo_rs_token_tis", "rollout_is_batch_normalize": True}},
@@ -262,7 +293,10 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {CORRECTION: {"bypass_mode": True}, "algorithm__use_kl_in_reward": True},
         {CORRECTION: {"bypass_mode": True}, "algorithm__kl_penalty": "full"},
         {"data__gen_batch_size": 96, "algorithm__filter_groups": {"enable": True, "metric": "acc"}},
-        {"data__gen_batch_size": 16, "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 4}},
+        {
+            "data__gen_batch_size": 16,
+            "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 4},
+        },
         {"reward__terms": [{"name": "my.py:score"}], "actor__positive_lm_coef": 0.1},
         {"reward__terms": [{"name": "exact_match", "weight": 0.0}], "actor__positive_lm_coef": 0.1},
         {"reward__terms": [{"name": "format"}], "algorithm__filter_groups": {"enable": True}},
@@ -283,7 +317,10 @@ def test_the_method_in_words():
         actor__target_kl_stop=0.05,
         actor__optim={"skip_grad_norm": 20.0},
         critic__optim={"skip_grad_norm": 30.0},
-        algorithm__rollout_correction={"preset": "decoupled_geo_rs_seq_tis", "rollout_is_batch_normalize": True},
+        algorithm__rollout_correction={
+            "preset": "decoupled_geo_rs_seq_tis",
+            "rollout_is_batch_normalize": True,
+        },
     )
     assert list(describe_method(config)) == [
         "the method",
@@ -334,7 +371,11 @@ def test_what_becomes_of_the_scores_in_words(changes, expected):
     ("changes", "expected"),
     [
         (
-            {**GRPO, "algorithm__norm_adv_by_std_in_grpo": False, "actor__policy_loss__loss_mode": "gspo"},
+            {
+                **GRPO,
+                "algorithm__norm_adv_by_std_in_grpo": False,
+                "actor__policy_loss__loss_mode": "gspo",
+            },
             [
                 "  no critic: grpo needs none",
                 "  rewards: scores",
@@ -389,6 +430,8 @@ def test_other_methods_in_words(changes, expected):
 
 
 def test_dynamic_sampling_in_words():
-    config = ppo(data__gen_batch_size=96, algorithm__filter_groups={"enable": True, "max_num_gen_batches": 5})
+    config = ppo(
+        data__gen_batch_size=96, algorithm__filter_groups={"enable": True, "max_num_gen_batches": 5}
+    )
     line = "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are generated"
     assert line in describe(config, 8).splitlines()

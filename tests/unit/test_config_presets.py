@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mrlhf.config import PPOConfig, flatten, load_config
-from mrlhf.config.method_checks import method_problems
+from mrlhf.preflight.method_checks import method_problems
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
 ARGUMENTS = [
@@ -57,13 +57,20 @@ def method(config: PPOConfig) -> dict[str, Any]:
     """The values that are in use."""
     algorithm, unused = config.algorithm, list(OF_THE_TASK)
     unused += [] if algorithm.use_kl_in_reward else ["algorithm.kl_"]
-    for name, section in (("overlong_buffer", algorithm.overlong_buffer), ("filter_groups", algorithm.filter_groups)):
+    for name, section in (
+        ("overlong_buffer", algorithm.overlong_buffer),
+        ("filter_groups", algorithm.filter_groups),
+    ):
         numbers = section.model_dump(exclude={"enable"})
         unused += [] if section.enable else [f"algorithm.{name}.{key}" for key in numbers]
     unused += [] if config.actor.use_kl_loss else ["actor.kl_loss_"]
     unused += [] if config.needs_critic else ["critic."]
     flat = flatten(config).items()
-    return {key: value for key, value in flat if key.startswith(METHOD) and not key.startswith(tuple(unused))}
+    return {
+        key: value
+        for key, value in flat
+        if key.startswith(METHOD) and not key.startswith(tuple(unused))
+    }
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -76,7 +83,9 @@ def test_a_preset_over_any_other_is_the_method_that_it_is_alone(file: Path) -> N
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(file: Path, tmp_path: Path) -> None:
+def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(
+    file: Path, tmp_path: Path
+) -> None:
     base = tmp_path / "base.yaml"
     base.write_text(USED)
     over = load(base, file)
@@ -89,4 +98,6 @@ def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(file:
 def test_the_presets_differ() -> None:
     methods = [method(load(file)) for file in FILES]
     assert len(methods) == 10
-    assert all(first != second for number, first in enumerate(methods) for second in methods[:number])
+    assert all(
+        first != second for number, first in enumerate(methods) for second in methods[:number]
+    )

@@ -105,15 +105,29 @@ def test_all_criteria_must_hold():
         [False, True, True],
     ]
     both = correct(log_ratio, mask, _rejecting(token, sequence)).kept
-    assert both.tolist() == [[False, True, True], [True, True, False], [False] * 3, [False, True, True]]
+    assert both.tolist() == [
+        [False, True, True],
+        [True, True, False],
+        [False] * 3,
+        [False, True, True],
+    ]
     assert torch.equal(both, correct(log_ratio, mask, _rejecting(sequence, token)).kept)
 
 
 def test_divergences_are_those_of_log_ratios_cut_to_twenty():
     log_ratio, mask = torch.tensor([[100.0, -math.inf]]), torch.tensor([[True, True]])
-    for statistic, value in (("token_k2", 200.0), ("seq_sum_k2", 400.0), ("seq_mean_k2", 200.0), ("seq_max_k2", 200.0)):
-        assert correct(log_ratio, mask, _rejecting(Criterion(statistic, None, value + 1))).kept.all()
-        assert not correct(log_ratio, mask, _rejecting(Criterion(statistic, None, value - 1))).kept.any()
+    for statistic, value in (
+        ("token_k2", 200.0),
+        ("seq_sum_k2", 400.0),
+        ("seq_mean_k2", 200.0),
+        ("seq_max_k2", 200.0),
+    ):
+        assert correct(
+            log_ratio, mask, _rejecting(Criterion(statistic, None, value + 1))
+        ).kept.all()
+        assert not correct(
+            log_ratio, mask, _rejecting(Criterion(statistic, None, value - 1))
+        ).kept.any()
 
 
 def test_no_criterion_keeps_the_mask():
@@ -136,26 +150,34 @@ def test_token_weights_are_truncated():
 
 def test_token_weights_outside_a_band_are_zero():
     weights = _weights([[LN2, -LN2, 2 * LN2, 0.0, -3 * LN2]], _weighing("token", 3.0, lower=0.3))
-    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 0.0, 1.0, 0.0]], dtype=torch.float64))
+    torch.testing.assert_close(
+        weights, torch.tensor([[2.0, 0.5, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    )
 
 
 def test_a_band_includes_its_ends():
     log_ratio = torch.zeros(1, 1)
     mask = torch.tensor([[True]])
     for lower, upper in ((1.0, 2.0), (0.5, 1.0)):
-        assert correct(log_ratio, mask, _weighing("token", upper, lower=lower)).weights.item() == 1.0
+        assert (
+            correct(log_ratio, mask, _weighing("token", upper, lower=lower)).weights.item() == 1.0
+        )
 
 
 def test_sequence_weights_are_the_product_on_every_token():
     log_ratio = [[LN2, LN2, -9.0], [-LN2, 0.0, -2 * LN2], [5.0, 5.0, 5.0]]
     mask = [[True, True, False], [True, True, True], [False, False, False]]
     raw = [[4.0, 4.0, 0.0], [0.125] * 3, [0.0] * 3]
-    found = correct(torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask), _weighing("sequence", 3.0))
+    found = correct(
+        torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask), _weighing("sequence", 3.0)
+    )
     torch.testing.assert_close(found.raw, torch.tensor(raw, dtype=torch.float64))
     truncated = torch.tensor([[3.0, 3.0, 0.0], [0.125] * 3, [0.0] * 3], dtype=torch.float64)
     torch.testing.assert_close(found.weights, truncated)
     zeroed = torch.tensor([[4.0, 4.0, 0.0], [0.0] * 3, [0.0] * 3], dtype=torch.float64)
-    torch.testing.assert_close(_weights(log_ratio, _weighing("sequence", 5.0, lower=0.2), mask), zeroed)
+    torch.testing.assert_close(
+        _weights(log_ratio, _weighing("sequence", 5.0, lower=0.2), mask), zeroed
+    )
 
 
 def test_token_weights_are_divided_by_their_mean_over_tokens():
@@ -163,22 +185,33 @@ def test_token_weights_are_divided_by_their_mean_over_tokens():
     log_ratio = [[2 * LN2, -LN2, 0.0, 9.0], [9.0] * 4]
     mask = [[True, True, True, False], [False] * 4]
     expected = torch.tensor([[2.0, 1 / 3, 2 / 3, 0.0], [0.0] * 4], dtype=torch.float64)
-    torch.testing.assert_close(_weights(log_ratio, _weighing("token", 3.0, normalise=True), mask), expected)
+    torch.testing.assert_close(
+        _weights(log_ratio, _weighing("token", 3.0, normalise=True), mask), expected
+    )
 
 
 def test_sequence_weights_are_divided_by_their_mean_over_sequences():
-    # Truncated to 3 and .5: the mean over the two sequences that have a token is 1.75, however long they are.
+    # Truncated to 3 and .5: the mean over the two sequences that have a token is 1.75, however long
+    # they are.
     log_ratio = [[LN2, LN2, 0.0], [-LN2, 9.0, 9.0], [9.0] * 3]
     mask = [[True] * 3, [True, False, False], [False] * 3]
-    expected = torch.tensor([[3 / 1.75] * 3, [0.5 / 1.75, 0.0, 0.0], [0.0] * 3], dtype=torch.float64)
-    torch.testing.assert_close(_weights(log_ratio, _weighing("sequence", 3.0, normalise=True), mask), expected)
+    expected = torch.tensor(
+        [[3 / 1.75] * 3, [0.5 / 1.75, 0.0, 0.0], [0.0] * 3], dtype=torch.float64
+    )
+    torch.testing.assert_close(
+        _weights(log_ratio, _weighing("sequence", 3.0, normalise=True), mask), expected
+    )
 
 
 def test_rejection_changes_neither_weights_nor_their_mean():
     log_ratio, mask = torch.tensor([[2 * LN2, -LN2, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
-    criteria = (Criterion("token_k1", 0.5001, 3.0),)  # engine over trainer is 1/4, 2, 1: the first token goes
+    criteria = (
+        Criterion("token_k1", 0.5001, 3.0),
+    )  # engine over trainer is 1/4, 2, 1: the first token goes
     for level in ("token", "sequence"):
-        with_rejection = correct(log_ratio, mask, _weighing(level, 3.0, normalise=True, criteria=criteria))
+        with_rejection = correct(
+            log_ratio, mask, _weighing(level, 3.0, normalise=True, criteria=criteria)
+        )
         without = correct(log_ratio, mask, _weighing(level, 3.0, normalise=True))
         assert with_rejection.kept.tolist() == [[False, True, True]] and without.kept.all()
         assert torch.equal(with_rejection.weights, without.weights)
@@ -198,15 +231,21 @@ def test_weights_carry_no_gradient_and_stay_finite(level):
     log_ratio = torch.tensor([[1e4, -1e4], [3e4, 1.0], [math.inf, 1.0]], requires_grad=True)
     found = correct(log_ratio, torch.ones(3, 2, dtype=torch.bool), _weighing(level, 1e12))
     assert not found.weights.requires_grad and not found.raw.requires_grad
-    assert found.weights.isfinite().all() and found.weights.max().item() == pytest.approx(math.exp(20))
+    assert found.weights.isfinite().all() and found.weights.max().item() == pytest.approx(
+        math.exp(20)
+    )
 
 
 def test_geometric_mean_of_the_weights_of_a_row():
     weights = torch.tensor([[4.0, 1.0, 0.0], [0.5, 0.0, 0.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
     # One weight of 0 stands for 1e-10: sqrt(.5e-10).
-    expected = torch.tensor([[2.0, 2.0, 0.0], [7.0710678e-6] * 2 + [0.0], [0.0] * 3], dtype=torch.float64)
-    torch.testing.assert_close(geometric_mean_weights(weights, mask), expected, rtol=1e-6, atol=1e-12)
+    expected = torch.tensor(
+        [[2.0, 2.0, 0.0], [7.0710678e-6] * 2 + [0.0], [0.0] * 3], dtype=torch.float64
+    )
+    torch.testing.assert_close(
+        geometric_mean_weights(weights, mask), expected, rtol=1e-6, atol=1e-12
+    )
 
 
 # ---- slow loops
@@ -238,7 +277,12 @@ def _slow_weights(rows, correction):
         if correction.lower is None:
             table.append([min(ratio, correction.upper) for ratio in ratios])
         else:
-            table.append([ratio if correction.lower <= ratio <= correction.upper else 0.0 for ratio in ratios])
+            table.append(
+                [
+                    ratio if correction.lower <= ratio <= correction.upper else 0.0
+                    for ratio in ratios
+                ]
+            )
     if correction.normalise:
         counted = [w for row in table for w in (row if correction.level == "token" else row[:1])]
         mean = sum(counted) / len(counted) if counted else 0.0
@@ -247,8 +291,12 @@ def _slow_weights(rows, correction):
 
 
 def _batch(mask, seed, scale):
-    drawn = scale * torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return drawn.masked_fill(~mask, math.nan), [x[m].tolist() for x, m in zip(drawn, mask, strict=True)]
+    drawn = scale * torch.randn(
+        mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    return drawn.masked_fill(~mask, math.nan), [
+        x[m].tolist() for x, m in zip(drawn, mask, strict=True)
+    ]
 
 
 CRITERIA = st.sampled_from(STATISTICS).flatmap(
@@ -256,7 +304,9 @@ CRITERIA = st.sampled_from(STATISTICS).flatmap(
         Criterion,
         st.just(name),
         st.sampled_from([0.3, 0.6, 0.9]) if name.endswith("k1") else st.none(),
-        st.sampled_from([1.1, 1.5, 3.0]) if name.endswith("k1") else st.sampled_from([0.01, 0.1, 0.5, 2.0]),
+        st.sampled_from([1.1, 1.5, 3.0])
+        if name.endswith("k1")
+        else st.sampled_from([0.01, 0.1, 0.5, 2.0]),
     )
 )
 
@@ -283,7 +333,11 @@ def test_each_statistic_parts_a_random_batch(statistic):
     mask[3] = False
     log_ratio, rows = _batch(mask, 2, 0.6)
     upper = 0.5 if statistic.startswith("seq_sum") else 0.2
-    criterion = Criterion(statistic, 0.8, 1.25) if statistic.endswith("k1") else Criterion(statistic, None, upper)
+    criterion = (
+        Criterion(statistic, 0.8, 1.25)
+        if statistic.endswith("k1")
+        else Criterion(statistic, None, upper)
+    )
     kept = correct(log_ratio, mask, _rejecting(criterion)).kept
     expected = [_slow_kept(criterion, row) if row else [] for row in rows]
     assert [found[keep].tolist() for found, keep in zip(kept, mask, strict=True)] == expected
@@ -309,7 +363,9 @@ def test_weights_equal_the_slow_loop(mask, seed, scale, correction):
     weights = correct(log_ratio, mask, correction).weights
     assert not weights[~mask].any()
     expected = [w for row in _slow_weights(rows, correction) for w in row]
-    torch.testing.assert_close(weights[mask], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        weights[mask], torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)

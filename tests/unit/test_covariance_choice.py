@@ -1,4 +1,6 @@
-"""The choice of tokens by the covariance of log-probability and advantage: hand-computed numbers, and a slow loop."""
+"""The choice of tokens by the covariance of log-probability and advantage: hand-computed numbers,
+and a slow loop.
+"""
 
 import math
 
@@ -6,18 +8,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.policy_losses import PolicyLossInputs, PolicyLossOptions, clip_cov_excluded, select_by_covariance
+from mrlhf.rl.policy_losses import (
+    PolicyLossInputs,
+    PolicyLossOptions,
+    clip_cov_excluded,
+    select_by_covariance,
+)
 from tests.masks import masks
 
 
 def test_covariances_of_the_worked_example():
     # Means -2 and 0 over the mask: covariances 1, 0, 1; the fourth token does not count.
-    logprob, advantages = torch.tensor([[-1.0, -2.0, -3.0, 50.0]]), torch.tensor([[1.0, 0.0, -1.0, 50.0]])
+    logprob, advantages = (
+        torch.tensor([[-1.0, -2.0, -3.0, 50.0]]),
+        torch.tensor([[1.0, 0.0, -1.0, 50.0]]),
+    )
     mask = torch.tensor([[True, True, True, False]])
 
     def chosen(fraction, bounds=None, excluded=None):
         excluded = None if excluded is None else torch.tensor([excluded])
-        return select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded).tolist()[0]
+        return select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded).tolist()[
+            0
+        ]
 
     # A fraction of nothing is still one token; of equal covariances the first.
     assert chosen(0.0002) == [True, False, False, False]
@@ -33,13 +45,17 @@ def test_covariances_of_the_worked_example():
 
 def test_no_token_no_choice():
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    assert not select_by_covariance(torch.ones(2, 3), torch.ones(2, 3), nothing, 0.5, None, None).any()
+    assert not select_by_covariance(
+        torch.ones(2, 3), torch.ones(2, 3), nothing, 0.5, None, None
+    ).any()
 
 
 def test_no_gradient_flows_into_the_choice():
     logprob = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     everything = torch.ones(1, 2, dtype=torch.bool)
-    assert not select_by_covariance(logprob, torch.tensor([[1.0, 0.0]]), everything, 0.5, None, None).requires_grad
+    assert not select_by_covariance(
+        logprob, torch.tensor([[1.0, 0.0]]), everything, 0.5, None, None
+    ).requires_grad
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -53,7 +69,9 @@ def test_no_gradient_flows_into_the_choice():
 def test_the_choice_equals_the_slow_loop(mask, seed, fraction, bounds, excludes):
     generator = torch.Generator().manual_seed(seed)
     logprob = -2 * torch.rand(mask.shape, dtype=torch.float64, generator=generator)
-    advantages = torch.randn(mask.shape, dtype=torch.float64, generator=generator).round()  # so that some are equal
+    advantages = torch.randn(
+        mask.shape, dtype=torch.float64, generator=generator
+    ).round()  # so that some are equal
     excluded = torch.rand(mask.shape, generator=generator) < 0.4 if excludes else None
     places = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
     expected = torch.zeros_like(mask)
@@ -74,9 +92,15 @@ def test_the_choice_equals_the_slow_loop(mask, seed, fraction, bounds, excludes)
 
 def test_tokens_that_the_clip_takes_are_not_chosen():
     # Ratios e^.5, e^.5, e^-.5, e^-.5, 1: the clip takes a rise with A > 0 and a fall with A < 0.
-    logprob, old = torch.tensor([[[-1.5, -1.5, -2.0, -2.0, -1.0]], [[-2.0, -2.0, -1.5, -1.5, -1.0]]])
+    logprob, old = torch.tensor(
+        [[[-1.5, -1.5, -2.0, -2.0, -1.0]], [[-2.0, -2.0, -1.5, -1.5, -1.0]]]
+    )
     mask = torch.tensor([[True, True, True, True, True]])
     inputs = PolicyLossInputs(logprob, old, torch.tensor([[0.5, -0.5, 0.5, -0.5, 0.5]]), mask)
-    assert clip_cov_excluded(inputs, PolicyLossOptions()).tolist() == [[True, False, False, True, False]]
+    assert clip_cov_excluded(inputs, PolicyLossOptions()).tolist() == [
+        [True, False, False, True, False]
+    ]
     mask[0, 0] = False
-    assert clip_cov_excluded(inputs, PolicyLossOptions()).tolist() == [[False, False, False, True, False]]
+    assert clip_cov_excluded(inputs, PolicyLossOptions()).tolist() == [
+        [False, False, False, True, False]
+    ]

@@ -1,4 +1,6 @@
-"""Users' reward functions: that they work, and that whatever goes wrong in them is told and stopped."""
+"""Users' reward functions: that they work, and that whatever goes wrong in them is told and
+stopped.
+"""
 
 import os
 import signal
@@ -108,7 +110,9 @@ def load(file):
 
 
 def inputs(*solutions, **extra):
-    return [RewardInput("sums", "3+4=", solution, "7", extra, len(solution)) for solution in solutions]
+    return [
+        RewardInput("sums", "3+4=", solution, "7", extra, len(solution)) for solution in solutions
+    ]
 
 
 def alive(pid):
@@ -131,7 +135,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="re
 
 def test_scores_batches(load):
     reward = load("good")
-    assert reward.score(inputs("7", "8", "7")) == [Scored(1.0, {}), Scored(0.0, {}), Scored(1.0, {})]
+    assert reward.score(inputs("7", "8", "7")) == [
+        Scored(1.0, {}),
+        Scored(0.0, {}),
+        Scored(1.0, {}),
+    ]
     assert reward.score([]) == []
     assert reward("sums", "7", "7", {}) == 1.0
 
@@ -145,10 +153,18 @@ def test_dicts_give_metrics_and_extra_info_tells_the_length(load):
 
 def test_an_answer_comes_back_as_the_text_it_is(load):
     reward = load("answers")
-    assert [found.answer for found in reward.score(inputs("18", "long", "none", ""))] == ["18", "a" * 300, None, ""]
+    assert [found.answer for found in reward.score(inputs("18", "long", "none", ""))] == [
+        "18",
+        "a" * 300,
+        None,
+        "",
+    ]
     assert reward.score(inputs("18")) == [Scored(1.0, {"acc": 1.0}, "18")]
     assert reward("sums", "18", "7", {}) == {"score": 1.0, "pred": "18", "acc": 1.0}
-    assert load("answers_a_number").score(inputs("1/2", "3")) == [Scored(1.0, {}, "1/2"), Scored(1.0, {}, "3")]
+    assert load("answers_a_number").score(inputs("1/2", "3")) == [
+        Scored(1.0, {}, "1/2"),
+        Scored(1.0, {}, "3"),
+    ]
 
 
 def test_one_process_serves_all_calls_and_is_not_this_one(load, caplog):
@@ -168,7 +184,9 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
     with pytest.raises(RewardError) as raised:
         reward.score(inputs("1", "7", "2"))
     message = str(raised.value)
-    line = next(i for i, text in enumerate(FUNCTIONS.split("\n"), start=1) if '{}["missing"]' in text)
+    line = next(
+        i for i, text in enumerate(FUNCTIONS.split("\n"), start=1) if '{}["missing"]' in text
+    )
     for part in (
         "fails_on_7",
         str(file),
@@ -191,7 +209,9 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
 def test_a_hang_is_stopped_in_time(load, name):
     reward = load(name, timeout_s=0.5)
     started = time.monotonic()
-    with pytest.raises(RewardError, match=rf"{name} of .*scorer.py took more than 0.5 s .* solution '7'"):
+    with pytest.raises(
+        RewardError, match=rf"{name} of .*scorer.py took more than 0.5 s .* solution '7'"
+    ):
         reward.score(inputs("7"))
     assert 0.5 <= time.monotonic() - started < 5.0
 
@@ -213,10 +233,14 @@ def test_a_stopped_function_takes_its_children_with_it(load):
     assert wait_for_end(int(str(raised.value).split()[-1]))
 
 
-@pytest.mark.parametrize(("name", "fate"), [("crashes", "signal SIGABRT"), ("leaves", "exit code 3")])
+@pytest.mark.parametrize(
+    ("name", "fate"), [("crashes", "signal SIGABRT"), ("leaves", "exit code 3")]
+)
 def test_a_dying_process_is_told(load, name, fate):
     reward = load(name)
-    with pytest.raises(RewardError, match=rf"ended its process \({fate}\) on data_source 'sums', solution '7'"):
+    with pytest.raises(
+        RewardError, match=rf"ended its process \({fate}\) on data_source 'sums', solution '7'"
+    ):
         reward.score(inputs("7"))
 
 
@@ -272,7 +296,9 @@ def test_a_file_that_fails_to_import(tmp_path):
     with pytest.raises(RewardError, match="SyntaxError"):
         load_custom(f"{path}:f")
     path.write_text("while True: pass\n")
-    with pytest.raises(RewardError, match=r"took more than 0\.5 s and was stopped while its file was imported"):
+    with pytest.raises(
+        RewardError, match=r"took more than 0\.5 s and was stopped while its file was imported"
+    ):
         CustomReward(path, "f", load_timeout_s=0.5)
 
 
@@ -309,8 +335,12 @@ def test_no_process_outlives_the_trainer(file, end, tmp_path):
     before = "reward._process.send([('d', '7', '7', {})])" if end == "killed in a call" else ""
     then = {"returns": "", "raises": "raise SystemExit(1)"}.get(end, "time.sleep(1000)")
     script = tmp_path / "trainer.py"
-    script.write_text(TRAINER.format(root=str(ROOT), reference=f"{file}:loops", before=before, then=then))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as trainer:
+    script.write_text(
+        TRAINER.format(root=str(ROOT), reference=f"{file}:loops", before=before, then=then)
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         pid = int(trainer.stdout.readline())
         if end.startswith("killed"):
             assert alive(pid)

@@ -52,7 +52,9 @@ def test_resumes_with_another_batch_size():
     assert next(second) == order[4:6]
 
 
-@pytest.mark.parametrize(("change", "word"), [({"num_rows": 13}, "num_rows"), ({"seed": 4}, "seed")])
+@pytest.mark.parametrize(
+    ("change", "word"), [({"num_rows": 13}, "num_rows"), ({"seed": 4}, "seed")]
+)
 def test_refuses_the_state_of_another_order(change, word):
     sampler = StatefulSampler(12, 4, seed=3)
     with pytest.raises(DataError, match=f"{word} was"):

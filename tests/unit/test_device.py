@@ -1,4 +1,6 @@
-"""Device choice, the launcher's environment, and the CPU stand-ins: torch stays as it was, and nothing loads early."""
+"""Device choice, the launcher's environment, and the CPU stand-ins: torch stays as it was, and
+nothing loads early.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrlhf.device import Device, _Rewrite, peak_tflops, pick_device, read_launch, resolve_dtype, seed_everything
+from mrlhf.device import (
+    Device,
+    _Rewrite,
+    peak_tflops,
+    pick_device,
+    read_launch,
+    resolve_dtype,
+    seed_everything,
+)
 from mrlhf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +80,9 @@ def run_python(program: str, *arguments: str) -> None:
     """Run `program` in an interpreter that has imported nothing; no GPU is visible."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error::UserWarning:megatron", "-c", program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -88,7 +100,9 @@ def test_transformers_loads_right_rotary_frequencies_in_the_same_process(tmp_pat
 
 def test_megatron_imported_too_early_is_found_out() -> None:
     with pytest.raises(AssertionError, match="import mrlhf first"):
-        run_python("import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import mrlhf")
+        run_python(
+            "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import mrlhf"
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,13 +162,17 @@ def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(ConfigError, match="RANK, MASTER_PORT are not set; start with torchrun --nproc-per-node"):
+    with pytest.raises(
+        ConfigError, match="RANK, MASTER_PORT are not set; start with torchrun --nproc-per-node"
+    ):
         read_launch()
 
 
 def test_peak_memory_on_the_cpu_counts_what_was_touched() -> None:
     before = CPU.max_memory_allocated()
-    block = torch.ones(before // 4 + 2**24)  # four bytes an element: more than the process ever held
+    block = torch.ones(
+        before // 4 + 2**24
+    )  # four bytes an element: more than the process ever held
     CPU.synchronize()
     assert CPU.max_memory_allocated() >= before + 2**24
     del block
@@ -198,6 +216,8 @@ def test_peak_of_known_cards(name: str, bfloat16: float | None, float32: float |
 
 
 def test_the_peak_is_that_of_the_devices_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {0: "NVIDIA L4"}[device.index])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: {0: "NVIDIA L4"}[device.index]
+    )
     assert GPU.peak_tflops(torch.bfloat16) == 121.0
     assert CPU.peak_tflops(torch.float32) is None

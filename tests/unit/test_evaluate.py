@@ -1,4 +1,6 @@
-"""What a validation reports of given scores, the majority vote, and how a rank's answers come together."""
+"""What a validation reports of given scores, the majority vote, and how a rank's answers come
+together.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,23 @@ import pytest
 import torch
 
 from mrlhf.batch import Prompts, Rollout
+from mrlhf.rollout.scoring import Scorer, Scores, _answers, _correctness
 from mrlhf.trainers.evaluate import majority, measure, summarise, validation_metrics
-from mrlhf.trainers.scoring import Scorer, Scores, _answers, _correctness
 
 
 def scores(
-    total: list[float], right: list[float] | None = None, answers: list[str | None] | None = None, term: str = "gsm8k"
+    total: list[float],
+    right: list[float] | None = None,
+    answers: list[str | None] | None = None,
+    term: str = "gsm8k",
 ) -> Scores:
     return Scores(torch.tensor(total), {} if right is None else {term: right}, answers)
 
 
 def test_one_answer_a_prompt() -> None:
-    found = summarise(scores([1.5, -0.5, 4.0], [1.0, 0.0, 1.0], ["1", "2", "3"]), ["a", "a", "b"], 1)
+    found = summarise(
+        scores([1.5, -0.5, 4.0], [1.0, 0.0, 1.0], ["1", "2", "3"]), ["a", "a", "b"], 1
+    )
     assert found == {"a/reward_mean": 0.5, "a/acc@1": 0.5, "b/reward_mean": 4.0, "b/acc@1": 1.0}
     assert summarise(scores([1.5, -0.5]), ["a", "a"], 1) == {"a/reward_mean": 0.5}
 
@@ -30,7 +37,9 @@ def test_many_answers_a_prompt() -> None:
     # prompts of sources a, b, a; three answers each
     right = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
     answers: list[str | None] = ["4", "5", "4", "1", "2", "3", "9", "8", "9"]
-    found = summarise(scores([0.0, 1.0, 2.0, 6.0, 6.0, 6.0, 3.0, 4.0, 5.0], right, answers), ["a", "b", "a"], 3)
+    found = summarise(
+        scores([0.0, 1.0, 2.0, 6.0, 6.0, 6.0, 3.0, 4.0, 5.0], right, answers), ["a", "b", "a"], 3
+    )
     assert found == pytest.approx(
         {
             "a/reward_mean": 2.5,
@@ -52,7 +61,9 @@ def test_without_answers_there_is_no_vote_and_without_correctness_no_share() -> 
 
 
 def test_a_function_may_call_a_response_partly_right() -> None:
-    found = summarise(scores([0.0] * 4, [0.5, 0.25, 0.0, 0.75], ["1", "2", "3", "4"], "mine/acc"), ["a", "a"], 2)
+    found = summarise(
+        scores([0.0] * 4, [0.5, 0.25, 0.0, 0.75], ["1", "2", "3", "4"], "mine/acc"), ["a", "a"], 2
+    )
     assert found == {"a/reward_mean": 0.0, "a/acc@1": 0.375, "a/pass@2": 0.5, "a/maj@2": 0.0}
 
 
@@ -102,7 +113,9 @@ class Recorder:
         return self.given
 
 
-@pytest.mark.parametrize(("n", "expected"), [(1, {"a/reward_mean", "a/acc@1"}), (2, {"a/pass@2", "a/maj@2"})])
+@pytest.mark.parametrize(
+    ("n", "expected"), [(1, {"a/reward_mean", "a/acc@1"}), (2, {"a/pass@2", "a/maj@2"})]
+)
 def test_answers_are_asked_for_only_to_vote(n: int, expected: set[str]) -> None:
     scorer = Recorder(scores([0.0, 1.0][:n], [0.0, 1.0][:n], ["4", "5"] if n == 2 else None))
     rollout: Any = SimpleNamespace(prompts=Prompts([[3]], [0], ["p"], ["a"], ["5"], [{}]).repeat(n))
@@ -114,7 +127,11 @@ def test_the_answers_are_those_of_the_term_that_tells() -> None:
     assert _correctness(["bonus", "bonus/acc", "gsm8k"]) == "bonus/acc"
     assert _correctness(["bonus", "format"]) is None
     # three ranks hold rows 0 3, 1 4 and 2; the second found no answer at all
-    parts: list[dict[str, list[str | None]]] = [{"mine": ["a", "d"], "gsm8k": ["1", "4"]}, {}, {"mine": ["c"]}]
+    parts: list[dict[str, list[str | None]]] = [
+        {"mine": ["a", "d"], "gsm8k": ["1", "4"]},
+        {},
+        {"mine": ["c"]},
+    ]
     assert _answers(parts, "mine/acc", 5) == ["a", None, "c", "d", None]
     assert _answers(parts, "gsm8k", 5) == ["1", None, None, "4", None]
     assert _answers(parts, None, 5) is None and _answers([{}, {}], "gsm8k", 5) is None

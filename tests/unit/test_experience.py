@@ -8,27 +8,36 @@ import torch
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.roles.actor import Evaluation
-from mrlhf.trainers.collect import Collected
+from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
-from mrlhf.trainers.scoring import Scores
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 ENGINE = torch.tensor([[-1.0, -2.0, -1.0], [-0.5, -3.0, 0.0]])
-# The trainer finds one token four times as likely as the engine did: the last one of the first response.
+# The trainer finds one token four times as likely as the engine did: the last one of the first
+# response.
 TRAINER = ENGINE + torch.tensor([[0.0, 0.0, math.log(4)], [0.0, math.log(1.5), 0.0]])
 VALUES = torch.tensor([[0.25, 0.5, 0.5], [0.0, 0.75, 0.0]])
 
 
 def _collected(scores=(1.0, 0.0)):
     prompts = Prompts([[1], [1]], [0, 0], ["", ""], ["", ""], ["", ""], [{}, {}])
-    rollout = Rollout(prompts, [0, 1], MASK.long(), MASK, ENGINE, torch.tensor([True, True]), version=0)
-    return Collected(rollout, Scores(torch.tensor(scores), {"exact_match": [1.0, 0.0]}), None, 5, {})
+    rollout = Rollout(
+        prompts, [0, 1], MASK.long(), MASK, ENGINE, torch.tensor([True, True]), version=0
+    )
+    return Collected(
+        rollout, Scores(torch.tensor(scores), {"exact_match": [1.0, 0.0]}), None, 5, {}
+    )
 
 
 def _experience(algorithm, old=TRAINER, values=VALUES, ref=None):
     collected = _collected()
-    opinions = Opinions(None if old is None else Evaluation(old, torch.zeros(2, 3), None), ref, values)
-    return make_experience(collected, collected.scores.total, opinions, AlgorithmSection.model_validate(algorithm), 0.1)
+    opinions = Opinions(
+        None if old is None else Evaluation(old, torch.zeros(2, 3), None), ref, values
+    )
+    return make_experience(
+        collected, collected.scores.total, opinions, AlgorithmSection.model_validate(algorithm), 0.1
+    )
 
 
 def test_a_rejected_token_leaves_losses_and_whitening_but_not_its_response():
@@ -46,15 +55,23 @@ def test_a_rejected_token_leaves_losses_and_whitening_but_not_its_response():
     assert experience.returns.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     raw = torch.tensor([0.75, 0.5, 0.0, -0.75])
     wanted = (raw - raw.mean()) / raw.std()
-    assert experience.advantages[experience.loss_mask].tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert experience.advantages[experience.loss_mask].tolist() == pytest.approx(
+        wanted.tolist(), abs=1e-6
+    )
     assert experience.positive.tolist() == [True, False]
 
 
 def test_bypass_takes_the_engines_log_probabilities_and_corrects_later():
     correction = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
-    experience, _ = _experience({"adv_estimator": "grpo", "rollout_correction": correction}, old=None, values=None)
+    experience, _ = _experience(
+        {"adv_estimator": "grpo", "rollout_correction": correction}, old=None, values=None
+    )
     assert torch.equal(experience.old_logprobs, ENGINE)
-    assert torch.equal(experience.loss_mask, MASK) and experience.weights is None and experience.values is None
+    assert (
+        torch.equal(experience.loss_mask, MASK)
+        and experience.weights is None
+        and experience.values is None
+    )
     size = 0.5 / (0.5**0.5 + 1e-6)  # scores 1 and 0: mean .5, unbiased std sqrt(.5)
     wanted = [[size] * 3, [-size, -size, 0.0]]
     assert torch.allclose(experience.advantages, torch.tensor(wanted), atol=1e-6)
@@ -77,7 +94,9 @@ def test_whitened_rewards_keep_their_mean():
 
 
 def test_metrics_of_the_mismatch():
-    algorithm = AlgorithmSection.model_validate({"rollout_correction": {"preset": "decoupled_token_is"}})
+    algorithm = AlgorithmSection.model_validate(
+        {"rollout_correction": {"preset": "decoupled_token_is"}}
+    )
     metrics = correction_metrics(TRAINER, _collected().rollout, MASK, algorithm.rollout_correction)
     assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(4) + math.log(1.5)) / 5)
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((3 + 16 + 2.25) / 5 - 1, rel=1e-5)

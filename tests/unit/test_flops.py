@@ -1,4 +1,6 @@
-"""Counted operations against torch's own counter on transformers' models, and causal pairs against a loop."""
+"""Counted operations against torch's own counter on transformers' models, and causal pairs against
+a loop.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ LENGTH = 23
 
 
 def pairs_by_loop(length: int, window: int | None) -> int:
-    return sum(1 for t in range(length) for other in range(t + 1) if window is None or t - other < window)
+    return sum(
+        1 for t in range(length) for other in range(t + 1) if window is None or t - other < window
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 6, 7, 23])
@@ -43,7 +47,10 @@ def test_equals_what_torch_counts(name: str) -> None:
 
 def test_a_value_model_has_one_output() -> None:
     spec = spec_of(hf_model("llama"))
-    assert forward_flops(replace(spec, head="scalar"), 5) == forward_flops(spec, 5) - 2 * 48 * (131 - 1) * 5
+    assert (
+        forward_flops(replace(spec, head="scalar"), 5)
+        == forward_flops(spec, 5) - 2 * 48 * (131 - 1) * 5
+    )
 
 
 def test_literal_numbers() -> None:

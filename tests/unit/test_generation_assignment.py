@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mrlhf.trainers.assignment import ResponseLengths, Share, assign
+from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 
 
 def as_pairs(shares):
@@ -26,8 +26,15 @@ def test_shares_are_balanced_by_prompt_and_expected_response():
 
 
 def test_samples_stay_together_unless_replicas_would_wait():
-    assert as_pairs(assign([5, 5], [3.0, 3.0], n=4, replicas=2)) == [[(0, [0, 1, 2, 3])], [(1, [0, 1, 2, 3])]]
-    assert as_pairs(assign([5], [3.0], n=5, replicas=3)) == [[(0, [1, 2])], [(0, [3, 4])], [(0, [0])]]
+    assert as_pairs(assign([5, 5], [3.0, 3.0], n=4, replicas=2)) == [
+        [(0, [0, 1, 2, 3])],
+        [(1, [0, 1, 2, 3])],
+    ]
+    assert as_pairs(assign([5], [3.0], n=5, replicas=3)) == [
+        [(0, [1, 2])],
+        [(0, [3, 4])],
+        [(0, [0])],
+    ]
     assert as_pairs(assign([5, 5], [3.0, 3.0], n=4, replicas=4)) == [
         [(0, [0, 1])],
         [(0, [2, 3])],
@@ -48,11 +55,18 @@ def test_every_sample_is_drawn_once_and_equal_prompts_are_not_split(seed):
     lengths = [rng.randint(1, 60) for _ in range(prompts)]
     expected = [rng.uniform(1, 200) for _ in range(prompts)]
     shares = assign(lengths, expected, n, replicas)
-    drawn = sorted((share.prompt, sample) for replica in shares for share in replica for sample in share.samples)
+    drawn = sorted(
+        (share.prompt, sample)
+        for replica in shares
+        for share in replica
+        for sample in share.samples
+    )
     assert drawn == [(prompt, sample) for prompt in range(prompts) for sample in range(n)]
     assert len(shares) == replicas
     for replica in shares:
-        assert replica == sorted(replica, key=lambda s: (-expected[s.prompt], s.prompt, s.samples.start))
+        assert replica == sorted(
+            replica, key=lambda s: (-expected[s.prompt], s.prompt, s.samples.start)
+        )
     if prompts >= replicas:
         even = assign([7] * prompts, [expected[0]] * prompts, n, replicas)
         assert sum(map(len, even)) == prompts
@@ -65,7 +79,11 @@ def test_expected_lengths_are_of_the_prompt_then_of_all_then_the_limit():
     lengths = ResponseLengths()
     assert lengths.expected(7, unknown=64) == 64
     lengths.update([7, 7, 8], [10, 20, 60])
-    assert (lengths.expected(7, 64), lengths.expected(8, 64), lengths.expected(9, 64)) == (15, 60, 30)
+    assert (lengths.expected(7, 64), lengths.expected(8, 64), lengths.expected(9, 64)) == (
+        15,
+        60,
+        30,
+    )
     lengths.update([7], [25])
     assert lengths.expected(7, 64) == 20  # (15 + 25) / 2
     assert lengths.expected(9, 64) == 27.5  # (30 + 25) / 2
@@ -85,7 +103,9 @@ def test_memory_is_bounded_and_forgets_the_longest_unseen():
     lengths.update([4], [90])
     assert len(lengths.state_dict()["uids"]) == 2
     assert lengths.state_dict()["uids"] == [3, 4]
-    assert lengths.expected(1, 0) == lengths.expected(2, 0) == pytest.approx(110 / 3)  # as for any unknown prompt
+    assert (
+        lengths.expected(1, 0) == lengths.expected(2, 0) == pytest.approx(110 / 3)
+    )  # as for any unknown prompt
 
 
 def test_state_goes_through_json_and_goes_on_alike():
@@ -98,7 +118,9 @@ def test_state_goes_through_json_and_goes_on_alike():
     for lengths in (one, two):
         lengths.update([3, 11], [5, 6])
     assert one.state_dict() == two.state_dict()
-    assert [one.expected(uid, 0) for uid in range(12)] == [two.expected(uid, 0) for uid in range(12)]
+    assert [one.expected(uid, 0) for uid in range(12)] == [
+        two.expected(uid, 0) for uid in range(12)
+    ]
 
 
 def test_share_is_what_assign_returns():

@@ -1,4 +1,6 @@
-"""Advantages without a critic: numbers worked out by hand, slow loops over groups, and what must not change them."""
+"""Advantages without a critic: numbers worked out by hand, slow loops over groups, and what must
+not change them.
+"""
 
 import statistics
 
@@ -19,7 +21,8 @@ from mrlhf.rl.group_advantages import (
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
-# Scores 1, 2, 6 in group 7 (mean 3, variance 7), 0, 4 in group 3 (mean 2, variance 8), 5 alone in group 9.
+# Scores 1, 2, 6 in group 7 (mean 3, variance 7), 0, 4 in group 3 (mean 2, variance 8), 5 alone in
+# group 9.
 GROUPS = torch.tensor([7, 3, 7, 3, 7, 9])
 SCORES = [1.0, 0.0, 2.0, 4.0, 6.0, 5.0]
 REWARDS = torch.tensor(
@@ -39,7 +42,9 @@ LESS_THE_MEAN = [-2.0, -2.0, -1.0, 2.0, 3.0, 5.0]
 
 
 def _assert_tiled(result, expected, mask=MASK):
-    """Each row's number stands at each of its tokens, is the return, too, and 0 stands everywhere else."""
+    """Each row's number stands at each of its tokens, is the return, too, and 0 stands everywhere
+    else.
+    """
     tiled = torch.tensor(expected, dtype=torch.float64)[:, None] * mask
     for tensor in result:
         torch.testing.assert_close(tensor, tiled, rtol=1e-9, atol=1e-9)
@@ -47,7 +52,14 @@ def _assert_tiled(result, expected, mask=MASK):
 
 def test_grpo_literal_numbers():
     # -2, -1 and 3 over sqrt(7) + 1e-6; -2 and 2 over sqrt(8) + 1e-6; 5 over 1 + 1e-6.
-    expected = [-0.75592866030, -0.70710653119, -0.37796433015, 0.70710653119, 1.13389299046, 4.99999500001]
+    expected = [
+        -0.75592866030,
+        -0.70710653119,
+        -0.37796433015,
+        0.70710653119,
+        1.13389299046,
+        4.99999500001,
+    ]
     _assert_tiled(grpo(REWARDS, MASK, GROUPS, norm_by_std=True), expected)
     _assert_tiled(grpo(REWARDS, MASK, GROUPS, norm_by_std=False), LESS_THE_MEAN)
 
@@ -57,13 +69,17 @@ def test_grpo_passk_literal_numbers():
     rewards, mask, groups = REWARDS[PAIRS], MASK[PAIRS], GROUPS[PAIRS]
     expected = [0.0, 0.0, 0.0, 1.41421306237, 1.51185732061]
     _assert_tiled(grpo_passk(rewards, mask, groups, norm_by_std=True), expected, mask)
-    _assert_tiled(grpo_passk(rewards, mask, groups, norm_by_std=False), [0.0, 0.0, 0.0, 4.0, 4.0], mask)
+    _assert_tiled(
+        grpo_passk(rewards, mask, groups, norm_by_std=False), [0.0, 0.0, 0.0, 4.0, 4.0], mask
+    )
 
 
 def test_grpo_passk_gives_nothing_where_two_are_best_and_refuses_a_response_alone():
     ones = torch.ones(5, 1, dtype=torch.bool)
     rewards = torch.tensor([[3.0], [1.0], [3.0], [2.0], [2.0]], dtype=torch.float64)
-    _assert_tiled(grpo_passk(rewards, ones, torch.tensor([0, 0, 0, 1, 1]), norm_by_std=True), [0.0] * 5, ones)
+    _assert_tiled(
+        grpo_passk(rewards, ones, torch.tensor([0, 0, 0, 1, 1]), norm_by_std=True), [0.0] * 5, ones
+    )
     with pytest.raises(ValueError, match=r"grpo_passk needs at least 2 .*rollout\.n"):
         grpo_passk(rewards, ones, torch.tensor([0, 0, 1, 2, 2]), norm_by_std=True)
 
@@ -91,7 +107,9 @@ def test_reinforce_plus_plus_baseline_literal_numbers():
 def test_reinforce_plus_plus_literal_numbers():
     rewards = torch.tensor([[1.0, 2.0, NAN, 4.0, NAN]])
     for tensor in reinforce_plus_plus(rewards, ~rewards.isnan(), gamma=0.5):
-        assert tensor.tolist() == [[3.0, 4.0, 0.0, 4.0, 0.0]]  # 4, then 2 + .5 * 4 over the gap, then 1 + .5 * 4
+        assert tensor.tolist() == [
+            [3.0, 4.0, 0.0, 4.0, 0.0]
+        ]  # 4, then 2 + .5 * 4 over the gap, then 1 + .5 * 4
 
 
 def test_remax_literal_numbers():
@@ -106,15 +124,21 @@ def _members(batch, row):
 
 
 def _score(batch, row):
-    return sum(batch.rewards[row, t].item() for t in range(batch.mask.shape[1]) if batch.mask[row, t])
+    return sum(
+        batch.rewards[row, t].item() for t in range(batch.mask.shape[1]) if batch.mask[row, t]
+    )
 
 
 def _slow_baseline_difference(batch, row, baseline):
-    """Score less what `baseline` makes of the scores and lengths of the group; a row alone has the baseline 0."""
+    """Score less what `baseline` makes of the scores and lengths of the group; a row alone has the
+    baseline 0.
+    """
     members = _members(batch, row)
     if len(members) == 1:
         return _score(batch, row)
-    return _score(batch, row) - baseline([(_score(batch, i), int(batch.mask[i].sum())) for i in members])
+    return _score(batch, row) - baseline(
+        [(_score(batch, i), int(batch.mask[i].sum())) for i in members]
+    )
 
 
 def _mean(group):
@@ -160,7 +184,9 @@ def test_equal_the_slow_loops_under_any_mask(batch):
     _assert_tiled(reinforce_plus_plus_baseline(rewards, mask, groups), less_the_mean, mask)
     _assert_tiled(opo(rewards, mask, groups), weighted, mask)
     _assert_tiled(rloo(rewards, mask, groups), [_slow_rloo(batch, row) for row in rows], mask)
-    _assert_tiled(gpg(rewards, mask, groups, f_norm=2.5), [_slow_gpg(batch, row) for row in rows], mask)
+    _assert_tiled(
+        gpg(rewards, mask, groups, f_norm=2.5), [_slow_gpg(batch, row) for row in rows], mask
+    )
 
 
 @given(batch=masked_batches(smallest_group=2))
@@ -168,8 +194,12 @@ def test_equal_the_slow_loops_under_any_mask(batch):
 def test_grpo_passk_equals_the_slow_loop(batch):
     leads = [_slow_lead(batch, row) for row in range(len(batch.groups))]
     divided = [lead / (_slow_std(batch, row) + 1e-6) for row, lead in enumerate(leads)]
-    _assert_tiled(grpo_passk(batch.rewards, batch.mask, batch.groups, norm_by_std=False), leads, batch.mask)
-    _assert_tiled(grpo_passk(batch.rewards, batch.mask, batch.groups, norm_by_std=True), divided, batch.mask)
+    _assert_tiled(
+        grpo_passk(batch.rewards, batch.mask, batch.groups, norm_by_std=False), leads, batch.mask
+    )
+    _assert_tiled(
+        grpo_passk(batch.rewards, batch.mask, batch.groups, norm_by_std=True), divided, batch.mask
+    )
 
 
 @given(batch=masked_batches())
@@ -221,7 +251,9 @@ def test_a_large_common_offset_costs_no_digits(dtype, offset):
         near, _ = grpo(scores, mask, groups, norm_by_std)
         far, _ = grpo(scores + offset, mask, groups, norm_by_std)
         assert far.dtype == dtype
-        torch.testing.assert_close(far, near, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0)
+        torch.testing.assert_close(
+            far, near, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0
+        )
 
 
 def test_equal_scores_that_binary_fractions_cannot_hold_are_exactly_at_their_mean():

@@ -1,4 +1,6 @@
-"""Reading checkpoints that transformers wrote, what is refused, and random initialisation. One process."""
+"""Reading checkpoints that transformers wrote, what is refused, and random initialisation. One
+process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.shards import MODELS, full_tensors, make_slots, stored, tiny_config, 
 LAYOUTS = [ParallelLayout(tp, pp, 1) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
 
 
-def _slots(spec: ModelSpec, layout: ParallelLayout, rank: int, dtype: torch.dtype = torch.float32) -> list[Slot]:
+def _slots(
+    spec: ModelSpec, layout: ParallelLayout, rank: int, dtype: torch.dtype = torch.float32
+) -> list[Slot]:
     return make_slots(role_pieces(spec, layout, rank), dtype)
 
 
@@ -110,7 +114,9 @@ def test_redundant_tensors_are_passed_over(tmp_path: Path) -> None:
         ({"model__embed_tokens__weight": torch.ones(40, 32)}, r"is \[40, 32\] and not \[37, 32\]"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, changes: dict, message: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    checkpoint: Path, changes: dict, message: str
+) -> None:
     _damage(checkpoint, **changes)
     spec = tiny_spec("llama")
     slots = _slots(spec, LAYOUTS[2], 0)
@@ -130,7 +136,9 @@ def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
         read_weights(tmp_path, [], {})
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(WeightError, match=r"names model-00001-of-00002\.safetensors, which is not there"):
+    with pytest.raises(
+        WeightError, match=r"names model-00001-of-00002\.safetensors, which is not there"
+    ):
         read_weights(tmp_path, [], {})
 
 
@@ -164,7 +172,10 @@ def test_initial_weights_have_the_stated_deviations() -> None:
     initialise(slots, tensor_shapes(spec), seed=1, std=0.1, head_std=3.0)
     found = {slot.piece.name: stored(slot) for slot in slots}
     prefix = "model.layers.2."
-    assert found[prefix + "input_layernorm.weight"].eq(1).all() and found["model.norm.weight"].eq(1).all()
+    assert (
+        found[prefix + "input_layernorm.weight"].eq(1).all()
+        and found["model.norm.weight"].eq(1).all()
+    )
     assert found[prefix + "self_attn.k_proj.bias"].eq(0).all()
     assert found["model.embed_tokens.weight"].std().item() == pytest.approx(0.1, rel=0.1)
     assert found[prefix + "mlp.gate_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
@@ -173,5 +184,10 @@ def test_initial_weights_have_the_stated_deviations() -> None:
     assert found["score.weight"].std().item() == pytest.approx(3.0, rel=0.4)
     gates = [found[f"model.layers.{layer}.mlp.gate_proj.weight"] for layer in range(4)]
     assert not torch.equal(gates[0], gates[1])
-    initialise([slot for slot in slots if slot.piece.name == "score.weight"], tensor_shapes(spec), 1, head_std=0.0)
+    initialise(
+        [slot for slot in slots if slot.piece.name == "score.weight"],
+        tensor_shapes(spec),
+        1,
+        head_std=0.0,
+    )
     assert stored(slots[-1]).eq(0).all() and slots[-1].piece.name == "score.weight"

@@ -1,4 +1,6 @@
-"""The compiled kernels against torch's operators: every shape that a pass through the model may have."""
+"""The compiled kernels against torch's operators: every shape that a pass through the model may
+have.
+"""
 
 import itertools
 
@@ -20,16 +22,22 @@ def operators(dtype, dim, window=None):
 
 
 def inputs(block_size, generator):
-    """Four sequences: a whole prompt, the middle of one, a decoded token deep inside, and the very first token."""
+    """Four sequences: a whole prompt, the middle of one, a decoded token deep inside, and the very
+    first token.
+    """
     starts, counts = [0, 11, 37, 0], [19, 6, 1, 1]
     width = -(-38 // block_size)
     tables = torch.randperm(4 * width, generator=generator).to(torch.int32).view(4, width)
-    positions = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    positions = torch.cat(
+        [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    )
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
     slots = tables[sequence, positions // block_size].long() * block_size + positions % block_size
     ends = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     lengths = torch.tensor([a + b for a, b in zip(starts, counts, strict=True)], dtype=torch.int32)
-    return StepInputs(positions, positions, slots, ends, lengths, tables, ends[1:].long() - 1, 19, 38), 4 * width
+    return StepInputs(
+        positions, positions, slots, ends, lengths, tables, ends[1:].long() - 1, 19, 38
+    ), 4 * width
 
 
 def history(block_size):
@@ -41,10 +49,14 @@ def history(block_size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32])
-@pytest.mark.parametrize(("groups", "per_group", "dim"), [(2, 3, 32), (1, 1, 20), (3, 1, 64), (1, 4, 128), (2, 2, 10)])
+@pytest.mark.parametrize(
+    ("groups", "per_group", "dim"), [(2, 3, 32), (1, 1, 20), (3, 1, 64), (1, 4, 128), (2, 2, 10)]
+)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("normed", [False, True])
-def test_attention_from_a_paged_cache_equals_torch(dtype, block_size, groups, per_group, dim, window, normed):
+def test_attention_from_a_paged_cache_equals_torch(
+    dtype, block_size, groups, per_group, dim, window, normed
+):
     generator = torch.Generator().manual_seed(dim)
     step, blocks = inputs(block_size, generator)
     norms = None
@@ -56,7 +68,9 @@ def test_attention_from_a_paged_cache_equals_torch(dtype, block_size, groups, pe
         old_positions, old_positions, old_slots + old_positions % block_size, *[step.query_starts] * 2,
         step.block_tables, old_positions, 1, 1,
     )  # fmt: skip
-    before = torch.randn(len(old_positions), groups, per_group + 2, dim, generator=generator).to(dtype)
+    before = torch.randn(len(old_positions), groups, per_group + 2, dim, generator=generator).to(
+        dtype
+    )
     now = torch.randn(len(step.tokens), groups, per_group + 2, dim, generator=generator).to(dtype)
     contexts, queries = [], []
     for ops in operators(dtype, dim, window):
@@ -66,7 +80,9 @@ def test_attention_from_a_paged_cache_equals_torch(dtype, block_size, groups, pe
         contexts.append(ops.attend(queries[-1], cache, step))
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(queries[0], queries[1], rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(contexts[0].view_as(contexts[1]), contexts[1], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        contexts[0].view_as(contexts[1]), contexts[1], rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,27 +95,36 @@ def test_norms_and_gates_equal_torch(dtype, size):
     for added in (None, delta):
         states = hidden.clone(), hidden.clone()
         ours, theirs = (
-            ops.add_norm(state, added, weight) for ops, state in zip((host, reference), states, strict=True)
+            ops.add_norm(state, added, weight)
+            for ops, state in zip((host, reference), states, strict=True)
         )
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
         assert torch.equal(*states)
     gate_up = torch.cat([hidden * 20, delta], dim=-1).contiguous()
-    torch.testing.assert_close(host.gated(gate_up), reference.gated(gate_up), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        host.gated(gate_up), reference.gated(gate_up), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [1, 5, 128, 129, 1000])
 def test_one_pass_over_the_logits_equals_torch(dtype, columns):
     compiled = kernels.load(dtype)
-    logits = (6 * torch.randn(64, columns, generator=torch.Generator().manual_seed(columns))).to(dtype)
+    logits = (6 * torch.randn(64, columns, generator=torch.Generator().manual_seed(columns))).to(
+        dtype
+    )
     ours, theirs = compiled.logit_blocks(logits, 0.7), sampler._logit_blocks(logits, 0.7)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     tops = theirs[0].amax(dim=1)
     total = (logits.double() * 0.7 - tops[:, None]).exp().sum(dim=1)
-    targets = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * total
+    targets = (
+        torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * total
+    )
     targets[::7] = -1.0
-    ours, theirs = (f(logits, 0.7, *theirs[:2], tops, targets) for f in (compiled.pick, sampler._pick))
+    ours, theirs = (
+        f(logits, 0.7, *theirs[:2], tops, targets) for f in (compiled.pick, sampler._pick)
+    )
     assert torch.equal(ours[0], theirs[0]) and (ours[0][::7] == -1).all()
     torch.testing.assert_close(*(chosen for _, chosen in (ours, theirs)), rtol=1e-6, atol=1e-6)
 

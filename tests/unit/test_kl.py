@@ -1,4 +1,6 @@
-"""KL estimators against the exact divergence of small categorical distributions; controllers by literal numbers."""
+"""KL estimators against the exact divergence of small categorical distributions; controllers by
+literal numbers.
+"""
 
 from typing import get_args
 
@@ -25,13 +27,17 @@ REF = torch.tensor([[-1.5, -1.0, -3.25]])  # log-ratios -.5, 0, .25
 )
 def test_literal_values(kinds, expected):
     for kind in kinds:
-        torch.testing.assert_close(kl_penalty(LOGPROB, REF, kind), torch.tensor([expected]), atol=1e-7, rtol=0)
+        torch.testing.assert_close(
+            kl_penalty(LOGPROB, REF, kind), torch.tensor([expected]), atol=1e-7, rtol=0
+        )
 
 
 def test_published_example():
     old = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]])
     ref = torch.tensor([[-0.15, -0.10, -0.18, -0.12, -0.08, -0.03]])
-    torch.testing.assert_close(kl_penalty(old, ref, "k1"), torch.tensor([[0.03, 0.02, 0.03, 0.02, 0.03, 0.01]]))
+    torch.testing.assert_close(
+        kl_penalty(old, ref, "k1"), torch.tensor([[0.03, 0.02, 0.03, 0.02, 0.03, 0.01]])
+    )
 
 
 def test_the_value_stays_clamped_with_a_plus_where_k2_is_large():
@@ -43,7 +49,9 @@ def test_extreme_ratios_are_clamped_and_tiny_ones_keep_their_digits():
     far = kl_penalty(torch.tensor([-500.0, 0.0]), torch.tensor([0.0, -500.0]), "k3")
     assert far.tolist() == [10.0, 10.0]
     tiny = kl_penalty(torch.tensor([1e-4]), torch.tensor([0.0]), "k3")
-    assert tiny.item() == pytest.approx(5e-9, rel=0.01)  # e^d - d - 1, evaluated as written in float32, is off by 100%
+    assert tiny.item() == pytest.approx(
+        5e-9, rel=0.01
+    )  # e^d - d - 1, evaluated as written in float32, is off by 100%
 
 
 def test_full_is_refused():
@@ -69,13 +77,21 @@ def test_k1_and_k3_have_the_exact_divergence_as_expectation():
 
 @pytest.mark.parametrize(
     ("kind", "unbiased"),
-    [("k1", False), ("k3", False), ("abs", False), ("k2", True), *((kind, True) for kind in PLUS_KINDS)],
+    [
+        ("k1", False),
+        ("k3", False),
+        ("abs", False),
+        ("k2", True),
+        *((kind, True) for kind in PLUS_KINDS),
+    ],
 )
 def test_expected_gradient_is_that_of_the_divergence_for_k2_and_plus_kinds_alone(kind, unbiased):
     logits, ref = _policies()
     logprob = logits.log_softmax(0)
     (exact,) = torch.autograd.grad(
-        torch.nn.functional.kl_div(ref, logprob, reduction="sum", log_target=True), logits, retain_graph=True
+        torch.nn.functional.kl_div(ref, logprob, reduction="sum", log_target=True),
+        logits,
+        retain_graph=True,
     )
     sampled = (logprob.detach().exp() * kl_penalty(logprob, ref, kind)).sum()
     (gradient,) = torch.autograd.grad(sampled, logits)
@@ -93,7 +109,8 @@ def test_every_kind_but_full_has_an_estimator_and_a_plus():
 
 @pytest.mark.parametrize("kind", ["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped"])
 def test_gradients_are_those_of_finite_differences(kind):
-    # Log-ratios of both signs, away from 0 and from the limits, where abs, k1_clamped and k3 have kinks.
+    # Log-ratios of both signs, away from 0 and from the limits, where abs, k1_clamped and k3 have
+    # kinks.
     logprob = torch.tensor([-0.5, -1.0, -3.0, -0.1], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-1.5, -0.25, -1.0, -0.3], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: kl_penalty(x, ref, kind), (logprob,))

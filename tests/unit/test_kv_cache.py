@@ -1,4 +1,6 @@
-"""How large the cache is, and what torch's attention and CUDA graphs are asked for; no graphics card is needed."""
+"""How large the cache is, and what torch's attention and CUDA graphs are asked for; no graphics
+card is needed.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.operators import StepInputs, attend_paged
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-LIMITS = EngineLimits(max_num_seqs=4, max_length=100, max_prefill_tokens=64)  # 7 blocks of 16 a sequence
+LIMITS = EngineLimits(
+    max_num_seqs=4, max_length=100, max_prefill_tokens=64
+)  # 7 blocks of 16 a sequence
 
 
 def limits(**changes):
@@ -22,14 +26,18 @@ def test_the_cache_is_as_large_as_could_be_used_or_as_there_is_room_for():
     assert blocks_for(limits(cache_bytes=10**9), 16, 1000, CPU, spare=0) == 28
     assert blocks_for(limits(cache_bytes=10**9), 16, 1000, CPU, spare=1) == 29
     assert blocks_for(limits(cache_bytes=12_999), 16, 1000, CPU, spare=0) == 12
-    with pytest.raises(EngineError, match=r"room for 96 tokens .* may have 100 tokens .* raise rollout.kv_cache_mb"):
+    with pytest.raises(
+        EngineError, match=r"room for 96 tokens .* may have 100 tokens .* raise rollout.kv_cache_mb"
+    ):
         blocks_for(limits(cache_bytes=6_999), 16, 1000, CPU, spare=0)
 
 
 def test_a_gpu_gives_what_leaves_the_rest_free(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (25_000, 100_000))
-    assert blocks_for(limits(gpu_memory_utilization=0.9), 16, 1000, CUDA, spare=1) == 15  # 75 % are in use already
+    assert (
+        blocks_for(limits(gpu_memory_utilization=0.9), 16, 1000, CUDA, spare=1) == 15
+    )  # 75 % are in use already
     with pytest.raises(EngineError, match=r"raise rollout\.gpu_memory_utilization"):
         blocks_for(limits(gpu_memory_utilization=0.8), 16, 1000, CUDA, spare=1)
 
@@ -56,7 +64,15 @@ def test_no_memory_is_an_error_with_the_size_and_the_key(monkeypatch):
 
     monkeypatch.setattr(kv_cache, "_zeros", refuse)
     with pytest.raises(EngineError, match=r"1024 blocks = 16 MiB: lower rollout.kv_cache_mb"):
-        KVCache(num_layers=2, blocks=1024, block_size=16, groups=2, head_dim=32, dtype=torch.float32, device=CPU)
+        KVCache(
+            num_layers=2,
+            blocks=1024,
+            block_size=16,
+            groups=2,
+            head_dim=32,
+            dtype=torch.float32,
+            device=CPU,
+        )
 
 
 def test_copied_blocks_are_whole():
@@ -85,12 +101,19 @@ def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it():
     attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=None)
     assert seen["key_starts"].tolist() == [0, 9, 18] and seen["key_starts"].dtype == torch.int32
     assert seen["seqused_k"] is inputs.lengths and seen["block_table"] is inputs.block_tables
-    assert (seen["most"], seen["longest"], seen["window_size"], seen["num_splits"]) == (2, 9, (-1, 0), 1)
+    assert (seen["most"], seen["longest"], seen["window_size"], seen["num_splits"]) == (
+        2,
+        9,
+        (-1, 0),
+        1,
+    )
     attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=6)
     assert seen["window_size"] == (5, 0)
 
 
-@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (6, [1, 2, 4, 6]), (70, [1, 2, 4, *range(8, 65, 8), 70])])
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (6, [1, 2, 4, 6]), (70, [1, 2, 4, *range(8, 65, 8), 70])]
+)
 def test_graphs_are_captured_for_a_few_sizes_of_batch(most, sizes):
     assert bucket_sizes(most) == sizes
 

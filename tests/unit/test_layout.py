@@ -9,7 +9,9 @@ import pytest
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
 
-LAYOUTS = [ParallelLayout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3))]
+LAYOUTS = [
+    ParallelLayout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3))
+]
 NAMES: tuple[Axis, ...] = ("tp", "dp", "pp")
 AXES = [axes for count in range(4) for axes in itertools.combinations(NAMES, count)]
 
@@ -38,7 +40,9 @@ def test_rank_at_inverts_coordinates(layout: ParallelLayout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_groups_cover_the_world_once_and_differ_along_their_axes_only(layout: ParallelLayout) -> None:
+def test_groups_cover_the_world_once_and_differ_along_their_axes_only(
+    layout: ParallelLayout,
+) -> None:
     for axes in AXES:
         groups = layout.groups(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
@@ -87,7 +91,9 @@ def test_replicas_of_a_small_layout() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(layout: ParallelLayout) -> None:
+def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(
+    layout: ParallelLayout,
+) -> None:
     size = layout.tp * layout.pp
     for tp in (tp for tp in range(1, size + 1) if size % tp == 0):
         engines = EngineLayout.inside(layout, tp)
@@ -95,10 +101,15 @@ def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(layout: P
         for number, replica in enumerate(engines.replicas):
             assert len(replica) == engines.tp == tp
             assert len({layout.coordinates(rank).dp for rank in replica}) == 1
-            assert [engines.place(rank) for rank in replica] == [(number, place) for place in range(tp)]
+            assert [engines.place(rank) for rank in replica] == [
+                (number, place) for place in range(tp)
+            ]
 
 
 def test_an_engine_that_does_not_divide_the_actor() -> None:
     with pytest.raises(ConfigError) as error:
         EngineLayout.inside(ParallelLayout(tp=2, pp=2, dp=2), 3)
-    assert str(error.value) == "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2 = 4; choose a divisor of it"
+    assert (
+        str(error.value)
+        == "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2 = 4; choose a divisor of it"
+    )

@@ -32,7 +32,10 @@ def _rates(updates: int, **keys: Any) -> list[float]:
         ({"lr_decay_style": "linear", "min_lr_ratio": 0.5}, [0.9, 0.8, 0.7, 0.6]),
         ({"lr_decay_style": "linear", "lr_warmup_steps": 2}, [0.5, 1.0, 2 / 3, 1 / 3]),
         ({"lr_decay_style": "cosine", "lr_decay_steps": 3}, [0.853553, 0.5, 0.146447, 0.0]),
-        ({"lr_decay_style": "linear", "lr_decay_steps": 1, "min_lr_ratio": 0.1}, [0.55, 0.1, 0.1, 0.1]),
+        (
+            {"lr_decay_style": "linear", "lr_decay_steps": 1, "min_lr_ratio": 0.1},
+            [0.55, 0.1, 0.1, 0.1],
+        ),
     ],
 )
 def test_rates(keys: dict[str, Any], expected: list[float]) -> None:

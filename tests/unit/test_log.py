@@ -1,4 +1,6 @@
-"""Log lines, metrics files, the progress display and the curves, each read back from where it was written."""
+"""Log lines, metrics files, the progress display and the curves, each read back from where it was
+written.
+"""
 
 import io
 import json
@@ -45,7 +47,10 @@ def test_each_step_is_one_sorted_line_readable_at_once(tmp_path):
         text = (tmp_path / "run" / "metrics.jsonl").read_text()
         assert text == '{"a/y": null, "b/x": 0.5, "c": null, "d": 3, "step": 1}\n'
         writer.write(2, {"b/x": 0.25})
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2]
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [
+        1,
+        2,
+    ]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
@@ -54,7 +59,12 @@ def test_a_resumed_run_appends_and_the_later_record_of_a_step_is_read(tmp_path):
         with MetricsWriter(tmp_path) as writer:
             for step in steps:
                 writer.write(step, {"x": value})
-    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
+        (1, 0),
+        (2, 0),
+        (3, 1),
+        (4, 1),
+    ]
 
 
 def test_broken_metrics_files_are_named_with_the_line(tmp_path):
@@ -74,7 +84,10 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["critic/score/mean"]
-    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.75)]
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [
+        (1, 0.25),
+        (2, 0.75),
+    ]
 
 
 def test_tensorboard_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
@@ -87,7 +100,11 @@ def test_without_a_terminal_progress_is_one_line_a_step(monkeypatch, caplog):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     caplog.set_level(logging.INFO, logger="mrlhf")
-    columns = [("reward", "critic/score/mean"), ("kl", "actor/ppo_kl"), ("length", "response_length/mean")]
+    columns = [
+        ("reward", "critic/score/mean"),
+        ("kl", "actor/ppo_kl"),
+        ("length", "response_length/mean"),
+    ]
     stream = io.StringIO()
     with Progress(12, columns, first_step=2, stream=stream) as progress:
         clock[0] += 30
@@ -101,7 +118,9 @@ def test_without_a_terminal_progress_is_one_line_a_step(monkeypatch, caplog):
     assert stream.getvalue() == ""
 
 
-def test_on_a_terminal_progress_is_a_bar_and_log_lines_go_above_it(clean_logging, monkeypatch, caplog):
+def test_on_a_terminal_progress_is_a_bar_and_log_lines_go_above_it(
+    clean_logging, monkeypatch, caplog
+):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     stream = _Terminal()
@@ -121,7 +140,9 @@ def test_curves_are_drawn_with_gaps_and_a_missing_metric_is_named(tmp_path):
     pytest.importorskip("matplotlib")
     with MetricsWriter(tmp_path) as writer:
         for step in range(1, 6):
-            writer.write(step, {"critic/score/mean": 0.1 * step, "actor/ppo_kl": float("nan"), "val": 1.0})
+            writer.write(
+                step, {"critic/score/mean": 0.1 * step, "actor/ppo_kl": float("nan"), "val": 1.0}
+            )
     source, png = tmp_path / "metrics.jsonl", tmp_path / "plots" / "curves.png"
     plot_curves(source, png, ["critic/score/mean", "actor/ppo_kl", "val", "step"])
     header = png.read_bytes()[:24]

@@ -1,4 +1,6 @@
-"""Losses against hand-computed numbers and slow loops; sums of parts against the whole for every aggregation."""
+"""Losses against hand-computed numbers and slow loops; sums of parts against the whole for every
+aggregation.
+"""
 
 import math
 from typing import get_args
@@ -43,7 +45,10 @@ def test_loss_and_gradient_do_not_depend_on_the_split(mode):
     for split in ([3, 3], [1, 5], [1, 1, 4]):
         parts = zip(whole.split(split), mask.split(split), strict=True)
         # Each part may also be padded to its own width.
-        sums = [aggregate(_padded(x.square(), 2 * i), _padded(m, 2 * i), mode, 7.0) for i, (x, m) in enumerate(parts)]
+        sums = [
+            aggregate(_padded(x.square(), 2 * i), _padded(m, 2 * i), mode, 7.0)
+            for i, (x, m) in enumerate(parts)
+        ]
         torch.testing.assert_close(sum(sums) / count, loss)
         torch.testing.assert_close(torch.autograd.grad(sum(sums) / count, whole)[0], gradient)
 
@@ -61,7 +66,9 @@ def test_an_empty_mini_batch_has_loss_zero(mode):
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(mask=masks(), seed=st.integers(0, 1000), mode=st.sampled_from(MODES))
 def test_aggregate_equals_the_slow_loop_and_ignores_padding(mask, seed, mode):
-    per_token = torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    per_token = torch.randn(
+        mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     total = 0.0
     for losses, kept in zip(per_token.tolist(), mask.tolist(), strict=True):
         counted = [loss for loss, keep in zip(losses, kept, strict=True) if keep]
@@ -69,7 +76,9 @@ def test_aggregate_equals_the_slow_loop_and_ignores_padding(mask, seed, mode):
             total += sum(counted) / max(len(counted), 1)
         else:
             total += sum(counted) / (7.0 if mode == "seq-mean-token-sum-norm" else 1.0)
-    assert aggregate(per_token, mask, mode, 7.0).item() == pytest.approx(total, rel=1e-12, abs=1e-12)
+    assert aggregate(per_token, mask, mode, 7.0).item() == pytest.approx(
+        total, rel=1e-12, abs=1e-12
+    )
     holes = per_token.masked_fill(~mask, math.nan)
     assert aggregate(holes, mask, mode, 7.0).item() == pytest.approx(total, rel=1e-12, abs=1e-12)
 
@@ -90,5 +99,7 @@ def test_value_loss_with_a_wide_range_is_half_the_squared_error():
     generator = torch.Generator().manual_seed(3)
     values, old, returns = torch.randn(3, 50, generator=generator).unbind()
     loss = value_loss(values, old, returns, clip_range=100.0)
-    torch.testing.assert_close(loss.per_token.mean(), 0.5 * torch.nn.functional.mse_loss(values, returns))
+    torch.testing.assert_close(
+        loss.per_token.mean(), 0.5 * torch.nn.functional.mse_loss(values, returns)
+    )
     assert not loss.clipped.any()

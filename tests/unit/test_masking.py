@@ -107,7 +107,9 @@ def test_halves_whitened_with_merged_moments_equal_the_whole():
 
 
 def _kept(x, mask):
-    return [x[row, t].item() for row in range(len(mask)) for t in range(mask.shape[1]) if mask[row, t]]
+    return [
+        x[row, t].item() for row in range(len(mask)) for t in range(mask.shape[1]) if mask[row, t]
+    ]
 
 
 @given(batch=masked_batches())
@@ -115,8 +117,13 @@ def _kept(x, mask):
 def test_sums_moments_and_whitening_equal_the_slow_loop_under_any_mask(batch):
     kept = _kept(batch.rewards, batch.mask)
     assert masked_sum(batch.rewards, batch.mask).item() == sum(kept)
-    assert masked_mean(batch.rewards, batch.mask).item() == pytest.approx(sum(kept) / max(1, len(kept)), abs=1e-15)
-    rows = [_kept(batch.rewards[row : row + 1], batch.mask[row : row + 1]) for row in range(len(batch.mask))]
+    assert masked_mean(batch.rewards, batch.mask).item() == pytest.approx(
+        sum(kept) / max(1, len(kept)), abs=1e-15
+    )
+    rows = [
+        _kept(batch.rewards[row : row + 1], batch.mask[row : row + 1])
+        for row in range(len(batch.mask))
+    ]
     assert masked_sum(batch.rewards, batch.mask, dim=1).tolist() == [sum(row) for row in rows]
 
     moments = local_moments(batch.rewards, batch.mask)
@@ -136,7 +143,10 @@ def test_sums_moments_and_whitening_equal_the_slow_loop_under_any_mask(batch):
 @given(batch=masked_batches(), cut=st.integers(0, 6))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_moments_merge_in_any_order_to_those_of_the_whole(batch, cut):
-    parts = [local_moments(batch.values[rows], batch.mask[rows]) for rows in (slice(0, cut), slice(cut, None))]
+    parts = [
+        local_moments(batch.values[rows], batch.mask[rows])
+        for rows in (slice(0, cut), slice(cut, None))
+    ]
     whole = local_moments(batch.values, batch.mask)
     for order in (parts, parts[::-1], [Moments(0, 0.0, 0.0), *parts]):
         merged = merge_moments(order)

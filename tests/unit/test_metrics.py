@@ -40,7 +40,11 @@ def test_nothing_counted_has_no_mean():
 
 def test_what_is_not_finite_can_be_left_out():
     tally = Tally()
-    for name, total in (("loss", torch.tensor(float("nan"))), ("kl", float("inf")), ("clipped", 3.0)):
+    for name, total in (
+        ("loss", torch.tensor(float("nan"))),
+        ("kl", float("inf")),
+        ("clipped", 3.0),
+    ):
         tally.add(name, total, 4)
     assert tally.finite().means() == {"clipped": 0.75}
 
@@ -66,7 +70,9 @@ def test_a_name_that_the_vector_lacks_is_refused():
 
 
 def _experience():
-    """Two responses of 3 and 1 tokens; the padding of every tensor holds rubbish that must not be seen."""
+    """Two responses of 3 and 1 tokens; the padding of every tensor holds rubbish that must not be
+    seen.
+    """
     rubbish = 1e9
     prompts = Prompts([[5, 6], [7, 8, 9]], [0, 1], ["a", "b"], ["x", "x"], ["1", "2"], [{}, {}])
     rollout = Rollout(
@@ -136,15 +142,21 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_critic():
     returns = torch.tensor([[1.0, 2.0, 3.0, float("nan")]])
     mask = torch.tensor([[True, True, True, False]])
     assert explained_variance(returns, returns, mask) == 1.0
-    assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(0, abs=2e-5)
+    assert explained_variance(torch.full_like(returns, 2.0), returns, mask) == pytest.approx(
+        0, abs=2e-5
+    )
 
 
 def test_an_empty_mask_has_no_share_of_variance():
-    assert math.isnan(explained_variance(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool)))
+    assert math.isnan(
+        explained_variance(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))
+    )
 
 
 def test_throughput_counts_responses_for_generation_and_everything_elsewhere():
-    metrics = throughput_metrics({"gen": 2.0, "step": 10.0}, 300, 100, generated_tokens=200, world_size=4)
+    metrics = throughput_metrics(
+        {"gen": 2.0, "step": 10.0}, 300, 100, generated_tokens=200, world_size=4
+    )
     assert metrics == {
         "timing_per_token_ms/gen": 10.0,
         "timing_per_token_ms/step": 25.0,
@@ -154,8 +166,12 @@ def test_throughput_counts_responses_for_generation_and_everything_elsewhere():
     }
 
 
-def test_timer_adds_up_repeats_counts_nested_and_failed_phases_and_waits_for_the_device(monkeypatch):
-    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 100.0])  # step in, gen in, gen out, gen in, gen out, step out
+def test_timer_adds_up_repeats_counts_nested_and_failed_phases_and_waits_for_the_device(
+    monkeypatch,
+):
+    clock = iter(
+        [0.0, 1.0, 3.0, 10.0, 14.0, 100.0]
+    )  # step in, gen in, gen out, gen in, gen out, step out
     waits = []
     monkeypatch.setattr("mrlhf.metrics.time.perf_counter", lambda: next(clock))
     timer = PhaseTimer(synchronize=lambda: waits.append(True))

@@ -1,4 +1,6 @@
-"""Balance, packing and the cut of a batch: the stated invariants on random lengths, and literal packs."""
+"""Balance, packing and the cut of a batch: the stated invariants on random lengths, and literal
+packs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,14 @@ from mrlhf.parallel.microbatch import make_pack, pack_rows, plan_mini_batches, s
 
 
 def _batches() -> list[list[int]]:
-    """Sequence lengths of several batches, some with few long sequences, one with equal ones, one of a single row."""
+    """Sequence lengths of several batches, some with few long sequences, one with equal ones, one
+    of a single row.
+    """
     rng = random.Random(1)
-    ragged = [[rng.randint(1, rng.choice((3, 40, 300))) for _ in range(rng.randint(9, 40))] for _ in range(30)]
+    ragged = [
+        [rng.randint(1, rng.choice((3, 40, 300))) for _ in range(rng.randint(9, 40))]
+        for _ in range(30)
+    ]
     return [[7] * 12, [5], *ragged]
 
 
@@ -67,14 +74,19 @@ def test_packs_of_a_small_batch() -> None:
 def test_which_rows_share_an_optimizer_step_depends_on_the_batch_alone() -> None:
     for lengths in BATCHES[2:]:
         count = len(lengths)
-        wanted = [list(range(begin, min(begin + 8, count))) for begin in range(0, count - count % 8, 8)]
+        wanted = [
+            list(range(begin, min(begin + 8, count))) for begin in range(0, count - count % 8, 8)
+        ]
         for dp, budget in itertools.product((1, 2, 4), (1, 50, 10**6)):
             plan = plan_mini_batches(lengths[: count - count % 8], 8, dp, budget)
             assert [mini_batch.rows for mini_batch in plan] == wanted
             for mini_batch in plan:
                 shares = mini_batch.micro_batches
                 assert len(shares) == dp and all(shares)
-                assert sorted(row for share in shares for rows in share for row in rows) == mini_batch.rows
+                assert (
+                    sorted(row for share in shares for rows in share for row in rows)
+                    == mini_batch.rows
+                )
 
 
 def test_the_last_mini_batch_may_be_smaller() -> None:
@@ -94,7 +106,8 @@ def test_a_pack_that_selects_responses() -> None:
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
     assert pack.boundaries.tolist() == [0, 4, 7, 8] and pack.boundaries.dtype == torch.int32
     assert pack.longest == 4
-    # The prompt of row 0 ends at position 1, that of row 2 at position 4; what follows each position is its target.
+    # The prompt of row 0 ends at position 1, that of row 2 at position 4; what follows each
+    # position is its target.
     assert pack.select.tolist() == [1, 2, 4, 5]
     assert pack.targets.tolist() == [13, 14, 32, 33]
 

@@ -60,10 +60,19 @@ def test_mismatch_of_nothing_is_not_a_number():
 
 
 def test_an_engine_far_off_gives_finite_numbers():
-    metrics = mismatch_metrics(torch.tensor([[-0.1]]), torch.tensor([[-500.0]]), torch.tensor([[True]]))
-    assert metrics["chi2_token"] == pytest.approx(math.exp(40)) and metrics["chi2_seq"] == pytest.approx(math.exp(40))
+    metrics = mismatch_metrics(
+        torch.tensor([[-0.1]]), torch.tensor([[-500.0]]), torch.tensor([[True]])
+    )
+    assert metrics["chi2_token"] == pytest.approx(math.exp(40)) and metrics[
+        "chi2_seq"
+    ] == pytest.approx(math.exp(40))
     assert metrics["k3_kl"] == pytest.approx(math.exp(20) - 1 - 499.9)
-    assert mismatch_metrics(torch.tensor([[-40.0]]), torch.tensor([[0.0]]), torch.tensor([[True]]))["k3_kl"] == 39.0
+    assert (
+        mismatch_metrics(torch.tensor([[-40.0]]), torch.tensor([[0.0]]), torch.tensor([[True]]))[
+            "k3_kl"
+        ]
+        == 39.0
+    )
 
 
 def test_metrics_of_token_weights():
@@ -81,7 +90,9 @@ def test_metrics_of_token_weights():
     metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token")))
     assert metrics == pytest.approx(expected, abs=1e-6)
     # They are of the weights before these are normalised.
-    normalised = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token", normalise=True)))
+    normalised = _without_prefix(
+        _weight_metrics(log_ratio, mask, _correction("token", normalise=True))
+    )
     assert normalised == pytest.approx(expected, abs=1e-6)
 
 
@@ -117,7 +128,9 @@ def test_metrics_of_sequence_weights():
     }
     metrics = _without_prefix(_weight_metrics(log_ratio, MASK, _correction("sequence")))
     assert metrics == pytest.approx(expected, abs=1e-6)
-    smallest = _weight_metrics([[-20.0, -20.0], [0.0, 0.0], [0.0, 0.0]], MASK, _correction("sequence"))
+    smallest = _weight_metrics(
+        [[-20.0, -20.0], [0.0, 0.0], [0.0, 0.0]], MASK, _correction("sequence")
+    )
     assert smallest["rollout_is_min"] == pytest.approx(math.exp(-40))
 
 
@@ -125,13 +138,20 @@ def test_metrics_of_sequence_weights():
 def test_a_ratio_at_the_bound_is_not_beyond_it(level):
     mask = torch.tensor([[True], [True]])
     metrics = _weight_metrics(torch.zeros(2, 1), mask, _correction(level, upper=1.0))
-    assert metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_ratio_fraction_low"] == 0.0
+    assert (
+        metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_ratio_fraction_low"] == 0.0
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_that_are_all_zero_count_for_no_sample(level):
-    metrics = _weight_metrics([[3.0], [3.0]], torch.ones(2, 1, dtype=torch.bool), _correction(level, lower=0.5))
-    assert metrics["rollout_is_eff_sample_size"] == 0.0 and metrics["rollout_is_ratio_fraction_high"] == 1.0
+    metrics = _weight_metrics(
+        [[3.0], [3.0]], torch.ones(2, 1, dtype=torch.bool), _correction(level, lower=0.5)
+    )
+    assert (
+        metrics["rollout_is_eff_sample_size"] == 0.0
+        and metrics["rollout_is_ratio_fraction_high"] == 1.0
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -143,20 +163,27 @@ def test_weights_of_one_token(level):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_of_nothing_are_not_a_number(level):
-    metrics = _weight_metrics(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), _correction(level))
+    metrics = _weight_metrics(
+        torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), _correction(level)
+    )
     assert len(metrics) == 7
     assert all(math.isnan(number) for number in metrics.values())
 
 
 def test_no_weights_no_metrics():
-    assert _weight_metrics(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), _correction(None)) == {}
+    assert (
+        _weight_metrics(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), _correction(None))
+        == {}
+    )
 
 
 def test_shares_of_what_was_rejected():
     log_ratio = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 9.0], [1.0, 1.0, 1.0]])
     mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
     criteria = (Criterion("token_k1", 0.5, 2.0),)
-    metrics = rejection_metrics(correct(log_ratio, mask, _correction(None, criteria=criteria)), mask)
+    metrics = rejection_metrics(
+        correct(log_ratio, mask, _correction(None, criteria=criteria)), mask
+    )
     assert metrics == {
         "rollout_rs_masked_fraction": pytest.approx(1 / 5),
         "rollout_rs_seq_masked_fraction": pytest.approx(1 / 2),
@@ -165,7 +192,8 @@ def test_shares_of_what_was_rejected():
     assert kept == {"rollout_rs_masked_fraction": 0.0, "rollout_rs_seq_masked_fraction": 0.0}
     nothing = torch.zeros_like(mask)
     assert all(
-        math.isnan(x) for x in rejection_metrics(correct(log_ratio, nothing, _correction(None)), nothing).values()
+        math.isnan(x)
+        for x in rejection_metrics(correct(log_ratio, nothing, _correction(None)), nothing).values()
     )
 
 
@@ -198,7 +226,9 @@ def _slow_weights(rows, correction):
         for x in row:
             ratio = math.exp(x if correction.level == "token" else sum(row))
             ratios.append(ratio)
-            weights.append(min(ratio, upper) if lower is None else ratio if lower <= ratio <= upper else 0.0)
+            weights.append(
+                min(ratio, upper) if lower is None else ratio if lower <= ratio <= upper else 0.0
+            )
     units = ratios if correction.level == "token" else [math.exp(sum(row)) for row in rows if row]
     extremes = weights if correction.level == "token" else units
     floor = 1 / upper if lower is None else lower
@@ -224,7 +254,9 @@ def _rows(table, mask):
 def test_mismatch_equals_the_slow_loop(mask, seed):
     generator = torch.Generator().manual_seed(seed)
     trainer, rollout = -2 * torch.rand(2, *mask.shape, dtype=torch.float64, generator=generator)
-    metrics = mismatch_metrics(trainer.masked_fill(~mask, NAN), rollout.masked_fill(~mask, NAN), mask)
+    metrics = mismatch_metrics(
+        trainer.masked_fill(~mask, NAN), rollout.masked_fill(~mask, NAN), mask
+    )
     expected = _slow_mismatch(_rows(trainer, mask), _rows(rollout, mask))
     assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
 
@@ -239,10 +271,13 @@ def test_mismatch_equals_the_slow_loop(mask, seed):
     normalise=st.booleans(),
 )
 def test_weight_metrics_equal_the_slow_loop(mask, seed, level, upper, lower, normalise):
-    log_ratio = torch.randn(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    log_ratio = torch.randn(
+        mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     correction = _correction(level, upper, lower, normalise)
     metrics = _without_prefix(_weight_metrics(log_ratio.masked_fill(~mask, NAN), mask, correction))
     expected = _slow_weights(_rows(log_ratio, mask), correction)
-    # The standard deviation of the loop is rounded more; the sample size has an epsilon in its quotient.
+    # The standard deviation of the loop is rounded more; the sample size has an epsilon in its
+    # quotient.
     assert metrics.pop("std") == pytest.approx(expected.pop("std"), abs=1e-6, nan_ok=True)
     assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9, nan_ok=True)

@@ -11,12 +11,23 @@ from mrlhf.inference.base import InferenceEngine, Sample, SamplingParams
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
-from tests.engine_models import MODELS, VOCABULARY, empty_engine, fill, hf_model, make_engine, make_prompts, spec_of
+from tests.engine_models import (
+    MODELS,
+    VOCABULARY,
+    empty_engine,
+    fill,
+    hf_model,
+    make_engine,
+    make_prompts,
+    spec_of,
+)
 
 PROMPTS = make_prompts()
 UIDS = [100 + 3 * i for i in range(len(PROMPTS))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
-SAMPLED = SamplingParams(n=3, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20, 33, 64, 101))
+SAMPLED = SamplingParams(
+    n=3, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20, 33, 64, 101)
+)
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
@@ -31,7 +42,12 @@ def hf_greedy(model, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     output = model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=14, eos_token_id=None, pad_token_id=0
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=14,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
 
@@ -66,7 +82,11 @@ def test_sampling_equals_a_slow_loop_over_transformers(name):
         logprobs = hf_logprobs(model, PROMPTS[sample.prompt_index], sample.token_ids, 0.8)
         below = logprobs.double().exp().cumsum(-1)
         for position, (token, u) in enumerate(
-            zip(sample.token_ids, uniforms(np.full(length, key), np.arange(length)).tolist(), strict=True)
+            zip(
+                sample.token_ids,
+                uniforms(np.full(length, key), np.arange(length)).tolist(),
+                strict=True,
+            )
         ):
             assert token == int((below[position] <= u).sum())
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
@@ -82,11 +102,15 @@ def test_samples_depend_neither_on_batch_order_nor_on_slots_nor_on_prefill_batch
     model = hf_model("llama")
     whole = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
     order = [4, 0, 8, 2, 7, 1, 3, 6, 5]
-    shuffled = make_engine(model).generate([PROMPTS[i] for i in order], [UIDS[i] for i in order], SAMPLED)
+    shuffled = make_engine(model).generate(
+        [PROMPTS[i] for i in order], [UIDS[i] for i in order], SAMPLED
+    )
     by_place = [whole[3 * i + j] for i in order for j in range(3)]
     assert_same(shuffled, by_place)
     for max_num_seqs, max_prefill_tokens in [(1, 512), (2, 1), (4, 30), (10, 24)]:
-        engine = make_engine(model, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens)
+        engine = make_engine(
+            model, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
+        )
         assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), whole)
     alone = make_engine(model).generate([PROMPTS[5]], [UIDS[5]], SAMPLED)
     assert_same(alone, whole[15:18])
@@ -114,7 +138,9 @@ def test_greedy_stops_after_the_first_stop_token():
     )
     for before, after in zip(free, stopped, strict=True):
         ends = [i for i, token in enumerate(before.token_ids) if token in stop]
-        assert after.token_ids == before.token_ids[: ends[0] + 1 if ends else 14] and after.stopped == bool(ends)
+        assert after.token_ids == before.token_ids[
+            : ends[0] + 1 if ends else 14
+        ] and after.stopped == bool(ends)
         assert after.logprobs == pytest.approx(before.logprobs[: len(after.token_ids)], abs=1e-5)
     assert len(stopped[0].token_ids) == 1
 
@@ -123,10 +149,14 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
     model = hf_model("llama")
     engine = make_engine(model, max_length=256)
     sampling = SamplingParams(temperature=0.0, max_tokens=200, seed=0)
-    for prompt, sample in zip(PROMPTS[:2], engine.generate(PROMPTS[:2], UIDS[:2], sampling), strict=True):
+    for prompt, sample in zip(
+        PROMPTS[:2], engine.generate(PROMPTS[:2], UIDS[:2], sampling), strict=True
+    ):
         logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
-        assert len(sample.token_ids) == 200 and sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+        assert len(sample.token_ids) == 200 and sample.logprobs == pytest.approx(
+            wanted.tolist(), abs=1e-4
+        )
         assert float((logprobs.amax(dim=-1) - wanted).max()) < 1e-4
 
 
@@ -137,7 +167,10 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
     errors, reference = [], []
     for sample in engine.generate(PROMPTS, UIDS, SAMPLED):
         index, prompt = torch.tensor(sample.token_ids)[:, None], PROMPTS[sample.prompt_index]
-        wanted, theirs = (hf_logprobs(m, prompt, sample.token_ids, 0.8).gather(-1, index)[:, 0] for m in (exact, model))
+        wanted, theirs = (
+            hf_logprobs(m, prompt, sample.token_ids, 0.8).gather(-1, index)[:, 0]
+            for m in (exact, model)
+        )
         errors.append((torch.tensor(sample.logprobs) - wanted).abs())
         reference.append((theirs - wanted).abs())
     assert torch.cat(errors).mean() < 1.2 * torch.cat(reference).mean()
@@ -159,20 +192,28 @@ def test_commit_serves_the_new_weights():
 def test_bound_parameters_are_the_training_parameters_themselves():
     model = hf_model("qwen3")
     source = make_engine(model)
-    training = {slot.piece.parameter: torch.nn.Parameter(slot.parameter) for slot in source.weight_slots()}
+    training = {
+        slot.piece.parameter: torch.nn.Parameter(slot.parameter) for slot in source.weight_slots()
+    }
     engine = empty_engine(model)
     assert set(engine.parameter_pieces()) == set(training)
     for name, parameter in training.items():
         if name != "decoder.layers.1.mlp.linear_fc2.weight":
             engine.bind(name, parameter)
-    with pytest.raises(EngineError, match=r"1 parameters, decoder.layers.1.mlp.linear_fc2.weight first"):
+    with pytest.raises(
+        EngineError, match=r"1 parameters, decoder.layers.1.mlp.linear_fc2.weight first"
+    ):
         engine.commit(1)
     stored = {slot.piece.parameter: slot.parameter for slot in engine.weight_slots()}
-    stored["decoder.layers.1.mlp.linear_fc2.weight"].copy_(training["decoder.layers.1.mlp.linear_fc2.weight"].detach())
+    stored["decoder.layers.1.mlp.linear_fc2.weight"].copy_(
+        training["decoder.layers.1.mlp.linear_fc2.weight"].detach()
+    )
     shared = [name for name in training if stored[name].data_ptr() == training[name].data_ptr()]
     assert len(shared) == len(training) - 1
     engine.commit(1)
-    assert_same(engine.generate(PROMPTS, UIDS, GREEDY), source.generate(PROMPTS, UIDS, GREEDY), tolerance=0)
+    assert_same(
+        engine.generate(PROMPTS, UIDS, GREEDY), source.generate(PROMPTS, UIDS, GREEDY), tolerance=0
+    )
     before = engine.generate(PROMPTS, UIDS, GREEDY)
     with torch.no_grad():
         training["output_layer.weight"].mul_(2.0)
@@ -202,7 +243,10 @@ def test_sleep_frees_the_cache_and_wake_changes_nothing():
 
 def test_bad_requests_are_refused_in_one_line():
     engine = make_engine(hf_model("llama"))
-    with pytest.raises(EngineError, match=r"prompt 1: 51 tokens \+ max_tokens 14 exceed.*64.*data.max_prompt_length"):
+    with pytest.raises(
+        EngineError,
+        match=r"prompt 1: 51 tokens \+ max_tokens 14 exceed.*64.*data.max_prompt_length",
+    ):
         engine.generate([[1], [1] * 51], [0, 1], GREEDY)
     assert len(engine.generate([[1] * 50], [0], GREEDY)[0].token_ids) == 14
     with pytest.raises(EngineError, match="prompt 0 is empty"):
@@ -220,7 +264,9 @@ def test_weights_that_are_not_finite_are_named(temperature):
     engine.weight_slots()[0].parameter.fill_(float("nan"))
     engine.commit(2)
     with pytest.raises(EngineError, match="NaN or inf"):
-        engine.generate(PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))
+        engine.generate(
+            PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0)
+        )
 
 
 def tight(model, blocks: int, block_size: int = 4, **changes):
@@ -237,7 +283,13 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
     uids = list(range(len(prompts)))
     whole = make_engine(model).generate(prompts, uids, SAMPLED)
     seen = set()
-    for blocks, block_size, budget in [(12, 4, 512), (12, 4, 5), (50, 1, 7), (20, 4, 3), (16, 3, 512)]:
+    for blocks, block_size, budget in [
+        (12, 4, 512),
+        (12, 4, 5),
+        (50, 1, 7),
+        (20, 4, 3),
+        (16, 3, 512),
+    ]:
         engine = tight(model, blocks, block_size, max_prefill_tokens=budget, max_length=48)
         assert_same(engine.generate(prompts, uids, SAMPLED), whole)
         stats = engine.stats()
@@ -246,7 +298,9 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
         seen |= {"preempted"} if stats.preemptions else set()
         seen |= {"chunked"} if stats.steps > 60 else set()
         greedy = engine.generate(prompts, uids, GREEDY)
-        assert [sample.token_ids for sample in greedy] == [hf_greedy(model, prompt) for prompt in prompts]
+        assert [sample.token_ids for sample in greedy] == [
+            hf_greedy(model, prompt) for prompt in prompts
+        ]
     assert seen == {"preempted", "chunked"}
 
 
@@ -269,7 +323,9 @@ def test_a_cache_of_old_weights_is_never_read():
     fill(engine.weight_slots(), second)
     engine.commit(2)
     assert_same(
-        engine.generate(PROMPTS, UIDS, GREEDY), make_engine(second, block_size=4).generate(PROMPTS, UIDS, GREEDY), 0
+        engine.generate(PROMPTS, UIDS, GREEDY),
+        make_engine(second, block_size=4).generate(PROMPTS, UIDS, GREEDY),
+        0,
     )
 
 
@@ -277,16 +333,22 @@ def test_a_thousand_requests_of_random_lengths_come_back_once_each():
     model = hf_model("llama-tied-llama3-rope")
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 40, (1000,), generator=generator).tolist()
-    prompts = [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    prompts = [
+        torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
     stop = tuple(range(12))
     sampling = SamplingParams(temperature=1.0, max_tokens=20, seed=3, stop_token_ids=stop)
     engine = tight(model, 120, max_num_seqs=48, max_prefill_tokens=100)
     samples = engine.generate(prompts, range(1000), sampling)
-    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [(i, 0) for i in range(1000)]
+    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [
+        (i, 0) for i in range(1000)
+    ]
     assert engine.stats().preemptions > 0
     assert engine.stats().generated_tokens == sum(len(sample.token_ids) for sample in samples)
     for sample in samples:
-        assert sample.stopped == (sample.token_ids[-1] in stop) and (sample.stopped or len(sample.token_ids) == 20)
+        assert sample.stopped == (sample.token_ids[-1] in stop) and (
+            sample.stopped or len(sample.token_ids) == 20
+        )
         assert not set(sample.token_ids[:-1]) & set(stop)
     chosen = range(0, 1000, 37)
     alone = make_engine(model).generate([prompts[i] for i in chosen], list(chosen), sampling)
@@ -297,8 +359,14 @@ def test_a_thousand_requests_of_random_lengths_come_back_once_each():
 def test_chosen_samples_are_those_of_the_whole():
     model = hf_model("llama")
     whole = make_engine(model).generate(PROMPTS[:3], UIDS[:3], SAMPLED)
-    part = make_engine(model).generate(PROMPTS[:3], UIDS[:3], SAMPLED, [range(1, 3), range(0), range(2, 3)])
-    assert [(sample.prompt_index, sample.sample_index) for sample in part] == [(0, 1), (0, 2), (2, 2)]
+    part = make_engine(model).generate(
+        PROMPTS[:3], UIDS[:3], SAMPLED, [range(1, 3), range(0), range(2, 3)]
+    )
+    assert [(sample.prompt_index, sample.sample_index) for sample in part] == [
+        (0, 1),
+        (0, 2),
+        (2, 2),
+    ]
     assert_same(part, [whole[1], whole[2], whole[8]])
 
 
@@ -315,13 +383,17 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it():
     )
     for before, after in zip(free, stopped, strict=True):
         ends = [i + 1 for i in range(14) if stop in decode(before.token_ids[: i + 1])]
-        assert after.token_ids == before.token_ids[: ends[0] if ends else 14] and after.stopped == bool(ends)
+        assert after.token_ids == before.token_ids[
+            : ends[0] if ends else 14
+        ] and after.stopped == bool(ends)
     assert stopped[2].stopped and len(stopped[2].token_ids) <= 6
 
 
 def test_a_cache_that_is_too_small_is_refused_with_both_numbers():
     model = hf_model("llama")
-    with pytest.raises(EngineError, match=r"room for 60 tokens.*may have 64 tokens.*rollout.kv_cache_mb"):
+    with pytest.raises(
+        EngineError, match=r"room for 60 tokens.*may have 64 tokens.*rollout.kv_cache_mb"
+    ):
         tight(model, 15).generate([[1]], [0], GREEDY)
     assert len(tight(model, 16).generate([[1]], [0], GREEDY)[0].token_ids) == 14
 
@@ -330,7 +402,9 @@ def test_an_error_in_the_middle_leaves_an_engine_that_works():
     engine = make_engine(hf_model("llama"), decode=lambda ids: 1 / 0)
     before = engine.generate(PROMPTS, UIDS, SAMPLED)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",)))
+        engine.generate(
+            PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",))
+        )
     assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before)
 
 
@@ -356,7 +430,11 @@ def test_weights_that_were_not_finite_leave_nothing_behind():
         engine.generate([[1] * 16] * 4, range(4), GREEDY)
     engine.weight_slots()[0].parameter.copy_(good)
     engine.commit(3)
-    assert_same(engine.generate(PROMPTS, UIDS, GREEDY), make_engine(model).generate(PROMPTS, UIDS, GREEDY), 0)
+    assert_same(
+        engine.generate(PROMPTS, UIDS, GREEDY),
+        make_engine(model).generate(PROMPTS, UIDS, GREEDY),
+        0,
+    )
 
 
 def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):

@@ -1,4 +1,6 @@
-"""Every policy loss against hand-computed numbers, a slow loop and its gradient; padding and extremes never leak."""
+"""Every policy loss against hand-computed numbers, a slow loop and its gradient; padding and
+extremes never leak.
+"""
 
 import math
 from dataclasses import replace
@@ -24,12 +26,16 @@ from tests.masks import masks
 NAMES = get_args(PolicyLossName)
 DEFAULTS = PolicyLossOptions()
 # Bounds that a random draw meets on both sides.
-OPTIONS = PolicyLossOptions(clip_low=0.1, clip_high=0.3, clip_c=1.8, tau_pos=1.2, tau_neg=0.9, ppo_kl_coef=0.7)
+OPTIONS = PolicyLossOptions(
+    clip_low=0.1, clip_high=0.3, clip_c=1.8, tau_pos=1.2, tau_neg=0.9, ppo_kl_coef=0.7
+)
 STOPS_GRADIENT = ("gspo", "cispo", "dppo_tv", "dppo_kl")
 
 
 def _inputs(logprob, old, advantages, mask=None, selected=None):
-    logprob, old, advantages = (torch.as_tensor(x, dtype=torch.float64) for x in (logprob, old, advantages))
+    logprob, old, advantages = (
+        torch.as_tensor(x, dtype=torch.float64) for x in (logprob, old, advantages)
+    )
     mask = torch.ones(logprob.shape, dtype=torch.bool) if mask is None else mask
     return PolicyLossInputs(logprob, old, advantages, mask, selected)
 
@@ -38,10 +44,13 @@ def _random_inputs(seed, mask):
     generator = torch.Generator().manual_seed(seed)
     logprob, old = -2 * torch.rand(2, *mask.shape, dtype=torch.float64, generator=generator)
     advantages = torch.randn(mask.shape, dtype=torch.float64, generator=generator)
-    return _inputs(logprob, old, advantages, mask, torch.rand(mask.shape, generator=generator) < 0.4)
+    return _inputs(
+        logprob, old, advantages, mask, torch.rand(mask.shape, generator=generator) < 0.4
+    )
 
 
-# ---- hand-computed numbers: a row of one token, old -2.0, new -1.5, so d = .5 and r = e^.5 = 1.6487213
+# ---- hand-computed numbers: a row of one token, old -2.0, new -1.5, so d = .5 and r = e^.5 =
+# 1.6487213
 
 
 @pytest.mark.parametrize(
@@ -89,7 +98,9 @@ def test_dual_clip_of_the_worked_example():
 
 def test_the_ratio_of_a_sequence_is_capped():
     logprob = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    inputs = PolicyLossInputs(logprob, logprob.detach() - 12, logprob.detach() - 1, torch.tensor([[True]]))
+    inputs = PolicyLossInputs(
+        logprob, logprob.detach() - 12, logprob.detach() - 1, torch.tensor([[True]])
+    )
     found = policy_loss("gspo", inputs, DEFAULTS)
     found.per_token.sum().backward()
     assert found.per_token.item() == pytest.approx(math.exp(10)) and logprob.grad.item() == 0.0
@@ -99,7 +110,12 @@ def test_the_ratio_of_a_sequence_is_capped():
     ("logprob", "old", "advantage", "loss"),
     [
         (-0.1, 1e-7, -1.0, -0.0904837),  # a certain token, rounded beyond certainty: KL .1, inside
-        (-0.7, -math.inf, 1.0, 2.1),  # an impossible one: KL log(1 / (1 - e^-.7)) = .686, inside; r cut to 3
+        (
+            -0.7,
+            -math.inf,
+            1.0,
+            2.1,
+        ),  # an impossible one: KL log(1 / (1 - e^-.7)) = .686, inside; r cut to 3
     ],
 )
 def test_the_binary_kl_of_certain_and_impossible_tokens(logprob, old, advantage, loss):
@@ -117,22 +133,34 @@ def test_a_sequence_weighs_each_of_its_tokens_alike():
     expected = {
         ("gspo", up): ([-0.6, -0.6, 0.0], [True, True, False], [False] * 3),  # e^.2 = 1.2214028
         ("gspo", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [False] * 3),
-        ("geo_mean", up): ([-0.5256355, -0.5256355, 0.0], [True, False, False], [False] * 3),  # e^((.2 - .1) / 2)
+        ("geo_mean", up): (
+            [-0.5256355, -0.5256355, 0.0],
+            [True, False, False],
+            [False] * 3,
+        ),  # e^((.2 - .1) / 2)
         ("geo_mean", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [True, False, False]),
     }
     for (name, inputs), (loss, clipped, clipped_lower) in expected.items():
         found = policy_loss(name, inputs, DEFAULTS)
-        torch.testing.assert_close(found.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0)
-        assert found.clipped.tolist() == [clipped] and found.clipped_lower.tolist() == [clipped_lower]
+        torch.testing.assert_close(
+            found.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0
+        )
+        assert found.clipped.tolist() == [clipped] and found.clipped_lower.tolist() == [
+            clipped_lower
+        ]
 
 
 def test_geo_mean_averages_the_advantages_of_a_row():
-    found = policy_loss("geo_mean", _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS)
+    found = policy_loss(
+        "geo_mean", _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS
+    )
     torch.testing.assert_close(found.per_token, torch.tensor([[-0.3, -0.3]], dtype=torch.float64))
 
 
 def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
-    inputs = _inputs([[-1.5, -1.5]], [[-2.0, -2.0]], [[0.5, 0.5]], selected=torch.tensor([[True, False]]))
+    inputs = _inputs(
+        [[-1.5, -1.5]], [[-2.0, -2.0]], [[0.5, 0.5]], selected=torch.tensor([[True, False]])
+    )
     clip_cov, kl_cov = (policy_loss(name, inputs, DEFAULTS) for name in ("clip_cov", "kl_cov"))
     torch.testing.assert_close(clip_cov.per_token, torch.tensor([[0.0, -0.6]], dtype=torch.float64))
     assert clip_cov.clipped.tolist() == [[True, False]]
@@ -151,7 +179,9 @@ def test_first_update_has_ratio_one_and_the_surrogate_objective():
     advantages = torch.tensor([[0.13, 0.10, 0.08, 0.05, 0.03, 0.05]], dtype=torch.float64)
     everything = torch.ones(1, 6, dtype=torch.bool)
     for name in ("surrogate", "vanilla", "kl_cov", "clip_cov"):
-        logprob = torch.tensor([[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]], dtype=torch.float64, requires_grad=True)
+        logprob = torch.tensor(
+            [[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]], dtype=torch.float64, requires_grad=True
+        )
         inputs = PolicyLossInputs(logprob, logprob.detach(), advantages, everything, ~everything)
         found = policy_loss(name, inputs, DEFAULTS)
         mean = aggregate(found.per_token, everything, "token-mean", 1.0) / 6
@@ -163,7 +193,10 @@ def test_first_update_has_ratio_one_and_the_surrogate_objective():
 
 def test_the_tables_name_every_loss():
     assert tuple(POLICY_LOSSES) == NAMES
-    assert set(SEQUENCE_LEVEL) == {"gspo", "sapo", "geo_mean"} and set(COVARIANCE) == {"clip_cov", "kl_cov"}
+    assert set(SEQUENCE_LEVEL) == {"gspo", "sapo", "geo_mean"} and set(COVARIANCE) == {
+        "clip_cov",
+        "kl_cov",
+    }
 
 
 def test_a_dual_clip_inside_the_trusted_region_is_refused():
@@ -171,7 +204,8 @@ def test_a_dual_clip_inside_the_trusted_region_is_refused():
         policy_loss("vanilla", _inputs([[0.0]], [[0.0]], [[0.0]]), PolicyLossOptions(clip_c=1.0))
 
 
-# ---- slow loops: of the tokens of one row that count, (d, logp, old, A, selected) -> (loss, clipped, clipped_lower)
+# ---- slow loops: of the tokens of one row that count, (d, logp, old, A, selected) -> (loss,
+# clipped, clipped_lower)
 
 
 def _ppo(a, r, o):
@@ -256,7 +290,10 @@ SLOW = {
 def _slow(name, inputs, options):
     """Loss, clipped and clipped_lower of each token, 0 and False where the mask is."""
     shape = inputs.mask.shape
-    loss, clipped, lower = torch.zeros(shape, dtype=torch.float64), *torch.zeros(2, *shape, dtype=torch.bool)
+    loss, clipped, lower = (
+        torch.zeros(shape, dtype=torch.float64),
+        *torch.zeros(2, *shape, dtype=torch.bool),
+    )
     for i in range(shape[0]):
         kept = [t for t in range(shape[1]) if inputs.mask[i, t]]
         row = []
@@ -301,7 +338,9 @@ def test_the_gradient_is_that_of_the_formula(name):
     def loss(logprob):
         return policy_loss(name, replace(inputs, logprob=logprob), OPTIONS).per_token
 
-    assert torch.autograd.gradcheck(loss, inputs.logprob.clone().requires_grad_(), eps=1e-6, atol=1e-6)
+    assert torch.autograd.gradcheck(
+        loss, inputs.logprob.clone().requires_grad_(), eps=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", STOPS_GRADIENT)
@@ -313,7 +352,11 @@ def test_a_stopped_gradient_flows_through_logp_alone(name):
     clipped = _slow(name, inputs, OPTIONS)[1]
     if name == "gspo":
         count = inputs.mask.sum(1).clamp(min=1)
-        weight = (((inputs.logprob - inputs.old_logprob) * inputs.mask).sum(1) / count).exp()[:, None].expand(8, 7)
+        weight = (
+            (((inputs.logprob - inputs.old_logprob) * inputs.mask).sum(1) / count)
+            .exp()[:, None]
+            .expand(8, 7)
+        )
         weight = weight.masked_fill(clipped, 0)
     elif name == "cispo":
         weight = ratio.clamp(0.9, 1.3)
@@ -324,12 +367,18 @@ def test_a_stopped_gradient_flows_through_logp_alone(name):
     assert clipped.any() and (expected != 0).sum() > 10
 
 
-@pytest.mark.parametrize(("name", "old"), [("vanilla", -1.0), ("gspo", -1.0), ("geo_mean", -1.0), ("clip_cov", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "old"), [("vanilla", -1.0), ("gspo", -1.0), ("geo_mean", -1.0), ("clip_cov", 0.0)]
+)
 def test_clipped_tokens_pass_no_gradient(name, old):
     # Ratio e with a positive advantage; for clip_cov a token within the clip, selected.
     logprob = torch.zeros(1, 1, requires_grad=True)
     inputs = PolicyLossInputs(
-        logprob, torch.full((1, 1), old), torch.ones(1, 1), torch.tensor([[True]]), torch.tensor([[True]])
+        logprob,
+        torch.full((1, 1), old),
+        torch.ones(1, 1),
+        torch.tensor([[True]]),
+        torch.tensor([[True]]),
     )
     policy_loss(name, inputs, DEFAULTS).per_token.sum().backward()
     assert logprob.grad.item() == 0.0
@@ -348,7 +397,12 @@ def _rows(inputs, rows):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(derandomize=True, deadline=None, max_examples=15)
-@given(mask=masks(), seed=st.integers(0, 1000), mode=st.sampled_from(get_args(LossAggMode)), cut=st.integers(0, 4))
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    mode=st.sampled_from(get_args(LossAggMode)),
+    cut=st.integers(0, 4),
+)
 def test_parts_add_up_to_the_whole(name, mask, seed, mode, cut):
     inputs = _random_inputs(seed, mask)
     cut = min(cut, len(mask))
@@ -361,7 +415,11 @@ def test_parts_add_up_to_the_whole(name, mask, seed, mode, cut):
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(derandomize=True, deadline=None, max_examples=15)
-@given(mask=masks(), seed=st.integers(0, 1000), junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]),
+)
 def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
     inputs = _random_inputs(seed, mask)
     losses, gradients = [], []
@@ -390,7 +448,8 @@ def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extremes_stay_finite(name, dtype):
-    # Every pairing of certain, ordinary and all but impossible tokens with each sign of the advantage, and empty rows.
+    # Every pairing of certain, ordinary and all but impossible tokens with each sign of the
+    # advantage, and empty rows.
     values, signs = [0.0, 1e-7, -1e-9, -0.7, -30.0, -1e4], [1.0, 0.0, -1.0]
     tokens = [(new, old, a) for new in values for old in [*values, -math.inf, -50.0] for a in signs]
     logprob, old, advantages = torch.tensor(tokens, dtype=dtype).T.reshape(3, -1, 4)

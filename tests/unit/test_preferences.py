@@ -25,7 +25,9 @@ def rows(*fields):
 
 
 def test_strings(tokenizer):
-    pairs = encode_preferences(rows({"prompt": "1+1=", "chosen": "2", "rejected": "11"}), tokenizer, max_length=7)
+    pairs = encode_preferences(
+        rows({"prompt": "1+1=", "chosen": "2", "rejected": "11"}), tokenizer, max_length=7
+    )
     prompt = tokenizer.encode("1+1=")
     assert pairs.chosen_ids == [[*prompt, *tokenizer.encode("2"), 2]]
     assert pairs.rejected_ids == [[*prompt, *tokenizer.encode("11"), 2]]
@@ -61,7 +63,9 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
         pairs = encode_preferences(data, tokenizer, max_length=6)
     assert (len(pairs), pairs.dropped) == (1, 1)
     assert "dropped 1 of 2 pairs" in caplog.text
-    with pytest.raises(DataError, match=r"p\.jsonl:2: the pair has 7 tokens, more than max_length 6"):
+    with pytest.raises(
+        DataError, match=r"p\.jsonl:2: the pair has 7 tokens, more than max_length 6"
+    ):
         encode_preferences(data, tokenizer, max_length=6, overlong="error")
     with pytest.raises(DataError, match="none of 2"):
         encode_preferences(data, tokenizer, max_length=5)
@@ -71,9 +75,18 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
     ("row", "message"),
     [
         ({"prompt": "1", "chosen": "2"}, "no value for 'rejected'"),
-        ({"prompt": "1", "chosen": "2", "rejected": [BAD]}, "'chosen' must be a string, or messages"),
-        ({"prompt": "1", "chosen": [USER], "rejected": [BAD]}, "'chosen' must be a string, or messages"),
-        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]}, "differ in the last message only"),
+        (
+            {"prompt": "1", "chosen": "2", "rejected": [BAD]},
+            "'chosen' must be a string, or messages",
+        ),
+        (
+            {"prompt": "1", "chosen": [USER], "rejected": [BAD]},
+            "'chosen' must be a string, or messages",
+        ),
+        (
+            {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]},
+            "differ in the last message only",
+        ),
         ({"prompt": [BAD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "are not those of"),
     ],
 )
@@ -89,7 +102,9 @@ def repeated():
 def test_split_keeps_a_prompt_on_one_side():
     data = repeated()
     train, held_out = split_by_prompt(data, 0.25, seed=1)
-    train_prompts, held_prompts = ({row.fields["prompt"] for row in side} for side in (train, held_out))
+    train_prompts, held_prompts = (
+        {row.fields["prompt"] for row in side} for side in (train, held_out)
+    )
     assert len(held_prompts) == 5 and len(train_prompts) == 15
     assert not train_prompts & held_prompts
     assert sorted(row.number for row in train + held_out) == list(range(1, 51))

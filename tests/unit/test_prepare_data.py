@@ -34,7 +34,9 @@ def read(path):
 
 def evaluate(prompt):
     left, sign, right = re.fullmatch(r"(\d+)([+*-])(\d+)=", prompt).groups()
-    return {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
+    return {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[
+        sign
+    ]
 
 
 def arithmetic(main, out, *more):
@@ -47,11 +49,19 @@ def arithmetic(main, out, *more):
 def test_arithmetic(main, tmp_path, kind):
     options = ("--operations", "+-", "--wrong-fraction", "0.4", "--wrong-kind", kind)
     data = arithmetic(main, tmp_path / "a", *options)
-    assert {name: len(rows) for name, rows in data.items()} == {"sft": 400, "train": 300, "held_out": 100}
+    assert {name: len(rows) for name, rows in data.items()} == {
+        "sft": 400,
+        "train": 300,
+        "held_out": 100,
+    }
     prompts = {name: {row["prompt"] for row in rows} for name, rows in data.items()}
     assert [len(prompts[name]) for name in ("sft", "train", "held_out")] == [200, 300, 100]
     assert not prompts["held_out"] & (prompts["sft"] | prompts["train"])
-    assert all(row["answer"] == str(evaluate(row["prompt"])) for name in ("train", "held_out") for row in data[name])
+    assert all(
+        row["answer"] == str(evaluate(row["prompt"]))
+        for name in ("train", "held_out")
+        for row in data[name]
+    )
     right = [row["response"] == str(evaluate(row["prompt"])) for row in data["sft"]]
     assert right.count(False) == 160
     if kind == "carry":
@@ -94,7 +104,13 @@ def test_all_problems_can_be_asked_for_and_not_one_more():
     assert len({problem.prompt for problem in everything}) == 200
     assert all(problem.answer == evaluate(problem.prompt) for problem in everything)
     with pytest.raises(DataError, match="exceed the 100 problems of up to 1 digits"):
-        sample_problems(61, digits=1, operations="+", rng=random.Random(0), exclude=frozenset(map(str, range(40))))
+        sample_problems(
+            61,
+            digits=1,
+            operations="+",
+            rng=random.Random(0),
+            exclude=frozenset(map(str, range(40))),
+        )
     with pytest.raises(DataError, match="use one or several of"):
         sample_problems(1, digits=1, operations="/", rng=random.Random(0))
 

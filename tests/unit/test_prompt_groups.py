@@ -1,4 +1,6 @@
-"""Statistics within groups, by literal numbers; the estimators that use them are compared with slow loops."""
+"""Statistics within groups, by literal numbers; the estimators that use them are compared with slow
+loops.
+"""
 
 import torch
 

@@ -24,7 +24,9 @@ VERL_ROW = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return train_sentencepiece([*"0123456789+=?abcdefgh"], tmp_path_factory.mktemp("tok"), vocab_size=300)
+    return train_sentencepiece(
+        [*"0123456789+=?abcdefgh"], tmp_path_factory.mktemp("tok"), vocab_size=300
+    )
 
 
 @pytest.fixture
@@ -56,7 +58,9 @@ def test_plain_rows(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_verl_rows(suffix, directory, tmp_path):
-    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:")
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:"
+    )
     tokenizer = load_tokenizer(directory, chat_template=tmp_path / "chat.jinja")
     file = tmp_path / f"rows.{suffix}"
     if suffix == "jsonl":
@@ -77,7 +81,10 @@ def test_chat_rows_without_a_template(tokenizer, tmp_path):
 
 
 def test_uids_run_over_files_and_past_dropped_rows(tokenizer, tmp_path, caplog):
-    first = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 9, "answer": "x"}])
+    first = jsonl(
+        tmp_path / "a.jsonl",
+        [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 9, "answer": "x"}],
+    )
     second = jsonl(tmp_path / "b.jsonl", [{"prompt": "2+2=", "answer": "4"}])
     with caplog.at_level(logging.WARNING):
         data = PromptDataset([first, second], tokenizer, max_prompt_length=8, overlong="drop")
@@ -87,8 +94,13 @@ def test_uids_run_over_files_and_past_dropped_rows(tokenizer, tmp_path, caplog):
 
 
 def test_overlong_is_an_error_with_both_numbers(tokenizer, tmp_path):
-    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 9, "answer": "x"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the prompt has 9 tokens, more than data\.max_prompt_length 8"):
+    file = jsonl(
+        tmp_path / "a.jsonl",
+        [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 9, "answer": "x"}],
+    )
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: the prompt has 9 tokens, more than data\.max_prompt_length 8"
+    ):
         PromptDataset([file], tokenizer, max_prompt_length=8)
     assert len(PromptDataset([file], tokenizer, max_prompt_length=9)) == 2
     with pytest.raises(DataError, match="all 2 prompts"):
@@ -136,4 +148,7 @@ def test_malformed_files(tmp_path):
 def test_line_separators_inside_strings_do_not_split_rows(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"a": "x\u2028y"}\r\n{"a": "z"}', encoding="utf-8")
-    assert [(row.fields["a"], row.number) for row in read_rows([file])] == [("x\u2028y", 1), ("z", 2)]
+    assert [(row.fields["a"], row.number) for row in read_rows([file])] == [
+        ("x\u2028y", 1),
+        ("z", 2),
+    ]

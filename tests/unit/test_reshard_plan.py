@@ -36,12 +36,16 @@ FUSED = [
 
 def _wide(model: str) -> ModelSpec:
     """Enough heads, rows and layers for tensor-parallel size 16 and four stages."""
-    return replace(tiny_spec(model), num_heads=32, num_kv_heads=16, head_dim=2, ffn_size=32, num_layers=4)
+    return replace(
+        tiny_spec(model), num_heads=32, num_kv_heads=16, head_dim=2, ffn_size=32, num_layers=4
+    )
 
 
 def _sides(spec: ModelSpec, actor: ParallelLayout, engine: EngineLayout) -> tuple[Pieces, Pieces]:
     world = range(actor.world_size)
-    return {r: role_pieces(spec, actor, r) for r in world}, {r: engine_pieces(spec, engine, r) for r in world}
+    return {r: role_pieces(spec, actor, r) for r in world}, {
+        r: engine_pieces(spec, engine, r) for r in world
+    }
 
 
 def _numbered(pieces: Pieces) -> dict[str, torch.Tensor]:
@@ -56,13 +60,18 @@ def _numbered(pieces: Pieces) -> dict[str, torch.Tensor]:
 
 
 def _check_carried_out(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
-    """Carry the plan out: each number of the target is written once, or aliased, and is the right one."""
+    """Carry the plan out: each number of the target is written once, or aliased, and is the right
+    one.
+    """
     full = _numbered(source)
     have = {rank: make_slots(pieces, torch.float64) for rank, pieces in source.items()}
     want = {rank: make_slots(pieces, torch.float64) for rank, pieces in target.items()}
     for slots in have.values():
         fill(slots, full)
-    by_key = [{(rank, s.piece.key): s for rank, slots in side.items() for s in slots} for side in (have, want)]
+    by_key = [
+        {(rank, s.piece.key): s for rank, slots in side.items() for s in slots}
+        for side in (have, want)
+    ]
     for alias in found.aliases:
         for piece in alias.pieces:
             assert piece.parameter == alias.parameter
@@ -82,7 +91,9 @@ def _check_carried_out(found: ReshardPlan, source: Pieces, target: Pieces) -> No
 
 def _numbers(pieces: Sequence[Piece], full: Mapping[str, torch.Tensor]) -> set[float]:
     return {
-        number for p in pieces for number in full[p.name].narrow(p.dim, p.start, p.stop - p.start).flatten().tolist()
+        number
+        for p in pieces
+        for number in full[p.name].narrow(p.dim, p.start, p.stop - p.start).flatten().tolist()
     }
 
 
@@ -101,7 +112,9 @@ def _check_bytes(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
 
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied", "qwen3"])
 @pytest.mark.parametrize(("actor", "tp"), SMALL, ids=str)
-def test_every_number_arrives_once_and_none_needlessly(model: str, actor: ParallelLayout, tp: int) -> None:
+def test_every_number_arrives_once_and_none_needlessly(
+    model: str, actor: ParallelLayout, tp: int
+) -> None:
     spec, engine = tiny_spec(model), EngineLayout.inside(actor, tp)
     source, target = _sides(spec, actor, engine)
     found = plan(source, target, 4, actor.groups("tp", "pp"))
@@ -112,7 +125,13 @@ def test_every_number_arrives_once_and_none_needlessly(model: str, actor: Parall
 
 @pytest.mark.parametrize(
     ("model", "tp", "pp", "engine_tp"),
-    [("llama", 4, 4, 16), ("qwen2_tied", 4, 4, 8), ("qwen3", 8, 2, 4), ("qwen2_tied", 2, 4, 2), ("llama", 1, 4, 1)],
+    [
+        ("llama", 4, 4, 16),
+        ("qwen2_tied", 4, 4, 8),
+        ("qwen3", 8, 2, 4),
+        ("qwen2_tied", 2, 4, 2),
+        ("llama", 1, 4, 1),
+    ],
 )
 def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
     spec, actor = _wide(model), ParallelLayout.for_world("actor", 64, tp, pp)
@@ -142,7 +161,10 @@ def test_coinciding_layouts_share_everything() -> None:
 def test_a_fused_norm_is_shared_under_its_other_name() -> None:
     actor = ParallelLayout(2, 1, 1)
     source, target = _sides(tiny_spec("llama"), actor, EngineLayout.inside(actor, 2))
-    fused = [replace(p, parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_")) for p in source[0]]
+    fused = [
+        replace(p, parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_"))
+        for p in source[0]
+    ]
     assert fused != source[0]
     found = plan({0: fused, 1: source[1]}, target, 4)
     assert found.bytes_moved == found.bytes_local == 0
@@ -175,7 +197,10 @@ def test_blocks_of_any_size_are_cut_where_both_sides_can_view_them(
     for move in (*found.moves, *found.copies):
         for elements in (1, 2, 7, 10**6):
             parts = split(move, elements)
-            assert [part.start for part in parts] == [move.start, *(part.stop for part in parts[:-1])]
+            assert [part.start for part in parts] == [
+                move.start,
+                *(part.stop for part in parts[:-1]),
+            ]
             assert parts[-1].stop == move.stop
             assert all(part.elements <= max(2, elements) for part in parts)
             for part in parts:
@@ -199,7 +224,10 @@ def test_replicas_share_the_work_and_near_ones_go_first() -> None:
     assert set(sent) == {0, 1, 2, 3} and max(sent.values()) - min(sent.values()) <= largest
     near = plan(source, target, 4, [[0, 1, 4, 5], [2, 3, 6], [7]])
     pairs = {(move.source_rank, move.target_rank) for move in near.moves}
-    assert {pair for pair in pairs if pair[1] != 7} == {(a, b) for a in (0, 1) for b in (4, 5)} | {(2, 6), (3, 6)}
+    assert {pair for pair in pairs if pair[1] != 7} == {(a, b) for a in (0, 1) for b in (4, 5)} | {
+        (2, 6),
+        (3, 6),
+    }
     assert any(target_rank == 7 for _, target_rank in pairs)
 
 
@@ -207,7 +235,9 @@ def test_what_nobody_holds_is_refused() -> None:
     actor = ParallelLayout(2, 2, 1)
     source, target = _sides(tiny_spec("llama"), actor, EngineLayout.inside(actor, 1))
     cut = {rank: pieces for rank, pieces in source.items() if rank != 3}
-    with pytest.raises(WeightError, match=re.escape("no rank holds model.layers.2.self_attn.o_proj.weight[16:32]")):
+    with pytest.raises(
+        WeightError, match=re.escape("no rank holds model.layers.2.self_attn.o_proj.weight[16:32]")
+    ):
         plan(cut, target, 4)
 
 
@@ -217,10 +247,21 @@ def _move(name: str, start: int, stop: int, source_rank: int, target_rank: int) 
 
 
 def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
-    moves = [_move("a", 0, 6, 0, 1), _move("b", 0, 2, 0, 1), _move("a", 0, 6, 0, 3), _move("b", 2, 3, 0, 2)]
+    moves = [
+        _move("a", 0, 6, 0, 1),
+        _move("b", 0, 2, 0, 1),
+        _move("a", 0, 6, 0, 3),
+        _move("b", 2, 3, 0, 2),
+    ]
     chunks = chunks_of(moves, capacity=8)
     found = [
-        (chunk.readers, [(p.offset, p.moves[0].source.name, p.moves[0].start, len(p.moves)) for p in chunk.parcels])
+        (
+            chunk.readers,
+            [
+                (p.offset, p.moves[0].source.name, p.moves[0].start, len(p.moves))
+                for p in chunk.parcels
+            ],
+        )
         for chunk in chunks
     ]
     assert found == [
@@ -233,4 +274,8 @@ def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
 
 
 def test_a_row_longer_than_a_chunk_is_a_chunk() -> None:
-    assert [chunk.elements for chunk in chunks_of([_move("a", 0, 3, 0, 1)], capacity=1)] == [2, 2, 2]
+    assert [chunk.elements for chunk in chunks_of([_move("a", 0, 3, 0, 1)], capacity=1)] == [
+        2,
+        2,
+        2,
+    ]

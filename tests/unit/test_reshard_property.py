@@ -1,7 +1,7 @@
 """Reshard plans between layouts drawn at random, against parameters put together row by row.
 
-Nothing here asks the weight map where a number belongs: the parameters of both sides are concatenated by hand from full
-tensors in which every number is another.
+Nothing here asks the weight map where a number belongs: the parameters of both sides are
+concatenated by hand from full tensors in which every number is another.
 """
 
 from __future__ import annotations
@@ -62,10 +62,13 @@ class Model:
         """What tensor-parallel rank `tp_rank` stores, padding as -1."""
         full = self.tensors()
         rows = -(-self.vocabulary // tp)
-        padded = np.concatenate([full["e"], np.full((rows * tp - self.vocabulary, self.hidden), -1)])
+        padded = np.concatenate(
+            [full["e"], np.full((rows * tp - self.vocabulary, self.hidden), -1)]
+        )
         # Each rank's query rows, and the KV heads that they look at.
         heads = range(
-            tp_rank * self.groups // tp, max(tp_rank * self.groups // tp + 1, (tp_rank + 1) * self.groups // tp)
+            tp_rank * self.groups // tp,
+            max(tp_rank * self.groups // tp + 1, (tp_rank + 1) * self.groups // tp),
         )
         q = np.split(full["q"], tp)[tp_rank]
         k, v = ([np.split(full[name], self.groups)[head] for head in heads] for name in "kv")
@@ -100,7 +103,9 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     groups = draw(st.sampled_from([1, 2, 3, 4, 6]))
     tp = draw(st.sampled_from([n for n in range(1, groups + 1) if groups % n == 0]))
-    engine_tp = draw(st.sampled_from([n for n in range(1, 9) if groups % n == 0 or n % groups == 0]))
+    engine_tp = draw(
+        st.sampled_from([n for n in range(1, 9) if groups % n == 0 or n % groups == 0])
+    )
     per_group = -(-engine_tp // groups)
     size = st.integers(1, 3)
     return Case(
@@ -133,10 +138,15 @@ def _at(array: np.ndarray, piece: Piece, start: int, stop: int) -> tuple[slice |
 
 
 class Ranks:
-    """Both sides of a case: the pieces as the weight map tells them, the arrays as put together by hand."""
+    """Both sides of a case: the pieces as the weight map tells them, the arrays as put together by
+    hand.
+    """
 
     def __init__(self, case: Case) -> None:
-        model, shapes = case.model, {name: array.shape for name, array in case.model.tensors().items()}
+        model, shapes = (
+            case.model,
+            {name: array.shape for name, array in case.model.tensors().items()},
+        )
         trained, served = model.rules(True, None), model.rules(case.interleaved, model.groups)
         self.source: dict[int, list[Piece]] = {}
         self.target: dict[int, list[Piece]] = {}
@@ -147,12 +157,16 @@ class Ranks:
             mine = [name for number, name in enumerate(PARAMETERS) if number % case.pp == stage]
             arrays = model.parameters(tp_rank, case.tp, interleaved=True)
             self.have[rank] = {name: arrays[name] for name in mine}
-            self.source[rank] = [p for n in mine for p in pieces_of(n, trained[n], shapes, tp_rank, case.tp)]
+            self.source[rank] = [
+                p for n in mine for p in pieces_of(n, trained[n], shapes, tp_rank, case.tp)
+            ]
         for rank in range(case.engine_ranks):
             tp_rank = rank % case.engine_tp
             self.want[rank] = model.parameters(tp_rank, case.engine_tp, case.interleaved)
             self.target[rank] = [
-                p for n in PARAMETERS for p in pieces_of(n, served[n], shapes, tp_rank, case.engine_tp)
+                p
+                for n in PARAMETERS
+                for p in pieces_of(n, served[n], shapes, tp_rank, case.engine_tp)
             ]
             for name, array in self.want[rank].items():
                 assert local_shape(served[name], shapes, case.engine_tp) == array.shape
@@ -160,10 +174,15 @@ class Ranks:
     def lacking(self, rank: int) -> int:
         """Numbers that a rank needs and does not have."""
         needed = {n for array in self.want[rank].values() for n in array.ravel().tolist()} - {-1}
-        return len(needed - {n for array in self.have.get(rank, {}).values() for n in array.ravel().tolist()})
+        return len(
+            needed
+            - {n for array in self.have.get(rank, {}).values() for n in array.ravel().tolist()}
+        )
 
 
-def _write(got: Mapping[int, Arrays], times: Mapping[int, Arrays], move: Move, values: np.ndarray) -> None:
+def _write(
+    got: Mapping[int, Arrays], times: Mapping[int, Arrays], move: Move, values: np.ndarray
+) -> None:
     where = _at(got[move.target_rank][move.target.parameter], move.target, move.start, move.stop)
     got[move.target_rank][move.target.parameter][where] = values
     times[move.target_rank][move.target.parameter][where] += 1
@@ -174,10 +193,20 @@ def _write(got: Mapping[int, Arrays], times: Mapping[int, Arrays], move: Move, v
 def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
     ranks = Ranks(case)
     found = plan(ranks.source, ranks.target, itemsize=4)
-    got = {rank: {name: np.full_like(a, -1) for name, a in arrays.items()} for rank, arrays in ranks.want.items()}
-    times = {rank: {name: np.zeros_like(a) for name, a in arrays.items()} for rank, arrays in ranks.want.items()}
+    got = {
+        rank: {name: np.full_like(a, -1) for name, a in arrays.items()}
+        for rank, arrays in ranks.want.items()
+    }
+    times = {
+        rank: {name: np.zeros_like(a) for name, a in arrays.items()}
+        for rank, arrays in ranks.want.items()
+    }
     for alias in found.aliases:
-        (parameter,) = {piece.parameter for piece in ranks.source[alias.rank] if piece.key == alias.pieces[0].key}
+        (parameter,) = {
+            piece.parameter
+            for piece in ranks.source[alias.rank]
+            if piece.key == alias.pieces[0].key
+        }
         got[alias.rank][alias.parameter][...] = ranks.have[alias.rank][parameter]
         times[alias.rank][alias.parameter] += ranks.want[alias.rank][alias.parameter] >= 0
     for copy in found.copies:
@@ -185,7 +214,9 @@ def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
         _write(got, times, copy, held[_at(held, copy.source, copy.start, copy.stop)])
     received = dict.fromkeys(ranks.want, 0)
     for sender in ranks.source:
-        for chunk in chunks_of([move for move in found.moves if move.source_rank == sender], case.capacity):
+        for chunk in chunks_of(
+            [move for move in found.moves if move.source_rank == sender], case.capacity
+        ):
             packed = np.full(chunk.elements, -2)
             for parcel in chunk.parcels:
                 move = parcel.moves[0]

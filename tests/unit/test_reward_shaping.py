@@ -5,7 +5,7 @@ import torch
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
-from mrlhf.trainers.reward_shaping import RewardShaper
+from mrlhf.rollout.reward_shaping import RewardShaper
 
 
 def _rollout(lengths, stopped, n=2):
@@ -13,7 +13,13 @@ def _rollout(lengths, stopped, n=2):
     rows = len(lengths)
     prompts = Prompts([[1]] * rows, [0] * rows, [""] * rows, [""] * rows, [""] * rows, [{}] * rows)
     return Rollout(
-        prompts, [row % n for row in range(rows)], mask.long(), mask, mask.float(), torch.tensor(stopped), version=0
+        prompts,
+        [row % n for row in range(rows)],
+        mask.long(),
+        mask,
+        mask.float(),
+        torch.tensor(stopped),
+        version=0,
     )
 
 
@@ -37,7 +43,12 @@ def test_the_overlong_penalty_grows_over_the_buffer():
 
 
 def test_a_response_without_an_end_is_penalised():
-    assert _shape([1.0] * 4, stopped=(True, False, True, False), missing_eos_penalty=0.5) == [1.0, 0.5, 1.0, 0.5]
+    assert _shape([1.0] * 4, stopped=(True, False, True, False), missing_eos_penalty=0.5) == [
+        1.0,
+        0.5,
+        1.0,
+        0.5,
+    ]
 
 
 def test_penalties_come_after_normalisation_and_clipping():
@@ -63,10 +74,14 @@ def test_running_normalisation_knows_all_scores_so_far_and_goes_on_from_a_state(
     algorithm = AlgorithmSection(reward_norm="running")
     rollout = _rollout([1, 1], [True, True])
     shaper = RewardShaper(algorithm, max_response_length=10)
-    assert shaper.shape(torch.tensor([0.0, 2.0]), rollout).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-5)
+    assert shaper.shape(torch.tensor([0.0, 2.0]), rollout).tolist() == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5], abs=1e-5
+    )
     resumed = RewardShaper(algorithm, max_response_length=10)
     resumed.load_state_dict(shaper.state_dict())
     for later in (shaper, resumed):
         # 0, 2, 6, 8: mean 4, variance (16 + 4 + 4 + 16) / 3
         wanted = [2 / (40 / 3) ** 0.5, 4 / (40 / 3) ** 0.5]
-        assert later.shape(torch.tensor([6.0, 8.0]), rollout).tolist() == pytest.approx(wanted, abs=1e-5)
+        assert later.shape(torch.tensor([6.0, 8.0]), rollout).tolist() == pytest.approx(
+            wanted, abs=1e-5
+        )

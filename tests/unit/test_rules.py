@@ -46,7 +46,8 @@ def test_extract_number():
 
 
 @pytest.mark.parametrize(
-    ("solution", "score"), [("85", 1.0), (" 85\n", 1.0), ("85.", 0.0), ("185", 0.0), ("", 0.0), ("8 5", 0.0)]
+    ("solution", "score"),
+    [("85", 1.0), (" 85\n", 1.0), ("85.", 0.0), ("185", 0.0), ("", 0.0), ("8 5", 0.0)],
 )
 def test_exact_match(solution, score):
     assert RULES["exact_match"]("arithmetic", solution, "85", {}) == score

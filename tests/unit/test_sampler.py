@@ -11,7 +11,14 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.inference.native import kernels
-from mrlhf.inference.native.sampler import Sampler, invert, sample_keys, splitmix64, truncate, uniforms
+from mrlhf.inference.native.sampler import (
+    Sampler,
+    invert,
+    sample_keys,
+    splitmix64,
+    truncate,
+    uniforms,
+)
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 
 MASK = 2**64 - 1
@@ -37,7 +44,10 @@ def keys_of(seed, uids, n):
 def sample(logits, uniform, sampling):
     """By compiled kernels and by torch's operators, which agree."""
     alone = TensorParallel(None)
-    results = [Sampler(alone, k).draw(logits, 0, uniform, sampling) for k in (kernels.load(torch.float32), None)]
+    results = [
+        Sampler(alone, k).draw(logits, 0, uniform, sampling)
+        for k in (kernels.load(torch.float32), None)
+    ]
     assert logits.is_contiguous()
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
@@ -46,7 +56,13 @@ def sample(logits, uniform, sampling):
 
 def test_splitmix64_gives_the_published_sequence_of_seed_0():
     states = np.array([i * GAMMA & MASK for i in range(5)], dtype=np.uint64)
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC, 0x1B39896A51A8749B]
+    published = [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+        0xF88BB8A8724C81EC,
+        0x1B39896A51A8749B,
+    ]
     assert splitmix64(states).tolist() == published
 
 
@@ -54,7 +70,10 @@ def test_uniforms_equal_a_loop_in_python_integers():
     seed, uids, n, position = 2**62 + 7, [0, 3, 10**12, 2**63 - 1], 3, 17
     keys = keys_of(seed, uids, n)
     ours = uniforms(keys, np.full(len(uids) * n, position)).tolist()
-    chain = (mix(mix(mix(mix(seed) ^ uid) ^ i) ^ position) for uid, i in itertools.product(uids, range(n)))
+    chain = (
+        mix(mix(mix(mix(seed) ^ uid) ^ i) ^ position)
+        for uid, i in itertools.product(uids, range(n))
+    )
     assert ours == [(bits >> 11) / 2**53 for bits in chain]
 
 
@@ -120,7 +139,9 @@ def test_invert_never_takes_a_token_of_weight_zero():
 def test_frequencies_fit_the_softmax(temperature):
     vocab, draws = 300, 60_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
-    numbers = torch.from_numpy(uniforms(keys_of(11, range(draws), 1), np.zeros(draws, dtype=np.int64)))
+    numbers = torch.from_numpy(
+        uniforms(keys_of(11, range(draws), 1), np.zeros(draws, dtype=np.int64))
+    )
     tokens, _ = sample(logits.repeat(draws, 1), numbers, params(temperature=temperature))
     expected = torch.softmax(logits.double() / temperature, dim=-1) * draws
     counts = torch.bincount(tokens, minlength=vocab).double()
@@ -135,7 +156,9 @@ def test_frequencies_fit_the_softmax(temperature):
     assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom), (chi2, freedom)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (20, 0.5), (1, 1.0), (-1, 0.01), (900, 1.0)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(5, 1.0), (-1, 0.7), (20, 0.5), (1, 1.0), (-1, 0.01), (900, 1.0)]
+)
 def test_truncation_keeps_what_transformers_keeps(top_k, top_p):
     logits = torch.randn(32, 400, generator=torch.Generator().manual_seed(1)) * 2
     warped = logits

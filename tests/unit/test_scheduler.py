@@ -9,16 +9,22 @@ from mrlhf.inference.native.blocks import BlockManager
 from mrlhf.inference.native.scheduler import Scheduler, Step
 
 
-def make(prompts, samples, max_tokens=4, blocks=64, block_size=2, max_num_seqs=8, max_prefill_tokens=64):
+def make(
+    prompts, samples, max_tokens=4, blocks=64, block_size=2, max_num_seqs=8, max_prefill_tokens=64
+):
     manager = BlockManager(blocks, block_size)
-    scheduler = Scheduler(prompts, samples, max_tokens, manager, block_size, max_num_seqs, max_prefill_tokens)
+    scheduler = Scheduler(
+        prompts, samples, max_tokens, manager, block_size, max_num_seqs, max_prefill_tokens
+    )
     return scheduler, manager
 
 
 def counts(step: Step) -> dict[int, tuple[int, int]]:
     return {
         row: (start, count)
-        for row, start, count in zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
+        for row, start, count in zip(
+            step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True
+        )
     }
 
 
@@ -26,9 +32,15 @@ def test_a_prompt_is_computed_once_for_all_its_samples():
     scheduler, manager = make([[1, 2, 3]], [3])
     step = scheduler.schedule()
     assert counts(step) == {0: (0, 3)}
-    assert step.draws.tolist() == [0, 1, 2] and step.sources.tolist() == [0, 0, 0] and step.complete.tolist() == [0]
+    assert (
+        step.draws.tolist() == [0, 1, 2]
+        and step.sources.tolist() == [0, 0, 0]
+        and step.complete.tolist() == [0]
+    )
     tables = scheduler.block_tables
-    assert tables[0, 0] == tables[1, 0] == tables[2, 0]  # the full block is shared, the other copied
+    assert (
+        tables[0, 0] == tables[1, 0] == tables[2, 0]
+    )  # the full block is shared, the other copied
     assert step.copies == [(tables[0, 1], tables[1, 1]), (tables[0, 1], tables[2, 1])]
     assert len({int(tables[row, 1]) for row in range(3)}) == 3 and manager.held == 4
     scheduler.record(step.draws, [])
@@ -75,7 +87,8 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
     generator = random.Random(seed)
     block_size, max_tokens = generator.choice([1, 2, 4]), generator.randrange(1, 9)
     prompts = [
-        [generator.randrange(2) for _ in range(generator.randrange(1, 14))] for _ in range(generator.randrange(1, 30))
+        [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
+        for _ in range(generator.randrange(1, 30))
     ]
     samples = [generator.randrange(1, 6) for _ in prompts]
     longest = -(-(max(map(len, prompts)) + max_tokens) // block_size)
@@ -83,7 +96,9 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
     budget = generator.randrange(1, 20)
     scheduler, manager = make(prompts, samples, max_tokens, blocks, block_size, most, budget)
     ends = [generator.randrange(1, max_tokens + 1) for _ in range(sum(samples))]
-    text = [list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)]
+    text = [
+        list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)
+    ]
     start_of = [len(tokens) for tokens in text]
     stored: dict[int, object] = {}  # cache slot -> everything the token there has seen
     finished: set[int] = set()
@@ -96,11 +111,17 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
             assert row not in finished and count >= 1
             prefill += count if count > 1 else 0
             for position in range(start, start + count):
-                slot = scheduler.block_tables[row, position // block_size] * block_size + position % block_size
+                slot = (
+                    scheduler.block_tables[row, position // block_size] * block_size
+                    + position % block_size
+                )
                 stored[slot] = tuple(text[row][: position + 1])
         for row, (start, count) in counts(step).items():  # all is written before any of it is read
             for position in range(start + count):
-                slot = scheduler.block_tables[row, position // block_size] * block_size + position % block_size
+                slot = (
+                    scheduler.block_tables[row, position // block_size] * block_size
+                    + position % block_size
+                )
                 assert stored[slot] == tuple(text[row][: position + 1])
         assert len(step.rows) <= most and prefill <= budget
         for source, target in step.copies:
@@ -111,7 +132,9 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
             assert text[step.rows[step.complete[source]]] == text[row]
         ended = []
         for row in step.draws.tolist():
-            text[row].append(100 + row)  # tokens of their own, so that no response is taken for another
+            text[row].append(
+                100 + row
+            )  # tokens of their own, so that no response is taken for another
             if len(text[row]) - start_of[row] == ends[row]:
                 ended.append(row)
         scheduler.record(step.draws, ended)

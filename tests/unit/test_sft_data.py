@@ -16,7 +16,9 @@ from mrlhf.errors import DataError
 def tokenizer(tmp_path_factory):
     texts = [*"0123456789+="]
     return load_tokenizer(
-        train_sentencepiece(texts, tmp_path_factory.mktemp("tok"), vocab_size=32, byte_fallback=False)
+        train_sentencepiece(
+            texts, tmp_path_factory.mktemp("tok"), vocab_size=32, byte_fallback=False
+        )
     )
 
 
@@ -32,13 +34,17 @@ def test_the_loss_is_on_the_response_and_eos(tokenizer, column):
 
 
 def test_response_is_preferred_to_answer(tokenizer):
-    example = encode_sft(rows({"prompt": "1=", "response": "1", "answer": "7"}), tokenizer, max_length=9)[0]
+    example = encode_sft(
+        rows({"prompt": "1=", "response": "1", "answer": "7"}), tokenizer, max_length=9
+    )[0]
     assert tokenizer.decode(example.token_ids) == "1=1"
 
 
 def test_overlong(tokenizer, caplog):
     data = rows({"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "22"})
-    with pytest.raises(DataError, match=r"s\.jsonl:2: prompt and response have 7 tokens, more than max_length 6"):
+    with pytest.raises(
+        DataError, match=r"s\.jsonl:2: prompt and response have 7 tokens, more than max_length 6"
+    ):
         encode_sft(data, tokenizer, max_length=6)
     with caplog.at_level(logging.WARNING):
         assert len(encode_sft(data, tokenizer, max_length=6, overlong="drop")) == 1

@@ -34,7 +34,10 @@ def _slow_token_rewards(scores, mask, kl, kl_coef, placement):
 
 @pytest.mark.parametrize(
     ("placement", "expected"),
-    [("token", [-0.0003, -0.0002, -0.0003, -0.0002, -0.0003, 0.9999]), ("terminal", [0.0] * 5 + [0.9986])],
+    [
+        ("token", [-0.0003, -0.0002, -0.0003, -0.0002, -0.0003, 0.9999]),
+        ("terminal", [0.0] * 5 + [0.9986]),
+    ],
 )
 def test_worked_example(placement, expected):
     mask = torch.ones(1, 6, dtype=torch.bool)
@@ -75,7 +78,9 @@ def test_without_kl_the_score_stands_alone_on_the_last_valid_token(placement):
 def test_token_rewards_equal_the_slow_loop_under_every_kind_of_mask(batch):
     for placement in ("token", "terminal"):
         rewards = token_rewards(batch.greedy_scores, batch.mask, batch.rewards, 0.25, placement)
-        expected = _slow_token_rewards(batch.greedy_scores, batch.mask, batch.rewards, 0.25, placement)
+        expected = _slow_token_rewards(
+            batch.greedy_scores, batch.mask, batch.rewards, 0.25, placement
+        )
         assert rewards.equal(expected)
 
 
@@ -84,10 +89,16 @@ def test_overlong_penalty_literal_numbers():
     lengths = torch.tensor([0, 15, 16, 17, 18, 20])
     assert overlong_penalty(lengths, 20, 4, 1.0).tolist() == [0.0, 0.0, 0.0, -0.25, -0.5, -1.0]
     assert overlong_penalty(lengths, 20, 4, 2.0).tolist() == [0.0, 0.0, 0.0, -0.5, -1.0, -2.0]
-    assert overlong_penalty(lengths, 20, 20, 1.0).tolist() == pytest.approx([0.0, -0.75, -0.8, -0.85, -0.9, -1.0])
+    assert overlong_penalty(lengths, 20, 20, 1.0).tolist() == pytest.approx(
+        [0.0, -0.75, -0.8, -0.85, -0.9, -1.0]
+    )
     assert overlong_penalty(lengths, 20, 4, 0.0).tolist() == [0.0] * 6
     # As published: a limit of 20480 tokens of which the last 4096 are the buffer.
-    assert overlong_penalty(torch.tensor([16384, 18432, 20480]), 20480, 4096, 1.0).tolist() == [0.0, -0.5, -1.0]
+    assert overlong_penalty(torch.tensor([16384, 18432, 20480]), 20480, 4096, 1.0).tolist() == [
+        0.0,
+        -0.5,
+        -1.0,
+    ]
 
 
 def test_overlong_penalty_keeps_scores_as_they_were_typed():
@@ -115,14 +126,18 @@ def test_missing_eos_penalty_literal_numbers():
 def test_normalised_scores_literal_numbers():
     moments = Moments(count=5, mean=2.0, centred_squares=36.0)  # variance 9
     scores = torch.tensor([5.0, 2.0, -4.0], dtype=torch.float64)
-    expected = torch.tensor([0.99999966667, 0.0, -1.99999933333], dtype=torch.float64)  # 3 and -6 over 3 + 1e-6
+    expected = torch.tensor(
+        [0.99999966667, 0.0, -1.99999933333], dtype=torch.float64
+    )  # 3 and -6 over 3 + 1e-6
     torch.testing.assert_close(normalise_scores(scores, moments), expected, rtol=0, atol=1e-10)
     assert normalise_scores(scores.float(), moments).dtype == torch.float32
 
 
 def test_normalised_scores_of_a_set_without_spread_stay_finite():
     assert normalise_scores(torch.tensor([2.0]), Moments(1, 2.0, 0.0)).tolist() == [0.0]
-    assert normalise_scores(torch.tensor([0.25]), Moments(0, 0.0, 0.0)).item() == pytest.approx(250000)
+    assert normalise_scores(torch.tensor([0.25]), Moments(0, 0.0, 0.0)).item() == pytest.approx(
+        250000
+    )
 
 
 def test_scores_normalised_in_groups_literal_numbers():
@@ -130,8 +145,12 @@ def test_scores_normalised_in_groups_literal_numbers():
     scores = torch.tensor([1.0, 5.0, 2.0, 4.0, 6.0, 4.0], dtype=torch.float64)
     normalised = normalise_in_groups(scores, torch.tensor([7, 3, 7, 0, 7, 0]))
     expected = [-0.75592866030, 4.99999500001, -0.37796433015, 0.0, 1.13389299046, 0.0]
-    torch.testing.assert_close(normalised, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10)
-    assert normalise_in_groups(scores.float(), torch.tensor([7, 3, 7, 0, 7, 0])).dtype == torch.float32
+    torch.testing.assert_close(
+        normalised, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10
+    )
+    assert (
+        normalise_in_groups(scores.float(), torch.tensor([7, 3, 7, 0, 7, 0])).dtype == torch.float32
+    )
 
 
 @given(batch=masked_batches())
@@ -141,7 +160,13 @@ def test_scores_normalised_in_groups_equal_the_slow_loop(batch):
     expected = []
     for score, group in zip(scores, groups, strict=True):
         members = [other for other, its in zip(scores, groups, strict=True) if its == group]
-        mean, std = (statistics.fmean(members), statistics.stdev(members)) if len(members) > 1 else (0.0, 1.0)
+        mean, std = (
+            (statistics.fmean(members), statistics.stdev(members))
+            if len(members) > 1
+            else (0.0, 1.0)
+        )
         expected.append((score - mean) / (std + 1e-6))
     normalised = normalise_in_groups(batch.greedy_scores, batch.groups)
-    torch.testing.assert_close(normalised, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        normalised, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )

@@ -1,4 +1,6 @@
-"""Pieces and slots against parameters that are put together by hand, as megatron-core lays them out."""
+"""Pieces and slots against parameters that are put together by hand, as megatron-core lays them
+out.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def _read(parameter: torch.Tensor, piece: Piece, start: int, stop: int) -> torch
     return Slot(piece, parameter).view(start, stop).reshape(piece.shape(start, stop))
 
 
-def _megatron_qkv(tensors: dict, prefix: str, kind: str, groups: int, tp_rank: int, tp: int) -> torch.Tensor:
+def _megatron_qkv(
+    tensors: dict, prefix: str, kind: str, groups: int, tp_rank: int, tp: int
+) -> torch.Tensor:
     """Rows of one rank: for each KV group its query heads, its key head, its value head."""
     rows = []
     for group in range(groups // tp * tp_rank, groups // tp * (tp_rank + 1)):
@@ -35,15 +39,22 @@ def _megatron_qkv(tensors: dict, prefix: str, kind: str, groups: int, tp_rank: i
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 def test_qkv_is_interleaved_by_group(tp: int, kind: str) -> None:
     spec = tiny_spec("qwen2")
-    tensors, prefix, name = full_tensors(spec), "model.layers.3.self_attn", f"self_attention.linear_qkv.{kind}"
+    tensors, prefix, name = (
+        full_tensors(spec),
+        "model.layers.3.self_attn",
+        f"self_attention.linear_qkv.{kind}",
+    )
     rule = rule_of(spec, f"decoder.layers.1.{name}", layer_offset=2)
     for tp_rank in range(tp):
         parameter = _megatron_qkv(tensors, prefix, kind, spec.num_kv_heads, tp_rank, tp)
         pieces = pieces_of(name, rule, tensor_shapes(spec), tp_rank, tp)
-        assert [piece.name for piece in pieces] == [f"{prefix}.{letter}_proj.{kind}" for letter in "qkv"]
+        assert [piece.name for piece in pieces] == [
+            f"{prefix}.{letter}_proj.{kind}" for letter in "qkv"
+        ]
         for piece in pieces:
             assert torch.equal(
-                _read(parameter, piece, piece.start, piece.stop), tensors[piece.name][piece.start : piece.stop]
+                _read(parameter, piece, piece.start, piece.stop),
+                tensors[piece.name][piece.start : piece.stop],
             )
 
 
@@ -57,7 +68,9 @@ def test_gate_and_up_follow_each_other_on_every_rank(tp: int) -> None:
         parameter = torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]])
         for piece in pieces_of("fc1", rule, tensor_shapes(spec), tp_rank, tp):
             for start, stop in [(piece.start, piece.stop), (piece.start + 1, piece.start + 3)]:
-                assert torch.equal(_read(parameter, piece, start, stop), tensors[piece.name][start:stop])
+                assert torch.equal(
+                    _read(parameter, piece, start, stop), tensors[piece.name][start:stop]
+                )
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -66,7 +79,9 @@ def test_vocabulary_padding_belongs_to_no_piece(tp: int) -> None:
     full = full_tensors(spec)["model.embed_tokens.weight"]
     rule = rule_of(spec, "embedding.word_embeddings.weight", 0)
     rows = spec.padded_vocab(tp) // tp
-    padded = torch.cat([full, torch.full((rows * tp - spec.vocab_size, spec.hidden_size), float("nan"))])
+    padded = torch.cat(
+        [full, torch.full((rows * tp - spec.vocab_size, spec.hidden_size), float("nan"))]
+    )
     seen = []
     for tp_rank in range(tp):
         (piece,) = pieces_of("embedding", rule, tensor_shapes(spec), tp_rank, tp)
@@ -77,7 +92,12 @@ def test_vocabulary_padding_belongs_to_no_piece(tp: int) -> None:
 def test_a_rank_of_padding_alone_holds_nothing() -> None:
     rule, shapes = Rule(("e",), dim=0), {"e": (5, 2)}
     held = [pieces_of("e", rule, shapes, tp_rank, 4) for tp_rank in range(4)]
-    assert [[(piece.start, piece.stop) for piece in pieces] for pieces in held] == [[(0, 2)], [(2, 4)], [(4, 5)], []]
+    assert [[(piece.start, piece.stop) for piece in pieces] for pieces in held] == [
+        [(0, 2)],
+        [(2, 4)],
+        [(4, 5)],
+        [],
+    ]
 
 
 def test_columns_and_replicated_tensors() -> None:
@@ -100,7 +120,9 @@ def test_views_write_through() -> None:
     k = pieces[1]
     Slot(k, parameter).view(k.start, k.stop).fill_(1.0)
     # Two groups of 8 query rows, 4 key rows, 4 value rows.
-    assert parameter.tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4 + [0.0] * 8 + [1.0] * 4 + [0.0] * 4
+    assert (
+        parameter.tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4 + [0.0] * 8 + [1.0] * 4 + [0.0] * 4
+    )
 
 
 QKV = {"q": (24, 2), "k": (4, 2), "v": (4, 2)}  # two KV heads of 2 rows
@@ -120,11 +142,15 @@ QKV = {"q": (24, 2), "k": (4, 2), "v": (4, 2)}  # two KV heads of 2 rows
                    [("q", 12, 24, 0, 12, 16), ("k", 2, 4, 12, 2, 16), ("v", 2, 4, 14, 2, 16)]]),
     ],
 )  # fmt: skip
-def test_kv_heads_are_shared_by_neighbouring_ranks(periods: int | None, tp: int, expected: list) -> None:
+def test_kv_heads_are_shared_by_neighbouring_ranks(
+    periods: int | None, tp: int, expected: list
+) -> None:
     rule = Rule(("q", "k", "v"), 0, periods, shares=2)
     for tp_rank in range(tp):
         pieces = pieces_of("qkv", rule, QKV, tp_rank, tp)
-        assert [(p.name, p.start, p.stop, p.offset, p.block, p.period) for p in pieces] == expected[tp_rank]
+        assert [(p.name, p.start, p.stop, p.offset, p.block, p.period) for p in pieces] == expected[
+            tp_rank
+        ]
         assert local_shape(rule, QKV, tp) == ((32 if tp == 1 else {2: 16, 4: 10}[tp]), 2)
 
 
@@ -139,7 +165,8 @@ def test_only_an_engine_shares_kv_heads() -> None:
     ]
     assert held == [(0, 4), (0, 4), (4, 8), (4, 8)]
     with pytest.raises(
-        WeightError, match="in 2 groups do not divide over tensor-parallel size 4; use a tp that divides 2"
+        WeightError,
+        match="in 2 groups do not divide over tensor-parallel size 4; use a tp that divides 2",
     ):
         role_pieces(spec, ParallelLayout(4, 1, 1), 0)
 
@@ -148,10 +175,14 @@ def test_what_does_not_divide_is_refused() -> None:
     spec = tiny_spec("llama")
     qkv = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight", 0)
     with pytest.raises(
-        WeightError, match=r"k_proj.weight \(16 rows\), .* 4 groups do not divide .* size 8; use a tp that"
+        WeightError,
+        match=r"k_proj.weight \(16 rows\), .* 4 groups do not divide .* size 8; use a tp that",
     ):
         pieces_of("qkv", qkv, tensor_shapes(spec), 0, 8)
-    with pytest.raises(WeightError, match="size 6; use a tp that divides 4, or a multiple of 4 that divides the rows"):
+    with pytest.raises(
+        WeightError,
+        match="size 6; use a tp that divides 4, or a multiple of 4 that divides the rows",
+    ):
         pieces_of("qkv", replace(qkv, shares=4), tensor_shapes(spec), 0, 6)
     with pytest.raises(WeightError, match="size 64; use a tp that divides 4, or a multiple of 4"):
         local_shape(replace(qkv, shares=4), tensor_shapes(spec), 64)

@@ -38,7 +38,10 @@ def strings():
     alphabet = "abelostN $#<>=.,0123456789\n\t\r—é½日😀"
     mixed = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(1500)]
     # Few letters, repeated: many ways to join the same pieces.
-    repeats = ["".join(rng.choices(["a", "b", "o", "s", "ab", "ss", "e"], k=rng.randrange(1, 25))) for _ in range(1500)]
+    repeats = [
+        "".join(rng.choices(["a", "b", "o", "s", "ab", "ss", "e"], k=rng.randrange(1, 25)))
+        for _ in range(1500)
+    ]
     return [*CORPUS, "", " ", "  \n ", "<0x41>", "▁", *mixed, *repeats]
 
 
@@ -62,7 +65,9 @@ def test_equals_sentencepiece(directory, reference):
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
 def test_equals_sentencepiece_beside_a_model(config, directory, reference, tmp_path):
-    """transformers chooses tokenizer classes by the model's config.json; the vocabulary must survive that."""
+    """transformers chooses tokenizer classes by the model's config.json; the vocabulary must
+    survive that.
+    """
     load_tokenizer(directory).save_pretrained(tmp_path)
     getattr(transformers, config)(vocab_size=500).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
@@ -85,14 +90,21 @@ def test_bare_model_file(directory, reference, tmp_path):
 
 def train_plain(path, **options):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS * 4), model_prefix=str(path / "tokenizer"), minloglevel=2, **options
+        sentence_iterator=iter(CORPUS * 4),
+        model_prefix=str(path / "tokenizer"),
+        minloglevel=2,
+        **options,
     )
     return path / MODEL_FILE
 
 
 def test_bare_model_with_a_prepended_space(tmp_path):
     """Llama 2's kind of model."""
-    options = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+    options = {
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "byte_fallback": True,
+    }
     file = train_plain(tmp_path, model_type="bpe", vocab_size=400, **options)
     reference = sentencepiece.SentencePieceProcessor()
     reference.Load(str(file))
@@ -120,7 +132,9 @@ def test_digits_stand_alone_and_parts_join(directory):
 
 def test_small_vocabulary_without_bytes(tmp_path):
     texts = [*"0123456789+=", *(f"{a}+{a}={2 * a}" for a in range(50))]
-    tokenizer = load_tokenizer(train_sentencepiece(texts, tmp_path, vocab_size=32, byte_fallback=False))
+    tokenizer = load_tokenizer(
+        train_sentencepiece(texts, tmp_path, vocab_size=32, byte_fallback=False)
+    )
     assert tokenizer.vocab_size == 4 + 1 + 12  # special, newline, symbols
     assert tokenizer.decode(tokenizer.encode("37+48=")) == "37+48="
     assert tokenizer.encode("xyz") == [3]
@@ -129,7 +143,9 @@ def test_small_vocabulary_without_bytes(tmp_path):
 def chat_directory(directory, tmp_path, template):
     load_tokenizer(directory).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": template})
+    )
     return tmp_path
 
 
@@ -140,9 +156,13 @@ TEMPLATE = (
 
 
 def test_prompts_begin_as_the_family_has_it_and_do_not_end(directory):
-    """A tokenizer that wraps each text in bos and eos: the prompt keeps bos alone, the response gets eos alone."""
+    """A tokenizer that wraps each text in bos and eos: the prompt keeps bos alone, the response
+    gets eos alone.
+    """
     wrapping = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
-    wrapping.backend_tokenizer.post_processor = TemplateProcessing("<s> $A </s>", None, [("<s>", 1), ("</s>", 2)])
+    wrapping.backend_tokenizer.post_processor = TemplateProcessing(
+        "<s> $A </s>", None, [("<s>", 1), ("</s>", 2)]
+    )
     tokenizer = Tokenizer(wrapping)
     assert wrapping.encode("2+2=")[-1] == 2
     assert tokenizer.encode_prompt("2+2=") == ("2+2=", [1, *tokenizer.encode("2+2=")])
@@ -172,7 +192,9 @@ def test_no_chat_template_says_what_to_set(directory):
 
 
 def test_template_that_refuses(directory, tmp_path):
-    tokenizer = load_tokenizer(chat_directory(directory, tmp_path, "{{ raise_exception('no system role') }}"))
+    tokenizer = load_tokenizer(
+        chat_directory(directory, tmp_path, "{{ raise_exception('no system role') }}")
+    )
     with pytest.raises(DataError, match="no system role"):
         tokenizer.apply_chat_template([{"role": "system", "content": "hi"}])
 

@@ -17,7 +17,9 @@ from tests.shards import MODELS, full_tensors, tiny_spec
 
 
 def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
-    """The parameters of one rank as vLLM has them; the tiny models have 4 KV heads and a vocabulary of 37."""
+    """The parameters of one rank as vLLM has them; the tiny models have 4 KV heads and a vocabulary
+    of 37.
+    """
 
     def rows(name: str) -> Tensor:
         return full[name].chunk(tp)[rank]
@@ -37,7 +39,9 @@ def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[s
             if q in full:
                 held[f"{attention}qkv_proj.{kind}"] = torch.cat([rows(q), shared(k), shared(v)])
         held[attention + "o_proj.weight"] = full[attention + "o_proj.weight"].chunk(tp, dim=1)[rank]
-        held[mlp + "gate_up_proj.weight"] = torch.cat([rows(mlp + "gate_proj.weight"), rows(mlp + "up_proj.weight")])
+        held[mlp + "gate_up_proj.weight"] = torch.cat(
+            [rows(mlp + "gate_proj.weight"), rows(mlp + "up_proj.weight")]
+        )
         held[mlp + "down_proj.weight"] = full[mlp + "down_proj.weight"].chunk(tp, dim=1)[rank]
     held |= {name: tensor for name, tensor in full.items() if name.endswith("norm.weight")}
     if "lm_head.weight" in full:

@@ -14,7 +14,9 @@ from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
 VOCABULARY = 37
 
 
-def random_logits(padded: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random_logits(
+    padded: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (4 * torch.randn(11, padded, generator=generator)).to(dtype).requires_grad_()
 
@@ -25,7 +27,9 @@ def slow_log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 def test_two_tokens_by_hand() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)]])
-    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([1]), None, 1.0, 2, with_entropy=True)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, torch.tensor([1]), None, 1.0, 2, with_entropy=True
+    )
     assert entropy is not None
     assert logprobs.item() == pytest.approx(math.log(0.75), abs=1e-6)
     assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)  # -(0.25 ln 0.25 + 0.75 ln 0.75)
@@ -36,13 +40,17 @@ def test_two_tokens_by_hand() -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("padded", [VOCABULARY, 40])
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
-def test_equals_float64(monkeypatch: pytest.MonkeyPatch, temperature: float, padded: int, chunk_elements: int) -> None:
+def test_equals_float64(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, padded: int, chunk_elements: int
+) -> None:
     monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", chunk_elements)
     logits, untouched = random_logits(padded), random_logits(padded).detach()
     targets = torch.arange(11) * 3
     weight, entropy_weight = torch.randn(11), torch.randn(11)
 
-    logprobs, entropy = vocab_parallel_logprobs(logits, targets, None, temperature, VOCABULARY, with_entropy=True)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, targets, None, temperature, VOCABULARY, with_entropy=True
+    )
     assert entropy is not None
     (logprobs @ weight + entropy @ entropy_weight).backward()
 
@@ -63,25 +71,35 @@ def test_gradient_of_one_output_alone() -> None:
     targets = torch.arange(11)
     for used in (0, 1):
         logits, slow = random_logits(), random_logits()
-        output = vocab_parallel_logprobs(logits, targets, None, 1.0, VOCABULARY, with_entropy=True)[used]
+        output = vocab_parallel_logprobs(logits, targets, None, 1.0, VOCABULARY, with_entropy=True)[
+            used
+        ]
         assert output is not None
         output.sum().backward()
         log_p = slow_log_softmax(slow, 1.0)
-        (log_p.gather(1, targets[:, None]) if used == 0 else -(log_p.exp() * log_p)).sum().backward()
+        (
+            log_p.gather(1, targets[:, None]) if used == 0 else -(log_p.exp() * log_p)
+        ).sum().backward()
         torch.testing.assert_close(logits.grad, slow.grad, atol=1e-5, rtol=0)
 
 
 def test_without_entropy_gives_none_and_the_same_logprobs() -> None:
     targets = torch.arange(11)
-    alone, entropy = vocab_parallel_logprobs(random_logits(), targets, None, 1.0, VOCABULARY, with_entropy=False)
-    both, _ = vocab_parallel_logprobs(random_logits(), targets, None, 1.0, VOCABULARY, with_entropy=True)
+    alone, entropy = vocab_parallel_logprobs(
+        random_logits(), targets, None, 1.0, VOCABULARY, with_entropy=False
+    )
+    both, _ = vocab_parallel_logprobs(
+        random_logits(), targets, None, 1.0, VOCABULARY, with_entropy=True
+    )
     assert entropy is None
     assert torch.equal(alone, both)
 
 
 def test_bfloat16_logits_are_computed_in_float32() -> None:
     logits = random_logits(dtype=torch.bfloat16)
-    logprobs, _ = vocab_parallel_logprobs(logits, torch.arange(11), None, 1.0, VOCABULARY, with_entropy=False)
+    logprobs, _ = vocab_parallel_logprobs(
+        logits, torch.arange(11), None, 1.0, VOCABULARY, with_entropy=False
+    )
     expected = slow_log_softmax(logits, 1.0)[torch.arange(11), torch.arange(11)]
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
     logprobs.sum().backward()
@@ -96,7 +114,10 @@ def test_kl_equals_float64(temperature: float) -> None:
     (kl @ weight).backward()
 
     slow = logits.detach().clone().requires_grad_()
-    log_p, log_q = slow_log_softmax(slow, temperature), slow_log_softmax(reference.detach(), temperature)
+    log_p, log_q = (
+        slow_log_softmax(slow, temperature),
+        slow_log_softmax(reference.detach(), temperature),
+    )
     expected = (log_p.exp() * (log_p - log_q)).sum(dim=1)
     (expected @ weight.double()).backward()
 
@@ -115,7 +136,9 @@ def test_kl_of_equal_distributions_is_exactly_zero() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([1]), None, 1.0, 3, with_entropy=True)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, torch.tensor([1]), None, 1.0, 3, with_entropy=True
+    )
     assert entropy is not None
     (logprobs + entropy).sum().backward()
     assert logprobs.item() == -2e4 and entropy.item() == 0.0

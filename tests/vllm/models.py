@@ -13,8 +13,12 @@ from mrlhf.inference.base import Sample
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
-_FOUND = importlib.util.find_spec("vllm")  # this folder may be found under that name, but has no origin
-needs_vllm = pytest.mark.skipif(_FOUND is None or _FOUND.origin is None, reason="vLLM is not installed: make vllm")
+_FOUND = importlib.util.find_spec(
+    "vllm"
+)  # this folder may be found under that name, but has no origin
+needs_vllm = pytest.mark.skipif(
+    _FOUND is None or _FOUND.origin is None, reason="vLLM is not installed: make vllm"
+)
 
 VOCABULARY = 131  # vLLM pads it to 192
 SIZES: dict[str, Any] = {
@@ -29,18 +33,24 @@ SIZES: dict[str, Any] = {
 }
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen2-tied": lambda: transformers.Qwen2Config(**{**SIZES, "hidden_size": 128}, tie_word_embeddings=True),
+    "qwen2-tied": lambda: transformers.Qwen2Config(
+        **{**SIZES, "hidden_size": 128}, tie_word_embeddings=True
+    ),
     "qwen2-tied-whole": lambda: transformers.Qwen2Config(
         **{**SIZES, "hidden_size": 128, "vocab_size": 192}, tie_word_embeddings=True
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "mistral-window": lambda: transformers.MistralConfig(**SIZES, tie_word_embeddings=False, sliding_window=6),
+    "mistral-window": lambda: transformers.MistralConfig(
+        **SIZES, tie_word_embeddings=False, sliding_window=6
+    ),
 }
 
 
 def hf_model(name: str, seed: int = 0) -> Any:
     """The model `name` with random float32 weights, the same in every process."""
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name](), attn_implementation="eager"
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -65,13 +75,21 @@ def hf_greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[lis
 
 
 @torch.no_grad()
-def hf_difference(model: Any, prompts: list[list[int]], samples: list[Sample], temperature: float = 1.0) -> float:
-    """Largest difference between the samples' log-probs and those of a forward pass over the whole sequence."""
+def hf_difference(
+    model: Any, prompts: list[list[int]], samples: list[Sample], temperature: float = 1.0
+) -> float:
+    """Largest difference between the samples' log-probs and those of a forward pass over the whole
+    sequence.
+    """
     worst = 0.0
     for sample in samples:
         prompt = prompts[sample.prompt_index]
         logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
-        wanted = (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        wanted = (
+            (logits / temperature)
+            .log_softmax(-1)
+            .gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        )
         assert len(sample.logprobs) == len(sample.token_ids)
         worst = max(worst, float((wanted - torch.tensor(sample.logprobs)).abs().max()))
     return worst
@@ -79,4 +97,7 @@ def hf_difference(model: Any, prompts: list[list[int]], samples: list[Sample], t
 
 def make_prompts(count: int = 6, length: int = 12) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCABULARY, (length + i,), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(0, VOCABULARY, (length + i,), generator=generator).tolist()
+        for i in range(count)
+    ]

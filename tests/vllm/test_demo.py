@@ -1,4 +1,5 @@
-"""The shipped demo with either engine: the same start, and steps whose log-probs are those of training.
+"""The shipped demo with either engine: the same start, and steps whose log-probs are those of
+training.
 
 vLLM has no attention on a CPU for the demo model's heads of 16, so this one has heads of 32.
 """
@@ -38,16 +39,31 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = [f"model.path={root}/shape", f"data.train_files={root}/data/sft.jsonl"]
     settings += [f"data.tokenizer={root}/data/tokenizer", f"trainer.output_dir={root}/sft"]
     settings += ["trainer.total_steps=150", "optim.lr_warmup_steps=10"]
-    succeed(torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *settings]))
+    succeed(
+        torchrun(2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *settings])
+    )
     return root
 
 
 def _ppo(root: Path, engine: str, *more: str) -> list[dict[str, Any]]:
     out = root / engine / "-".join(more).replace("/", "_")
     settings = [f"actor.path={root}/sft/model", f"data.train_files={root}/data/train.jsonl"]
-    settings += [f"data.val_files={root}/data/held_out.jsonl", f"trainer.output_dir={out}", f"rollout.engine={engine}"]
-    settings += ["trainer.total_steps=2", "data.train_batch_size=128", "actor.ppo_mini_batch_size=64"]
-    settings += ["critic.ppo_mini_batch_size=64", "trainer.val_sampled=false", "rollout.dump_freq=0", *more]
+    settings += [
+        f"data.val_files={root}/data/held_out.jsonl",
+        f"trainer.output_dir={out}",
+        f"rollout.engine={engine}",
+    ]
+    settings += [
+        "trainer.total_steps=2",
+        "data.train_batch_size=128",
+        "actor.ppo_mini_batch_size=64",
+    ]
+    settings += [
+        "critic.ppo_mini_batch_size=64",
+        "trainer.val_sampled=false",
+        "rollout.dump_freq=0",
+        *more,
+    ]
     succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *settings]))
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
@@ -69,13 +85,19 @@ def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
     assert abs(native[1]["critic/score/mean"] - vllm[1]["critic/score/mean"]) < 0.2
 
 
-def _greedy(rank: int, world_size: int, root: str) -> dict[str, list[tuple[list[int], list[float]]]]:
+def _greedy(
+    rank: int, world_size: int, root: str
+) -> dict[str, list[tuple[list[int], list[float]]]]:
     """Greedy responses of each engine to held-out prompts, and their log-probs."""
     spec = load_spec(f"{root}/sft/model", "lm")
     tokenizer = load_tokenizer(f"{root}/data/tokenizer", None)
-    dataset = PromptDataset([f"{root}/data/held_out.jsonl"], tokenizer, max_prompt_length=16, overlong="error")
+    dataset = PromptDataset(
+        [f"{root}/data/held_out.jsonl"], tokenizer, max_prompt_length=16, overlong="error"
+    )
     prompts = dataset.batch(range(200))
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(tokenizer.eos_id,), seed=0)
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=8, stop_token_ids=(tokenizer.eos_id,), seed=0
+    )
     limits = EngineLimits(max_num_seqs=64, max_length=64, max_prefill_tokens=512)
     answers = {}
     for name, build in (("native", NativeEngine), ("vllm", VllmEngine)):
@@ -90,10 +112,18 @@ def _greedy(rank: int, world_size: int, root: str) -> dict[str, list[tuple[list[
 
 def test_both_engines_give_the_same_greedy_tokens(start: Path) -> None:
     (answers,) = run_ranks(1, _greedy, str(start))
-    assert len(answers["native"]) == 200 and len({str(tokens) for tokens, _ in answers["native"]}) > 20
-    for (ours, our_logprobs), (theirs, their_logprobs) in zip(answers["native"], answers["vllm"], strict=True):
+    assert (
+        len(answers["native"]) == 200 and len({str(tokens) for tokens, _ in answers["native"]}) > 20
+    )
+    for (ours, our_logprobs), (theirs, their_logprobs) in zip(
+        answers["native"], answers["vllm"], strict=True
+    ):
         assert ours == theirs and our_logprobs == pytest.approx(their_logprobs, abs=1e-4)
 
 
 def _validation(record: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in record.items() if name.startswith("val/") and name.endswith("acc@1")}
+    return {
+        name: value
+        for name, value in record.items()
+        if name.startswith("val/") and name.endswith("acc@1")
+    }

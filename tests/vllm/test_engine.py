@@ -15,7 +15,16 @@ from mrlhf.inference.base import EngineLimits, Sample, SamplingParams
 from mrlhf.inference.vllm.engine import VllmEngine
 from tests.ranks import run_ranks
 from tests.shards import fill
-from tests.vllm.models import CONFIGS, VOCABULARY, hf_difference, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
+from tests.vllm.models import (
+    CONFIGS,
+    VOCABULARY,
+    hf_difference,
+    hf_greedy,
+    hf_model,
+    make_prompts,
+    needs_vllm,
+    spec_of,
+)
 
 pytestmark = [needs_vllm, pytest.mark.timeout(300)]
 
@@ -31,7 +40,14 @@ def _decode(tokens: Any) -> str:
 
 def _make(model: Any, **limits: Any) -> VllmEngine:
     changed = dataclasses.replace(LIMITS, **limits)
-    return VllmEngine(spec_of(model), dist.group.WORLD, torch.device("cpu"), torch.float32, changed, decode=_decode)
+    return VllmEngine(
+        spec_of(model),
+        dist.group.WORLD,
+        torch.device("cpu"),
+        torch.float32,
+        changed,
+        decode=_decode,
+    )
 
 
 def _refuses(engine: VllmEngine) -> None:
@@ -61,36 +77,54 @@ def _refuses_prompts(engine: VllmEngine) -> None:
 
 def _samples_as_asked(engine: VllmEngine, model: Any) -> None:
     """Log-probs are those at the temperature over the whole vocabulary, truncated or not."""
-    for changes in ({"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 0.6, "top_k": 4, "top_p": 0.9}):
+    for changes in (
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.6, "top_k": 4, "top_p": 0.9},
+    ):
         sampling = SamplingParams(n=3, max_tokens=8, seed=1, **changes)
         samples = engine.generate(PROMPTS, UIDS, sampling)
-        assert [(s.prompt_index, s.sample_index) for s in samples] == [(p, i) for p in UIDS for i in range(3)]
+        assert [(s.prompt_index, s.sample_index) for s in samples] == [
+            (p, i) for p in UIDS for i in range(3)
+        ]
         assert hf_difference(model, PROMPTS, samples, changes["temperature"]) < 1e-4
         assert all(len(s.token_ids) == 8 and not s.stopped for s in samples)
         if "top_k" in changes:
             assert _are_among_the_likeliest(model, samples, 4)
     stats = engine.stats()
     assert stats.generated_tokens == 18 * 8 and stats.prompt_tokens == 3 * sum(map(len, PROMPTS))
-    assert stats.steps >= 24 and stats.cache_bytes >= stats.peak_cache_bytes > 0  # 18 samples, 8 at once
+    assert (
+        stats.steps >= 24 and stats.cache_bytes >= stats.peak_cache_bytes > 0
+    )  # 18 samples, 8 at once
 
 
 def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> bool:
     for sample in samples:
         prompt = PROMPTS[sample.prompt_index]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([prompt + sample.token_ids])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         likeliest = logits.topk(count).indices.tolist()
-        if any(token not in allowed for token, allowed in zip(sample.token_ids, likeliest, strict=True)):
+        if any(
+            token not in allowed for token, allowed in zip(sample.token_ids, likeliest, strict=True)
+        ):
             return False
     return True
 
 
 def _draws_follow_the_distribution(engine: VllmEngine, model: Any) -> None:
-    """Of 600 first tokens after one prompt, the frequencies of the likely ones are near their probabilities."""
+    """Of 600 first tokens after one prompt, the frequencies of the likely ones are near their
+    probabilities.
+    """
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
-    drawn = engine.generate([PROMPTS[0]], [3], SamplingParams(n=600, temperature=1.0, max_tokens=1, seed=2))
-    found = torch.bincount(torch.tensor([s.token_ids[0] for s in drawn]), minlength=VOCABULARY) / 600
+    drawn = engine.generate(
+        [PROMPTS[0]], [3], SamplingParams(n=600, temperature=1.0, max_tokens=1, seed=2)
+    )
+    found = (
+        torch.bincount(torch.tensor([s.token_ids[0] for s in drawn]), minlength=VOCABULARY) / 600
+    )
     assert float((found - wanted).abs().max()) < 0.08  # four standard deviations of a fair coin
 
 
@@ -98,11 +132,15 @@ def _stops(engine: VllmEngine) -> None:
     plain = engine.generate(PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4))
     third = plain[0].token_ids[2]
     by_token = engine.generate(
-        PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop_token_ids=(third,))
+        PROMPTS,
+        UIDS,
+        SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop_token_ids=(third,)),
     )
     # A stop string that begins in one token and ends in the next.
     text = f"{plain[0].token_ids[1]}><{third}"
-    by_text = engine.generate(PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop=(text,)))
+    by_text = engine.generate(
+        PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop=(text,))
+    )
     for stopped in (by_token[0], by_text[0]):
         assert stopped.token_ids == plain[0].token_ids[:3] and stopped.stopped
         assert stopped.logprobs == pytest.approx(plain[0].logprobs[:3], abs=1e-5)
@@ -113,7 +151,11 @@ def _stops(engine: VllmEngine) -> None:
 
 def _host_environment() -> dict[str, str]:
     # torch's own compiler names its cache where the sampler is compiled.
-    return {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_"))}
+    return {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_"))
+    }
 
 
 def _leaves_the_host_alone(before: dict[str, str]) -> None:
@@ -126,7 +168,9 @@ def _leaves_the_host_alone(before: dict[str, str]) -> None:
 def _preempts(model: Any) -> None:
     """With room for few sequences the answers are those that there are with room for all."""
     prompts = make_prompts(count=6, length=60)
-    one = 2 * 2 * 2 * 32 * 4 * 32  # bytes of a block: k and v, layers, heads, head_dim, float32, tokens
+    one = (
+        2 * 2 * 2 * 32 * 4 * 32
+    )  # bytes of a block: k and v, layers, heads, head_dim, float32, tokens
     engine = _make(model, cache_bytes=8 * one)
     fill(engine.weight_slots(), model.state_dict())
     engine.commit(1)
@@ -171,4 +215,7 @@ def _unsupported(rank: int, world_size: int) -> str:
 
 def test_head_size_without_attention_is_refused() -> None:
     (message,) = run_ranks(1, _unsupported)
-    assert message.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64") and "\n" not in message
+    assert (
+        message.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64")
+        and "\n" not in message
+    )

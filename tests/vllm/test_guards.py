@@ -1,4 +1,6 @@
-"""Each guard: the damage that vLLM does without it is there when the guard is taken away, and gone when it stands."""
+"""Each guard: the damage that vLLM does without it is there when the guard is taken away, and gone
+when it stands.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LONG_PROMPTS = make_prompts(count=3, length=70)  # more than a block each
 
 
 def _engine(model: Any, group: Any = None, weights: Any = None) -> VllmEngine:
-    engine = VllmEngine(spec_of(model), group or dist.group.WORLD, torch.device("cpu"), torch.float32, LIMITS)
+    engine = VllmEngine(
+        spec_of(model), group or dist.group.WORLD, torch.device("cpu"), torch.float32, LIMITS
+    )
     _update(engine, model if weights is None else weights)
     return engine
 
@@ -55,7 +59,9 @@ def _host_randomness_is_untouched() -> bool:
     model, prompts = hf_model("llama"), make_prompts()
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    _engine(model).generate(prompts, [0] * len(prompts), SamplingParams(temperature=1.0, max_tokens=4, seed=0))
+    _engine(model).generate(
+        prompts, [0] * len(prompts), SamplingParams(temperature=1.0, max_tokens=4, seed=0)
+    )
     return torch.equal(before, torch.get_rng_state())
 
 
@@ -63,7 +69,9 @@ def _tied_output_follows(engine: VllmEngine) -> bool:
     new = hf_model("qwen2-tied", seed=7)
     _update(engine, new, 2)
     prompts = make_prompts()
-    return [s.token_ids for s in engine.generate(prompts, [0] * 6, GREEDY)] == hf_greedy(new, prompts, 6)
+    return [s.token_ids for s in engine.generate(prompts, [0] * 6, GREEDY)] == hf_greedy(
+        new, prompts, 6
+    )
 
 
 def _prefixes_are_forgotten(engine: VllmEngine) -> bool:
@@ -141,7 +149,9 @@ def test_guards_of_one_rank() -> None:
 
 
 def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
-    """Whether two ranks agree with transformers, and the names of shared memory in two jobs: guarded, unguarded."""
+    """Whether two ranks agree with transformers, and the names of shared memory in two jobs:
+    guarded, unguarded.
+    """
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared = cpu_communicator._CPUSHMDistributed
@@ -161,7 +171,9 @@ def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
 
 
 def test_shared_memory_has_a_name_of_its_own() -> None:
-    """A name that two jobs share makes the second fail, where vLLM's build for the processor exchanges data so."""
+    """A name that two jobs share makes the second fail, where vLLM's build for the processor
+    exchanges data so.
+    """
     (equal, names, names_without), (equal_too, names_too, _) = run_ranks(2, _two_ranks)
     assert equal and equal_too
     assert names == names_too and names[0] != names[1]

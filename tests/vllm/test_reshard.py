@@ -1,4 +1,6 @@
-"""Training weights into vLLM through the reshard plan, on four ranks: each layout answers as transformers does."""
+"""Training weights into vLLM through the reshard plan, on four ranks: each layout answers as
+transformers does.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ CASES = [  # model, tp, pp of the actor, tp of the engine
     ("qwen2-tied", 2, 2, 2),
     ("llama", 1, 2, 2),  # replicas of consecutive ranks lie in no model-parallel group
     ("qwen3", 2, 1, 4),  # more ranks than KV heads
-    ("qwen2-tied-whole", 1, 1, 1),  # the embedding, which is the output layer too, is training's own storage
+    (
+        "qwen2-tied-whole",
+        1,
+        1,
+        1,
+    ),  # the embedding, which is the output layer too, is training's own storage
 ]
 
 
@@ -47,7 +54,9 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
         slots = make_slots(source[rank])
         way = plan(source, target, 4)
         resharder = Resharder(way, slots, engine, rank, 50_000, verify=True)
-        assert [piece for pieces in engine.parameter_pieces().values() for piece in pieces] == target[rank]
+        assert [
+            piece for pieces in engine.parameter_pieces().values() for piece in pieces
+        ] == target[rank]
         for version in (1, 2):
             model = hf_model(name, seed=version)
             fill(slots, model.state_dict())
@@ -61,7 +70,9 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
             assert hf_difference(model, PROMPTS, samples, 0.8) < 1e-4
             for slot in slots:  # what is shared with training has been left whole
                 piece = slot.piece
-                part = model.state_dict()[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+                part = model.state_dict()[piece.name].narrow(
+                    piece.dim, piece.start, piece.stop - piece.start
+                )
                 view = slot.view(piece.start, piece.stop)
                 assert torch.equal(view, part.reshape(view.shape)), piece
             engine.sleep()

@@ -1,8 +1,9 @@
-"""Which blocks of the KV cache are free, who holds the others, and which begin with tokens that another prompt has too.
+"""Which blocks of the KV cache are free, who holds the others, and which begin with tokens that
+another prompt has too.
 
-A block is held by every sequence that reads it. One that nobody holds any more but that begins a known prompt stays
-until its room is needed, the longest unused going first. Pure arithmetic on ints: it knows neither tensors nor
-sequences.
+A block is held by every sequence that reads it. One that nobody holds any more but that begins a
+known prompt stays until its room is needed, the longest unused going first. Pure arithmetic on
+ints: it knows neither tensors nor sequences.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class BlockManager:
         self._blocks = blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
-        # Known prefixes: (number of the prefix before, tokens of the block) -> block; and each such block's own number.
+        # Known prefixes: (number of the prefix before, tokens of the block) -> block; and each such
+        # block's own number.
         self._known: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
         self._numbers: dict[int, int] = {}
@@ -65,7 +67,9 @@ class BlockManager:
                     self._free.append(block)
 
     def known_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks that already hold the beginning of `tokens`, full ones only and never all of the tokens."""
+        """The blocks that already hold the beginning of `tokens`, full ones only and never all of
+        the tokens.
+        """
         found: list[int] = []
         number, size = 0, self._block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):

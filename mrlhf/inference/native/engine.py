@@ -1,7 +1,7 @@
 """The native engine: generates with the weights where they lie, on any device that torch has.
 
-A step of its loop is: schedule, run, draw, record. It does not know where weights come from, nor what the samples are
-for.
+A step of its loop is: schedule, run, draw, record. It does not know where weights come from, nor
+what the samples are for.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class NativeEngine:
 
         Args:
             spec: a language model.
-            tp_group: the ranks of this replica in tensor-parallel order; None if this rank is the whole of it.
+            tp_group: the ranks of this replica in tensor-parallel order; None if this rank is the
+                whole of it.
             device: where weights, cache and sampling are.
             dtype: of the parameters.
             limits: how much it may take at once.
@@ -76,7 +77,9 @@ class NativeEngine:
             )
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
         self._operators = make_operators(spec, self._dtype, device, limits.max_length)
-        self._sampler = Sampler(self._parallel, kernels.load(self._dtype) if device.type == "cpu" else None)
+        self._sampler = Sampler(
+            self._parallel, kernels.load(self._dtype) if device.type == "cpu" else None
+        )
         self._version: int | None = None
         self._awake = True
         self._decoder: Decoder | None = None
@@ -93,7 +96,9 @@ class NativeEngine:
             EngineError: none was.
         """
         if self._version is None:
-            raise EngineError("the engine has no weights yet: fill weight_slots() or bind(), then commit(version)")
+            raise EngineError(
+                "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"
+            )
         return self._version
 
     @property
@@ -106,7 +111,9 @@ class NativeEngine:
         return dict(self._parameters.pieces)
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is stored, to be filled in place; storage is made for what is not bound."""
+        """Where each named slice is stored, to be filled in place; storage is made for what is not
+        bound.
+        """
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
@@ -119,14 +126,19 @@ class NativeEngine:
 
     @torch.inference_mode()
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`: lay them out, and forget prompts computed with older ones.
+        """The weights are complete and are `version`: lay them out, and forget prompts computed
+        with older ones.
 
         Raises:
             EngineError: a parameter has no storage.
         """
         if missing := self._parameters.missing:
-            raise EngineError(f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()")
-        self._decoder = Decoder(self._spec, self._parameters, self._parallel, self._operators, self._dtype)
+            raise EngineError(
+                f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()"
+            )
+        self._decoder = Decoder(
+            self._spec, self._parameters, self._parallel, self._operators, self._dtype
+        )
         self._manager = self._graphs = None
         self._version = version
 
@@ -168,13 +180,16 @@ class NativeEngine:
 
         Args:
             prompts: token ids, at least one a prompt.
-            uids: a number for each prompt, on which its random numbers depend; equal numbers, equal draws.
+            uids: a number for each prompt, on which its random numbers depend; equal numbers, equal
+                draws.
             sampling: how to draw.
-            samples: which sample indices of each prompt to draw; `range(sampling.n)` of each where None.
+            samples: which sample indices of each prompt to draw; `range(sampling.n)` of each where
+                None.
 
         Raises:
-            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or has no weights,
-                there is no memory for the cache, or the model's logits are not finite.
+            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or
+                has no weights, there is no memory for the cache, or the model's logits are not
+                finite.
         """
         samples = [range(sampling.n)] * len(prompts) if samples is None else samples
         decoder = self._check(prompts, uids, samples, sampling)
@@ -196,10 +211,13 @@ class NativeEngine:
                 logits = self._run(decoder, cache, self._inputs(step, scheduler, sequences))
                 cache.copy(step.copies)
                 if len(step.draws):
-                    scheduler.record(step.draws, self._draw(logits, step, decoder, sequences, sampling))
+                    scheduler.record(
+                        step.draws, self._draw(logits, step, decoder, sequences, sampling)
+                    )
                 steps += 1
         except BaseException:
-            # What sequences hold of the cache is lost with them, and it may hold numbers that are not finite.
+            # What sequences hold of the cache is lost with them, and it may hold numbers that are
+            # not finite.
             self._cache = self._manager = self._graphs = None
             raise
         results = sequences.samples()
@@ -238,12 +256,21 @@ class NativeEngine:
         )
 
     def _run(self, decoder: Decoder, cache: KVCache, inputs: StepInputs) -> Tensor:
-        if self._graphs is not None and inputs.most_queries == 1 and len(inputs.last) == len(inputs.tokens):
+        if (
+            self._graphs is not None
+            and inputs.most_queries == 1
+            and len(inputs.last) == len(inputs.tokens)
+        ):
             return self._graphs.run(inputs)
         return decoder.forward(inputs, cache.layers)
 
     def _draw(
-        self, logits: Tensor, step: Step, decoder: Decoder, sequences: Sequences, sampling: SamplingParams
+        self,
+        logits: Tensor,
+        step: Step,
+        decoder: Decoder,
+        sequences: Sequences,
+        sampling: SamplingParams,
     ) -> list[int]:
         """Draw and record the next token of each of `step.draws`; those that ended."""
         if len(step.draws) > len(logits):
@@ -289,4 +316,8 @@ class NativeEngine:
 
     def _send(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        return (
+            tensor
+            if self._device.type == "cpu"
+            else tensor.pin_memory().to(self._device, non_blocking=True)
+        )

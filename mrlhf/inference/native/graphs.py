@@ -1,7 +1,8 @@
-"""CUDA graphs of decode steps, one for each size of batch: a step is then one launch instead of hundreds.
+"""CUDA graphs of decode steps, one for each size of batch: a step is then one launch instead of
+hundreds.
 
-A smaller batch is padded with tokens that write to a block of their own. It knows inputs and a forward function, and no
-model.
+A smaller batch is padded with tokens that write to a block of their own. It knows inputs and a
+forward function, and no model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def bucket_sizes(most: int) -> list[int]:
 class DecodeGraphs:
     """Captures `forward` for a batch size when it is first needed, and replays it from then on."""
 
-    def __init__(self, forward: Forward, most: int, table_width: int, spare_block: int, block_size: int) -> None:
+    def __init__(
+        self, forward: Forward, most: int, table_width: int, spare_block: int, block_size: int
+    ) -> None:
         """Args:
         forward: of one decode step; its weights and cache stay where they are.
         most: largest batch.
@@ -53,7 +56,9 @@ class DecodeGraphs:
         graph.replay()
         return logits[:batch]
 
-    def _capture(self, size: int, like: StepInputs) -> tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]:
+    def _capture(
+        self, size: int, like: StepInputs
+    ) -> tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]:
         device = like.tokens.device
         static = StepInputs(
             tokens=torch.zeros(size, dtype=torch.int64, device=device),
@@ -80,7 +85,9 @@ class DecodeGraphs:
         return graph, static, logits
 
     def _rest(self, static: StepInputs, batch: int) -> None:
-        """Make every token from `batch` on one that writes to the spare block and sees itself alone."""
+        """Make every token from `batch` on one that writes to the spare block and sees itself
+        alone.
+        """
         static.tokens[batch:], static.positions[batch:], static.lengths[batch:] = 0, 0, 1
         static.slots[batch:] = self._spare * self._block_size
         static.block_tables[batch:] = self._spare

@@ -1,7 +1,8 @@
 """Compiles `kernels.cpp` for this machine, once, and calls it on tensors.
 
-The library is kept in the user's cache folder under a name that changes with source, compiler and processor. Where
-there is no compiler, `load` says so once and the engine runs on torch's own operators. It knows shapes, and no model.
+The library is kept in the user's cache folder under a name that changes with source, compiler and
+processor. Where there is no compiler, `load` says so once and the engine runs on torch's own
+operators. It knows shapes, and no model.
 """
 
 from __future__ import annotations
@@ -62,13 +63,17 @@ class Kernels:
         self._logit_blocks, self._pick = functions["logit_blocks"], functions["pick"]
         self._draw = functions["draw"]
 
-    def add_rms_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor:
         """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
         out = torch.empty_like(hidden)
         tokens, size = hidden.shape
         threads = _threads(hidden.numel())
         addend = None if delta is None else delta.data_ptr()
-        self._add_rms_norm(hidden.data_ptr(), addend, weight.data_ptr(), out.data_ptr(), tokens, size, eps, threads)
+        self._add_rms_norm(
+            hidden.data_ptr(), addend, weight.data_ptr(), out.data_ptr(), tokens, size, eps, threads
+        )
         return out
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -97,8 +102,8 @@ class Kernels:
             tables: cosines and sines, float32 [positions, head_dim / 2].
             positions: int64 [tokens].
             slots: int64 [tokens], block number x block_size + place in the block.
-            cache: keys and values, [blocks, block_size, groups, head_dim] each; keys are stored transposed in each
-                block, which only `attend` may read.
+            cache: keys and values, [blocks, block_size, groups, head_dim] each; keys are stored
+                transposed in each block, which only `attend` may read.
         """
         tokens, groups, heads, dim = qkv.shape
         q = torch.empty((tokens, groups * (heads - 2), dim), dtype=qkv.dtype, device=qkv.device)
@@ -123,7 +128,8 @@ class Kernels:
 
         Args:
             q: [tokens, heads, head_dim], sequence after sequence.
-            cache: keys and values, [blocks, block_size, groups, head_dim] each, those of `q` included.
+            cache: keys and values, [blocks, block_size, groups, head_dim] each, those of `q`
+                included.
             block_tables: int32 [sequences, blocks a sequence].
             query_starts: int32 [sequences + 1], where each sequence's tokens begin in `q`.
             lengths: int32 [sequences], cached tokens.
@@ -143,8 +149,8 @@ class Kernels:
         """One pass over logits [batch, vocab_shard], scaled by `scale`.
 
         Returns:
-            The highest of each block of columns and the sum of exp(logit - that), float32 [batch, blocks] each, and the
-            first column of the highest of all, int64 [batch].
+            The highest of each block of columns and the sum of exp(logit - that), float32 [batch,
+            blocks] each, and the first column of the highest of all, int64 [batch].
         """
         rows, columns = logits.shape
         blocks = -(-columns // _COLUMNS)
@@ -176,7 +182,8 @@ class Kernels:
             targets: float64 [batch]; a row with a negative one is skipped.
 
         Returns:
-            int64 [batch] columns, -1 where none was found, and their scaled logits, float32 [batch].
+            int64 [batch] columns, -1 where none was found, and their scaled logits, float32
+            [batch].
         """
         rows, columns = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
@@ -196,7 +203,8 @@ class Kernels:
             uniform: float64 [batch] in [0, 1); a negative one takes the likeliest token.
 
         Returns:
-            int64 [batch] tokens, and float32 [batch] log-probabilities; not-a-number where the logits are not finite.
+            int64 [batch] tokens, and float32 [batch] log-probabilities; not-a-number where the
+            logits are not finite.
         """
         rows, columns = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
@@ -224,13 +232,23 @@ def load(dtype: torch.dtype) -> Kernels | None:
 def _library() -> ctypes.CDLL | None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
-        logger.warning("no C++ compiler (g++) found: the engine runs on torch's operators, which is slower")
+        logger.warning(
+            "no C++ compiler (g++) found: the engine runs on torch's operators, which is slower"
+        )
         return None
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = error.stderr.decode() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        logger.warning("%s could not be compiled: the engine runs on torch's operators, slower. %s", SOURCE, detail)
+        detail = (
+            error.stderr.decode()
+            if isinstance(error, subprocess.CalledProcessError)
+            else str(error)
+        )
+        logger.warning(
+            "%s could not be compiled: the engine runs on torch's operators, slower. %s",
+            SOURCE,
+            detail,
+        )
         return None
 
 
@@ -245,13 +263,17 @@ def _compiled(compiler: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             unfinished = directory / f"{name}-{os.getpid()}.tmp"
-            subprocess.run([compiler, *_FLAGS, "-o", unfinished, SOURCE], capture_output=True, check=True)
+            subprocess.run(
+                [compiler, *_FLAGS, "-o", unfinished, SOURCE], capture_output=True, check=True
+            )
             unfinished.replace(library)
     return library
 
 
 def _cache_directory() -> Path:
-    """A folder of this user's alone that can be written to; one in the temporary folder where the home cannot."""
+    """A folder of this user's alone that can be written to; one in the temporary folder where the
+    home cannot.
+    """
     temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
     for directory in (*_home_caches(), temporary):
         try:
@@ -276,4 +298,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    return next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
+    )

@@ -52,14 +52,18 @@ class KVCache:
         """Copy whole blocks, (from, to) each; no block is copied to twice, or both from and to."""
         if pairs:
             sources, targets = (
-                torch.tensor(side, device=self.layers[0][0].device) for side in zip(*pairs, strict=True)
+                torch.tensor(side, device=self.layers[0][0].device)
+                for side in zip(*pairs, strict=True)
             )
             for store in (store for layer in self.layers for store in layer):
                 store[targets] = store[sources]
 
 
-def blocks_for(limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device, spare: int) -> int:
-    """How many blocks of `block_bytes` the cache has: what `limits` could ever use, or what there is memory for.
+def blocks_for(
+    limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device, spare: int
+) -> int:
+    """How many blocks of `block_bytes` the cache has: what `limits` could ever use, or what there
+    is memory for.
 
     `spare` of them are for no sequence.
 
@@ -91,7 +95,9 @@ def _budget(limits: EngineLimits, device: torch.device) -> int:
 
 
 def _free_host_bytes(root: Path = Path("/")) -> int:
-    """What the host, or the container or batch job on it, could give to programs now without swapping."""
+    """What the host, or the container or batch job on it, could give to programs now without
+    swapping.
+    """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     groups = root / "sys/fs/cgroup"
@@ -108,4 +114,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # From the system's zero pages, so that blocks which are never used cost nothing.
-    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8))
+        .view(dtype)
+        .view(shape)
+    )

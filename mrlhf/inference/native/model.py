@@ -1,7 +1,7 @@
 """The decoder's forward pass for inference, over flat tokens and a paged cache.
 
-Parameters are fused and cut as megatron-core's; what is computed is what transformers computes. It knows neither
-sampling nor scheduling: one pass takes `StepInputs` and gives logits.
+Parameters are fused and cut as megatron-core's; what is computed is what transformers computes. It
+knows neither sampling nor scheduling: one pass takes `StepInputs` and gives logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch import Tensor
 
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.linear import Linear, linear
-from mrlhf.inference.native.operators import HostOperators, Layer, Operators, StepInputs, TorchOperators
+from mrlhf.inference.native.operators import (
+    HostOperators,
+    Layer,
+    Operators,
+    StepInputs,
+    TorchOperators,
+)
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.models.rope import inverse_frequencies
@@ -46,7 +52,9 @@ class Decoder:
         operators: Operators,
         dtype: torch.dtype,
     ) -> None:
-        """Lay the weights out for this machine; those that stay as they are share the memory of `parameters`."""
+        """Lay the weights out for this machine; those that stay as they are share the memory of
+        `parameters`.
+        """
         self._spec, self._parallel, self._operators = spec, parallel, operators
         self._groups = max(1, spec.num_kv_heads // parallel.size)
         self._heads_per_group = spec.num_heads // parallel.size // self._groups
@@ -57,13 +65,17 @@ class Decoder:
         self._embedding = tensor("embedding.word_embeddings.weight")
         self._layers = [_layer(spec, number, tensor) for number in range(spec.num_layers)]
         self._final_norm = tensor("decoder.final_layernorm.weight")
-        self._output = linear(self._embedding if spec.output_is_embedding else tensor("output_layer.weight"))
+        self._output = linear(
+            self._embedding if spec.output_is_embedding else tensor("output_layer.weight")
+        )
         rows = len(self._embedding)
         self.vocab_start = parallel.rank * rows
         self._vocab_rows = max(0, min(rows, spec.vocab_size - self.vocab_start))
 
     def forward(self, inputs: StepInputs, cache: list[Layer]) -> Tensor:
-        """Logits [rows, vocab_shard] after the tokens `inputs.last`: this rank's columns, those of padding cut."""
+        """Logits [rows, vocab_shard] after the tokens `inputs.last`: this rank's columns, those of
+        padding cut.
+        """
         operators, parallel = self._operators, self._parallel
         shape = (len(inputs.tokens), self._groups, self._heads_per_group + 2, self._spec.head_dim)
         hidden = self._embed(inputs.tokens)
@@ -79,7 +91,11 @@ class Decoder:
         if len(inputs.last) < len(hidden):
             hidden, delta = hidden[inputs.last], delta[inputs.last]
         logits = self._output(operators.add_norm(hidden, delta, self._final_norm))
-        return logits if logits.shape[1] == self._vocab_rows else logits[:, : self._vocab_rows].contiguous()
+        return (
+            logits
+            if logits.shape[1] == self._vocab_rows
+            else logits[:, : self._vocab_rows].contiguous()
+        )
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._parallel.size == 1:
@@ -94,7 +110,9 @@ def _layer(spec: ModelSpec, number: int, tensor: Callable[[str], Tensor]) -> Dec
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
     norms = (
-        (tensor(attention + "q_layernorm.weight"), tensor(attention + "k_layernorm.weight")) if spec.qk_norm else None
+        (tensor(attention + "q_layernorm.weight"), tensor(attention + "k_layernorm.weight"))
+        if spec.qk_norm
+        else None
     )
     bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
     return DecoderLayer(
@@ -108,8 +126,12 @@ def _layer(spec: ModelSpec, number: int, tensor: Callable[[str], Tensor]) -> Dec
     )
 
 
-def make_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_length: int) -> Operators:
-    """The fastest operators that this machine has for a model in `dtype`; angles are rounded as transformers does."""
+def make_operators(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_length: int
+) -> Operators:
+    """The fastest operators that this machine has for a model in `dtype`; angles are rounded as
+    transformers does.
+    """
     frequencies = inverse_frequencies(spec).to(device=device, dtype=torch.float32)
     angles = torch.outer(torch.arange(max_length, dtype=torch.float32, device=device), frequencies)
     cosines, sines = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))

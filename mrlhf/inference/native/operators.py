@@ -1,7 +1,7 @@
 """What a decoder layer does besides matrix products, on torch's operators: any device, any machine.
 
-The engine uses `kernels` instead on a host that can compile; results agree to rounding. It knows flat tokens and blocks
-of the cache, and no model.
+The engine uses `kernels` instead on a host that can compile; results agree to rounding. It knows
+flat tokens and blocks of the cache, and no model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class StepInputs:
     Attributes:
         tokens: int64 [tokens].
         positions: int64 [tokens], number of tokens before each in its sequence.
-        slots: int64 [tokens], where keys and values go: block number x block_size + place in the block.
+        slots: int64 [tokens], where keys and values go: block number x block_size + place in the
+            block.
         query_starts: int32 [sequences + 1], where each sequence's tokens begin.
         lengths: int32 [sequences], tokens of each in the cache after this pass.
         block_tables: int32 [sequences, blocks a sequence].
@@ -58,7 +59,9 @@ class Operators(Protocol):
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add, in place, then normalise."""
 
-    def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
+    def rotate_store(
+        self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer
+    ) -> Tensor:
         """Rotate q and k, put k and v in the cache."""
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
@@ -69,10 +72,16 @@ class Operators(Protocol):
 
 
 def _paged_attention(q: Tensor, block_size: int) -> Callable[..., Tensor] | None:
-    """torch's attention with a block table, where this torch has it and FlashAttention 2 takes such tensors."""
+    """torch's attention with a block table, where this torch has it and FlashAttention 2 takes such
+    tensors.
+    """
     dim = q.shape[-1]
     fits = q.dtype != torch.float32 and block_size % PAGE == 0 and dim % 8 == 0 and dim <= 256
-    return _variable_length_attention() if fits and torch.cuda.get_device_capability(q.device) >= (8, 0) else None
+    return (
+        _variable_length_attention()
+        if fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        else None
+    )
 
 
 @cache
@@ -82,18 +91,29 @@ def _variable_length_attention() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return cast(Callable[..., Tensor], varlen_attn) if {"block_table", "num_splits"} <= set(known) else None
+    return (
+        cast(Callable[..., Tensor], varlen_attn)
+        if {"block_table", "num_splits"} <= set(known)
+        else None
+    )
 
 
 def attend_paged(
-    attention: Callable[..., Tensor], q: Tensor, layer: Layer, inputs: StepInputs, window: int | None
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    layer: Layer,
+    inputs: StepInputs,
+    window: int | None,
 ) -> Tensor:
     """Attention through torch's `varlen_attn`, as `q`.
 
-    FlashAttention 2 wants the beginnings of the keys too, though the table says where they are and `seqused_k` how many
-    there are; and it is not right with pages when it splits the keys of a sequence.
+    FlashAttention 2 wants the beginnings of the keys too, though the table says where they are and
+    `seqused_k` how many there are; and it is not right with pages when it splits the keys of a
+    sequence.
     """
-    key_starts = torch.arange(len(inputs.lengths) + 1, dtype=torch.int32, device=q.device) * inputs.longest
+    key_starts = (
+        torch.arange(len(inputs.lengths) + 1, dtype=torch.int32, device=q.device) * inputs.longest
+    )
     return attention(
         q, *layer, inputs.query_starts, key_starts, inputs.most_queries, inputs.longest,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=True, seqused_k=inputs.lengths,
@@ -120,8 +140,12 @@ class TorchOperators:
             hidden += delta
         return self._norm(hidden, weight)
 
-    def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
-        """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q [tokens, heads, dim]."""
+    def rotate_store(
+        self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer
+    ) -> Tensor:
+        """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q
+        [tokens, heads, dim].
+        """
         q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1]
         if norms is not None:
             q, k = self._norm(q, norms[0]), self._norm(k, norms[1])
@@ -130,28 +154,42 @@ class TorchOperators:
         return self._rotate(q, inputs).flatten(1, 2)
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
-        """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
+        """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as
+        `q`.
+        """
         if q.is_cuda and (paged := _paged_attention(q, layer[0].shape[1])):
             return attend_paged(paged, q, layer, inputs, self._window)
         if inputs.most_queries == 1:
-            return self._attend_gathered(q[:, None], layer, inputs.block_tables, inputs.lengths, inputs.longest)[:, 0]
-        # Sequences with one query go together; a chunk of a prompt goes alone, since padding the others to it would
-        # take more memory than the model.
+            return self._attend_gathered(
+                q[:, None], layer, inputs.block_tables, inputs.lengths, inputs.longest
+            )[:, 0]
+        # Sequences with one query go together; a chunk of a prompt goes alone, since padding the
+        # others to it would take more memory than the model.
         context = torch.empty_like(q)
         starts, lengths = inputs.query_starts.tolist(), inputs.lengths.tolist()
         single = [s for s in range(len(lengths)) if starts[s + 1] - starts[s] == 1]
-        for chosen in [single] * bool(single) + [[s] for s in range(len(lengths)) if s not in set(single)]:
+        for chosen in [single] * bool(single) + [
+            [s] for s in range(len(lengths)) if s not in set(single)
+        ]:
             rows = torch.tensor([range(starts[s], starts[s + 1]) for s in chosen], device=q.device)
             longest = max(lengths[s] for s in chosen)
             arguments = (inputs.block_tables[chosen], inputs.lengths[chosen], longest)
             context[rows] = self._attend_gathered(q[rows], layer, *arguments)
         return context
 
-    def _attend_gathered(self, q: Tensor, layer: Layer, tables: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        """Attention of the last tokens of sequences, q [sequences, queries, heads, head_dim], to gathered blocks."""
+    def _attend_gathered(
+        self, q: Tensor, layer: Layer, tables: Tensor, lengths: Tensor, longest: int
+    ) -> Tensor:
+        """Attention of the last tokens of sequences, q [sequences, queries, heads, head_dim], to
+        gathered blocks.
+        """
         blocks = -(-longest // layer[0].shape[1])
-        keys, values = (store[tables[:, :blocks].long()].flatten(1, 2).transpose(1, 2) for store in layer)
-        positions = lengths[:, None, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
+        keys, values = (
+            store[tables[:, :blocks].long()].flatten(1, 2).transpose(1, 2) for store in layer
+        )
+        positions = (
+            lengths[:, None, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device)[:, None]
+        )
         places = torch.arange(keys.shape[2], device=q.device)
         visible = places <= positions
         if self._window is not None:
@@ -167,20 +205,28 @@ class TorchOperators:
         return F.silu(gate) * up
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm as transformers has it: the normalised value is rounded to its dtype, then scaled."""
+        """RMSNorm as transformers has it: the normalised value is rounded to its dtype, then
+        scaled.
+        """
         return F.rms_norm(x, x.shape[-1:], eps=self._eps) * weight
 
     def _rotate(self, x: Tensor, inputs: StepInputs) -> Tensor:
         """x [tokens, groups, heads, head_dim] rotated by the angles of its positions."""
-        cosines, sines = (table[inputs.positions][:, None, None] for table in (self._cosines, self._sines))
+        cosines, sines = (
+            table[inputs.positions][:, None, None] for table in (self._cosines, self._sines)
+        )
         first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
+        return torch.cat(
+            [first * cosines - second * sines, second * cosines + first * sines], dim=-1
+        ).to(x.dtype)
 
 
 class HostOperators:
     """The same on compiled kernels; tensors are contiguous and on the host."""
 
-    def __init__(self, kernels: Kernels, cosines: Tensor, sines: Tensor, eps: float, window: int | None) -> None:
+    def __init__(
+        self, kernels: Kernels, cosines: Tensor, sines: Tensor, eps: float, window: int | None
+    ) -> None:
         """Args: as of `TorchOperators`, and `kernels` for the dtype of the model."""
         self._kernels, self._tables = kernels, (cosines.contiguous(), sines.contiguous())
         self._eps, self._window = eps, window
@@ -189,13 +235,23 @@ class HostOperators:
         """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
         return self._kernels.add_rms_norm(hidden, delta, weight, self._eps)
 
-    def rotate_store(self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer) -> Tensor:
-        """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q [tokens, heads, dim]."""
-        return self._kernels.rotate_store(qkv, norms, self._eps, self._tables, inputs.positions, inputs.slots, layer)
+    def rotate_store(
+        self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer
+    ) -> Tensor:
+        """Put k and v of `qkv` [tokens, groups, heads_per_group + 2, head_dim] in the cache; q
+        [tokens, heads, dim].
+        """
+        return self._kernels.rotate_store(
+            qkv, norms, self._eps, self._tables, inputs.positions, inputs.slots, layer
+        )
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
-        """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as `q`."""
-        return self._kernels.attend(q, layer, inputs.block_tables, inputs.query_starts, inputs.lengths, self._window)
+        """Attention of `q` [tokens, heads, head_dim] to what is cached of the same sequences, as
+        `q`.
+        """
+        return self._kernels.attend(
+            q, layer, inputs.block_tables, inputs.query_starts, inputs.lengths, self._window
+        )
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of [tokens, 2 * ffn] as [tokens, ffn]."""

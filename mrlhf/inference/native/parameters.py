@@ -1,7 +1,7 @@
 """The engine's parameters: named, cut and fused as megatron-core's, on one pipeline stage.
 
-A parameter is either bound (it is a training parameter, nothing is copied) or stored here. It does not know how weights
-arrive or what is computed from them.
+A parameter is either bound (it is a training parameter, nothing is copied) or stored here. It does
+not know how weights arrive or what is computed from them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from mrlhf.weights.shard import Piece, Slot, local_shape, pieces_of
 
 
 class Parameters:
-    """Tensor-parallel rank `tp_rank`'s shard of a model; no memory is used until a parameter is bound or allocated."""
+    """Tensor-parallel rank `tp_rank`'s shard of a model; no memory is used until a parameter is
+    bound or allocated.
+    """
 
-    def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self._device, self._dtype = device, dtype
         rules, shapes = engine_rules(spec, tp_size), tensor_shapes(spec)
         self.pieces: dict[str, tuple[Piece, ...]] = {
@@ -43,7 +47,9 @@ class Parameters:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
         if name not in self._shapes:
-            raise EngineError(f"the engine has no parameter {name!r}; bind one of parameter_pieces()")
+            raise EngineError(
+                f"the engine has no parameter {name!r}; bind one of parameter_pieces()"
+            )
         wanted = (self._shapes[name], self._dtype, self._device.type)
         given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
         if given != wanted:
@@ -53,7 +59,15 @@ class Parameters:
         self._tensors[name] = tensor
 
     def slots(self) -> list[Slot]:
-        """Where each piece is stored; parameters that have no storage get it, zeroed (so padding rows are zero)."""
+        """Where each piece is stored; parameters that have no storage get it, zeroed (so padding
+        rows are zero).
+        """
         for name in self.missing:
-            self._tensors[name] = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
-        return [Slot(piece, self._tensors[name]) for name, pieces in self.pieces.items() for piece in pieces]
+            self._tensors[name] = torch.zeros(
+                self._shapes[name], dtype=self._dtype, device=self._device
+            )
+        return [
+            Slot(piece, self._tensors[name])
+            for name, pieces in self.pieces.items()
+            for piece in pieces
+        ]

@@ -1,8 +1,10 @@
-"""Which token comes next: a uniform number that is a hash of what is sampled, and the inverse of the distribution.
+"""Which token comes next: a uniform number that is a hash of what is sampled, and the inverse of
+the distribution.
 
-The number depends on (seed, uid, sample index, position) and on nothing else, so batch order, replica and layout cannot
-change a response, except where they round the logits differently. The logits stay cut over the vocabulary, and are gone
-through once: what the ranks tell each other is a few numbers a row. It knows neither models nor sequences, only rows.
+The number depends on (seed, uid, sample index, position) and on nothing else, so batch order,
+replica and layout cannot change a response, except where they round the logits differently. The
+logits stay cut over the vocabulary, and are gone through once: what the ranks tell each other is a
+few numbers a row. It knows neither models nor sequences, only rows.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def splitmix64(state: Words) -> Words:
 
 
 def sample_keys(seed: int, uids: Sequence[int], samples: Sequence[range]) -> Words:
-    """One hash a sample, of (seed, uid, sample index): [samples in all], ordered by prompt, then by sample."""
+    """One hash a sample, of (seed, uid, sample index): [samples in all], ordered by prompt, then by
+    sample.
+    """
     counts = [len(indices) for indices in samples]
     root = splitmix64(np.array([seed], dtype=np.uint64))
     prompts = splitmix64(root ^ np.array(list(uids), dtype=np.int64).view(np.uint64))
@@ -44,12 +48,18 @@ def sample_keys(seed: int, uids: Sequence[int], samples: Sequence[range]) -> Wor
 
 
 def uniforms(keys: Words, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The numbers in [0, 1), 53 bits each, for token `positions` [batch] of the samples with these `keys` [batch]."""
-    return (splitmix64(keys ^ positions.view(np.uint64)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """The numbers in [0, 1), 53 bits each, for token `positions` [batch] of the samples with these
+    `keys` [batch].
+    """
+    return (splitmix64(keys ^ positions.view(np.uint64)) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
 
 
 class Sampler:
-    """Draws tokens from logits that are cut over the ranks of a replica; all ranks come to the same tokens."""
+    """Draws tokens from logits that are cut over the ranks of a replica; all ranks come to the same
+    tokens.
+    """
 
     def __init__(self, parallel: TensorParallel, kernels: Kernels | None) -> None:
         """Args:
@@ -70,18 +80,25 @@ class Sampler:
             sampling: temperature, top_k and top_p are used.
 
         Returns:
-            int64 [batch] tokens, and float32 [batch] log-probabilities over the whole vocabulary at the temperature.
+            int64 [batch] tokens, and float32 [batch] log-probabilities over the whole vocabulary at
+            the temperature.
         """
         if sampling.temperature > 0 and (sampling.top_k != -1 or sampling.top_p < 1):
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
-        rows = len(logits) if self._kernels is not None else max(1, _ELEMENTS // max(1, logits.shape[-1]))
+        rows = (
+            len(logits)
+            if self._kernels is not None
+            else max(1, _ELEMENTS // max(1, logits.shape[-1]))
+        )
         parts = [
             self._draw_rows(*part, vocab_start, sampling)
             for part in zip(logits.split(rows), uniform.split(rows), strict=True)
         ]
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat(
+            [logprobs for _, logprobs in parts]
+        )
 
     def _draw_rows(
         self, logits: Tensor, uniform: Tensor, vocab_start: int, sampling: SamplingParams
@@ -89,7 +106,9 @@ class Sampler:
         greedy = sampling.temperature == 0
         scale = 1.0 if greedy else 1.0 / sampling.temperature
         if self._kernels is not None and self._parallel.size == 1:
-            return self._kernels.draw(logits, scale, torch.full_like(uniform, -1.0) if greedy else uniform)
+            return self._kernels.draw(
+                logits, scale, torch.full_like(uniform, -1.0) if greedy else uniform
+            )
         blocks = self._kernels.logit_blocks if self._kernels is not None else _logit_blocks
         highest, sums, likeliest = blocks(logits, scale)
         top = highest.amax(dim=1)
@@ -104,14 +123,17 @@ class Sampler:
             winner = (tops == top).int().argmax(dim=0, keepdim=True)
             return likeliest.gather(0, winner)[0].long(), -total.log().float()
         target = uniform * total
-        # The first shard whose end lies beyond the target; where rounding leaves a rest, the last that has any mass.
+        # The first shard whose end lies beyond the target; where rounding leaves a rest, the last
+        # that has any mass.
         owner = torch.minimum((ends <= target).sum(dim=0), (masses > 0).cumsum(dim=0).argmax(dim=0))
         local = target - (ends - masses)[self._parallel.rank]
         local = torch.where(owner == self._parallel.rank, local.clamp_min(0.0), -1.0)
         pick = self._kernels.pick if self._kernels is not None else _pick
         columns, chosen = pick(logits, scale, highest, sums, top.float(), local)
         found = columns >= 0
-        drawn = torch.stack([torch.where(found, columns + vocab_start, 0).double(), chosen.double()])
+        drawn = torch.stack(
+            [torch.where(found, columns + vocab_start, 0).double(), chosen.double()]
+        )
         tokens, chosen = self._parallel.sum(drawn)
         return tokens.long(), (chosen - top - total.log()).float()
 
@@ -119,7 +141,9 @@ class Sampler:
 def _logit_blocks(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """As `Kernels.logit_blocks`."""
     scaled = logits.float() * scale
-    blocks = F.pad(scaled, (0, -scaled.shape[-1] % _COLUMNS), value=-torch.inf).unflatten(-1, (-1, _COLUMNS))
+    blocks = F.pad(scaled, (0, -scaled.shape[-1] % _COLUMNS), value=-torch.inf).unflatten(
+        -1, (-1, _COLUMNS)
+    )
     highest = blocks.amax(dim=-1)
     return highest, (blocks - highest[:, :, None]).exp().sum(dim=-1), scaled.argmax(dim=-1)
 
@@ -142,7 +166,9 @@ def _pick(
     return column.masked_fill(skipped, -1), chosen
 
 
-def sample_truncated(logits: Tensor, uniform: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def sample_truncated(
+    logits: Tensor, uniform: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor]:
     """As `Sampler.draw`, from logits [batch, vocab] of the whole vocabulary, after top-k and top-p."""
     scaled = logits.float() / sampling.temperature
     shifted = scaled - scaled.amax(dim=-1, keepdim=True)
@@ -153,9 +179,11 @@ def sample_truncated(logits: Tensor, uniform: Tensor, sampling: SamplingParams) 
 
 
 def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
-    """`weights` [batch, vocab] (unnormalised probabilities), zero outside top-k, then outside top-p of what is left.
+    """`weights` [batch, vocab] (unnormalised probabilities), zero outside top-k, then outside top-p
+    of what is left.
 
-    A token stays in top-p if those likelier than it, or as likely with a lower id, have less than `top_p` together.
+    A token stays in top-p if those likelier than it, or as likely with a lower id, have less than
+    `top_p` together.
     """
     if 0 < top_k < weights.shape[-1]:
         kth = weights.topk(top_k, dim=-1).values[:, -1:]
@@ -170,16 +198,19 @@ def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token id at which the cumulative share of `weights` [batch, vocab] exceeds `uniform` [batch]."""
+    """The first token id at which the cumulative share of `weights` [batch, vocab] exceeds
+    `uniform` [batch].
+    """
     ends = weights.to(torch.float64).cumsum(dim=-1)
     return _first_above(ends, uniform[:, None] * ends[:, -1:])[0][:, 0]
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [batch, 1] of the first entry above `target` [batch, 1], and the entry before it (0 before the first).
+    """Index [batch, 1] of the first entry above `target` [batch, 1], and the entry before it (0
+    before the first).
 
-    Where rounding has put the target past the end, the last entry that adds anything is taken; not-a-number takes the
-    last index.
+    Where rounding has put the target past the end, the last entry that adds anything is taken;
+    not-a-number takes the last index.
     """
     end = cumulative[:, -1:]
     inside = torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))

@@ -1,9 +1,11 @@
-"""Who runs in the next pass through the model, how many tokens of each, and in which blocks of the cache.
+"""Who runs in the next pass through the model, how many tokens of each, and in which blocks of the
+cache.
 
-Samples are rows, numbered prompt after prompt. Every pass takes one token of each row that has one left to compute, and
-of the others as many prompt tokens as the budget allows: prompts go in chunks, and rows enter while there are blocks.
-Where blocks run out, the row that entered last gives its own back and is computed again later. Pure arithmetic on
-lengths and token ids, so every rank of a replica comes to the same schedule alone; it knows no tensors of the model.
+Samples are rows, numbered prompt after prompt. Every pass takes one token of each row that has one
+left to compute, and of the others as many prompt tokens as the budget allows: prompts go in chunks,
+and rows enter while there are blocks. Where blocks run out, the row that entered last gives its own
+back and is computed again later. Pure arithmetic on lengths and token ids, so every rank of a
+replica comes to the same schedule alone; it knows no tensors of the model.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ class Step:
         rows: that take part, [sequences].
         starts: tokens of each that are in the cache already, [sequences].
         counts: tokens of each to be computed now, [sequences].
-        complete: places in `rows` of those computed to their last token, whose logits are wanted, [complete].
-        draws: rows that get their next token after it: those, then rows that share their prompt, [draws].
+        complete: places in `rows` of those computed to their last token, whose logits are wanted,
+            [complete].
+        draws: rows that get their next token after it: those, then rows that share their prompt,
+            [draws].
         sources: the place in `complete` whose logits each of `draws` uses, [draws].
         copies: (from, to) blocks to be copied after it, before the next.
     """
@@ -45,7 +49,9 @@ class Step:
 
 @dataclass(frozen=True)
 class _Forks:
-    """Rows that begin with a prompt just computed for another, the places of those others, and copies to be made."""
+    """Rows that begin with a prompt just computed for another, the places of those others, and
+    copies to be made.
+    """
 
     rows: list[int]
     sources: list[int]
@@ -129,7 +135,9 @@ class Scheduler:
             entered.append((row, start, count))
         if entered:
             columns = np.array(entered, dtype=np.int64).T
-            rows, starts, counts = (np.concatenate(pair) for pair in zip((rows, starts, counts), columns, strict=True))
+            rows, starts, counts = (
+                np.concatenate(pair) for pair in zip((rows, starts, counts), columns, strict=True)
+            )
         self.peak_blocks = max(self.peak_blocks, self._manager.held)
         complete = np.flatnonzero(starts + counts == self.lengths[rows])
         draws, sources = rows[complete], np.arange(len(complete))
@@ -150,7 +158,9 @@ class Scheduler:
         """Give others what `row`, computed from `start` on, has of its prompt now."""
         known, computed = int(self.prompt_lengths[row]), int(self._computed[row])
         # What is computed again after a preemption was counted before.
-        self.computed_prompt_tokens += max(0, min(known, computed) - max(start, int(self._counted[row])))
+        self.computed_prompt_tokens += max(
+            0, min(known, computed) - max(start, int(self._counted[row]))
+        )
         self._counted[row] = max(int(self._counted[row]), min(known, computed))
         held = self.block_tables[row, : self._held[row]].tolist()
         self._manager.publish(self._prompts[self._prompt_of[row]][:computed], held)
@@ -160,7 +170,9 @@ class Scheduler:
             forks.sources.extend([place] * len(started))
 
     def _fork(self, leader: int, followers: list[int], copies: list[tuple[int, int]]) -> list[int]:
-        """Start `followers` with the computed prompt of `leader`; those for whom there is no block wait on."""
+        """Start `followers` with the computed prompt of `leader`; those for whom there is no block
+        wait on.
+        """
         full, rest = divmod(int(self.lengths[leader]), self._block_size)
         shared = self.block_tables[leader, :full].tolist()
         for place, row in enumerate(followers):
@@ -177,7 +189,9 @@ class Scheduler:
         return followers
 
     def _grow(self) -> bool:
-        """Give every running row a block for its newest token; whether rows that entered last had to pay for it."""
+        """Give every running row a block for its newest token; whether rows that entered last had
+        to pay for it.
+        """
         before = self.preemptions
         running = np.array(self._running, dtype=np.int64)
         short = running[self._held[running] * self._block_size < self.lengths[running]]
@@ -206,7 +220,8 @@ class Scheduler:
         row = group[0]
         length = int(self.lengths[row])
         prompt = self._prompts[self._prompt_of[row]]
-        # A row that was preempted may share its whole prompt; one that draws its first token computes a token at least.
+        # A row that was preempted may share its whole prompt; one that draws its first token
+        # computes a token at least.
         known = self._manager.known_prefix(prompt if length == len(prompt) else [*prompt, -1])
         self._manager.share(known)
         own = self._manager.take(-(-length // self._block_size) - len(known))

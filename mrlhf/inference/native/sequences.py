@@ -39,9 +39,13 @@ class Sequences:
         """
         assert not sampling.stop or decode is not None, "stop strings need a decoder"
         self._sampling, self._decode = sampling, decode
-        self._owners = [(prompt, index) for prompt, indices in enumerate(samples) for index in indices]
+        self._owners = [
+            (prompt, index) for prompt, indices in enumerate(samples) for index in indices
+        ]
         self._keys = sampler.sample_keys(sampling.seed, uids, samples)
-        self._prompt_lengths = np.array([len(prompts[prompt]) for prompt, _ in self._owners], dtype=np.int64)
+        self._prompt_lengths = np.array(
+            [len(prompts[prompt]) for prompt, _ in self._owners], dtype=np.int64
+        )
         longest = max(map(len, prompts)) + sampling.max_tokens
         self._tokens = np.zeros((len(self._owners), longest), dtype=np.int32)
         for row, (prompt, _) in enumerate(self._owners):
@@ -100,12 +104,17 @@ class Sequences:
         return response
 
     def _has_stop_string(self, row: int) -> bool:
-        """Whether the newest token completes a stop string: looked for at the end, then made sure of on the whole."""
+        """Whether the newest token completes a stop string: looked for at the end, then made sure
+        of on the whole.
+        """
         assert self._decode is not None
         response = self._response(row).tolist()
         count = self._longest_stop
-        # Tokens without text are passed over: the end that is looked at is longer than any stop string.
-        while len(text := self._decode(response[-count:])) <= 2 * self._longest_stop and count < len(response):
+        # Tokens without text are passed over: the end that is looked at is longer than any stop
+        # string.
+        while len(
+            text := self._decode(response[-count:])
+        ) <= 2 * self._longest_stop and count < len(response):
             count *= 2
         if not any(string in text for string in self._sampling.stop):
             return False

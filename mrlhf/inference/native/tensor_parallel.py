@@ -1,6 +1,8 @@
-"""What the ranks of one replica tell each other: partial sums, and a few numbers about their shards of the logits.
+"""What the ranks of one replica tell each other: partial sums, and a few numbers about their shards
+of the logits.
 
-It is the only file of the engine that communicates. It knows no model; with one rank every call returns its argument.
+It is the only file of the engine that communicates. It knows no model; with one rank every call
+returns its argument.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class TensorParallel:
         padded = shard.new_zeros(len(shard), max(widths))
         padded[:, : shard.shape[1]] = shard
         parts = self.gather(padded)
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+        return torch.cat(
+            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=-1
+        )
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""

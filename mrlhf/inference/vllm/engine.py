@@ -1,7 +1,9 @@
-"""vLLM as an inference engine inside the training ranks: an optional backend, chosen by `rollout.engine: vllm`.
+"""vLLM as an inference engine inside the training ranks: an optional backend, chosen by
+`rollout.engine: vllm`.
 
-Its tensor-parallel groups are made of consecutive ranks of the job, each rank running vLLM's engine in its own process
-and all ranks of a group the same requests. It does not know where weights come from, nor what the samples are for.
+Its tensor-parallel groups are made of consecutive ranks of the job, each rank running vLLM's engine
+in its own process and all ranks of a group the same requests. It does not know where weights come
+from, nor what the samples are for.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.config.installed import require_engine
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
+from mrlhf.inference.installed import require_engine
 from mrlhf.inference.prompts import check_prompts
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
@@ -49,11 +51,13 @@ class VllmEngine:
         limits: EngineLimits,
         decode: Decode | None = None,
     ) -> None:
-        """Build the engine with meaningless weights and take its memory; every rank of the job calls it.
+        """Build the engine with meaningless weights and take its memory; every rank of the job
+        calls it.
 
         Args:
             spec: a language model.
-            tp_group: the ranks of this replica: consecutive ranks of the job, the first a multiple of their number.
+            tp_group: the ranks of this replica: consecutive ranks of the job, the first a multiple
+                of their number.
             device: where weights, cache and sampling are.
             dtype: of parameters and cache.
             limits: what it may take; blocks are made of a multiple of 32 tokens on a CPU.
@@ -68,14 +72,24 @@ class VllmEngine:
         require_engine("vllm")
         ranks = dist.get_process_group_ranks(tp_group)
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
-            raise ConfigError(f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native")
+            raise ConfigError(
+                f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native"
+            )
         check_support(spec, len(ranks), device)
-        self._spec, self._device, self._dtype, self._limits, self._decode = spec, device, dtype, limits, decode
+        self._spec, self._device, self._dtype, self._limits, self._decode = (
+            spec,
+            device,
+            dtype,
+            limits,
+            decode,
+        )
         tp_rank, tp_size = dist.get_rank(tp_group), len(ranks)
         pieces, shapes = parameter_pieces(spec, tp_rank, tp_size), parameter_shapes(spec, tp_size)
         self._block_size = _block_size(limits.block_size, device)
         kv_heads = max(1, spec.num_kv_heads // tp_size)
-        block_bytes = 2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize * self._block_size
+        block_bytes = (
+            2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize * self._block_size
+        )
         self._cache_bytes = self._choose_cache_bytes(block_bytes)
         # Tensor-parallel ranks draw alike, replicas do not.
         self._randomness = guards.SeparateRandomness(device, seed=ranks[0] // tp_size)
@@ -83,7 +97,9 @@ class VllmEngine:
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
         blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
-        self._requests = Requests(self._llm.llm_engine, worker.model_runner.sampler, blocks, block_bytes)
+        self._requests = Requests(
+            self._llm.llm_engine, worker.model_runner.sampler, blocks, block_bytes
+        )
         self._version: int | None = None
         self._has_weights, self._awake = False, True
 
@@ -95,7 +111,9 @@ class VllmEngine:
             EngineError: none was.
         """
         if self._version is None:
-            raise EngineError("the engine has no weights yet: fill weight_slots() or bind(), then commit(version)")
+            raise EngineError(
+                "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"
+            )
         return self._version
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
@@ -103,7 +121,9 @@ class VllmEngine:
         return self._parameters.pieces
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is to be written; on a CPU this storage is new after each `commit`."""
+        """Where each named slice is to be written; on a CPU this storage is new after each
+        `commit`.
+        """
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
@@ -115,7 +135,8 @@ class VllmEngine:
         self._parameters.bind(parameter, tensor)
 
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`: pack them where vLLM does, and forget what older ones computed.
+        """The weights are complete and are `version`: pack them where vLLM does, and forget what
+        older ones computed.
 
         Raises:
             EngineError: a parameter is neither bound nor in `weight_slots` since the last commit.
@@ -137,13 +158,15 @@ class VllmEngine:
 
         Args:
             prompts: token ids, at least one a prompt.
-            uids: a number for each prompt, on which its random numbers depend; equal numbers, equal draws.
+            uids: a number for each prompt, on which its random numbers depend; equal numbers, equal
+                draws.
             sampling: how to draw.
             samples: sample indices of each prompt; all n where None.
 
         Raises:
-            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or has no weights,
-                there are stop strings and no decoder, or the model's logits are not finite.
+            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or
+                has no weights, there are stop strings and no decoder, or the model's logits are not
+                finite.
         """
         self._check(prompts, uids, sampling)
         wanted = [range(sampling.n)] * len(prompts) if samples is None else samples
@@ -155,14 +178,18 @@ class VllmEngine:
         return self._requests.stats
 
     def sleep(self) -> None:
-        """On a GPU give cache and weights back: new weights come before the next use. On a CPU nothing is freed."""
+        """On a GPU give cache and weights back: new weights come before the next use. On a CPU
+        nothing is freed.
+        """
         if self._device.type == "cuda" and self._awake:
             self._llm.sleep(level=2)
             self._has_weights = False
         self._awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`; a GPU's cache is taken back by `commit`, when the buckets of the transfer are gone."""
+        """Undo `sleep`; a GPU's cache is taken back by `commit`, when the buckets of the transfer
+        are gone.
+        """
         if self._device.type == "cuda":
             if not self._awake:
                 self._llm.wake_up(tags=["weights"])
@@ -170,7 +197,9 @@ class VllmEngine:
             self._awake = True
 
     def take_cache(self) -> None:
-        """Do nothing: vLLM has its cache from the start on a CPU, and takes it back in `commit` on a GPU."""
+        """Do nothing: vLLM has its cache from the start on a CPU, and takes it back in `commit` on
+        a GPU.
+        """
 
     def _build(self, tp_size: int, seed: int) -> Any:
         """Construct vLLM from a directory that holds the model's `config.json` and nothing else."""
@@ -214,12 +243,16 @@ class VllmEngine:
             )
 
     def _share_of_memory(self) -> float:
-        """vLLM's own `gpu_memory_utilization`: it counts what vLLM itself takes, ours everything on the GPU."""
+        """vLLM's own `gpu_memory_utilization`: it counts what vLLM itself takes, ours everything on
+        the GPU.
+        """
         utilization = self._limits.gpu_memory_utilization
         if self._device.type == "cpu":
             return utilization
         if self._limits.cache_bytes is not None:
-            return 0.01  # vLLM asks for so much to be free, and then takes the bytes that it is given
+            return (
+                0.01  # vLLM asks for so much to be free, and then takes the bytes that it is given
+            )
         free, total = torch.cuda.mem_get_info(self._device)
         share = free / total - (1 - utilization)
         if share <= 0:
@@ -230,7 +263,9 @@ class VllmEngine:
         return share
 
     def _choose_cache_bytes(self, block_bytes: int) -> int | None:
-        """Of the KV cache: as limited; else on a CPU what all sequences need, up to half of this rank's free memory."""
+        """Of the KV cache: as limited; else on a CPU what all sequences need, up to half of this
+        rank's free memory.
+        """
         limits = self._limits
         one = (-(-limits.max_length // self._block_size) + 1) * block_bytes
         if limits.cache_bytes is not None:
@@ -242,16 +277,26 @@ class VllmEngine:
             return limits.cache_bytes
         if self._device.type == "cuda":
             return None
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * dist.get_world_size())
+        free = (
+            os.sysconf("SC_AVPHYS_PAGES")
+            * os.sysconf("SC_PAGE_SIZE")
+            // (2 * dist.get_world_size())
+        )
         return max(one, min(limits.max_num_seqs * one, free))
 
-    def _check(self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams) -> None:
+    def _check(
+        self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams
+    ) -> None:
         assert len(prompts) == len(uids), f"{len(prompts)} prompts, {len(uids)} uids"
         _ = self.version  # raises where there are no weights
         if not (self._awake and self._has_weights):
-            raise EngineError("the engine sleeps: call wake(), bring weights and commit() before generate()")
+            raise EngineError(
+                "the engine sleeps: call wake(), bring weights and commit() before generate()"
+            )
         if sampling.stop and self._decode is None:
-            raise EngineError("stop strings need a decoder: give the engine decode, or set rollout.stop=[]")
+            raise EngineError(
+                "stop strings need a decoder: give the engine decode, or set rollout.stop=[]"
+            )
         check_prompts(prompts, sampling.max_tokens, self._limits.max_length, self._spec.vocab_size)
 
 

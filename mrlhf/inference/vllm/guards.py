@@ -2,15 +2,16 @@
 
 vLLM is made to own its process. In ours it would, without a word or nearly so:
 
-    RNG             reseed and consume the host's random numbers                    SeparateRandomness
-    seeds           draw the same numbers in every replica                          request_seed
-    process group   destroy the job's default process group when it is dropped      keep_default_group
-    shared memory   use the same segment names in every job on a machine            name_shared_memory
-    tied weights    keep an old packed copy of a tied output layer                  repack_output_layer
-    prefix cache    answer with keys and values of older weights                    drop_prefix_cache
+    RNG             reseed and consume the host's random numbers
+    SeparateRandomness seeds           draw the same numbers in every replica
+    request_seed process group   destroy the job's default process group when it is dropped
+    keep_default_group shared memory   use the same segment names in every job on a machine
+    name_shared_memory tied weights    keep an old packed copy of a tied output layer
+    repack_output_layer prefix cache    answer with keys and values of older weights
+    drop_prefix_cache
 
-Besides, `HostState` puts back what vLLM changes in the process. Each guard has a test that shows the damage without it.
-Written against vLLM 0.32; this file does not know what is generated.
+Besides, `HostState` puts back what vLLM changes in the process. Each guard has a test that shows
+the damage without it. Written against vLLM 0.32; this file does not know what is generated.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class HostState:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set what vLLM needs, and afterwards undo all that it and we have set, its own `VLLM_*` excepted."""
+        """Set what vLLM needs, and afterwards undo all that it and we have set, its own `VLLM_*`
+        excepted.
+        """
         before, set_num_threads = dict(os.environ), torch.set_num_threads
         os.environ.update({**_LOGGING, **before, **_SETTINGS})
         os.environ.pop(_OVERRIDES, None)
@@ -55,9 +58,13 @@ class HostState:
         try:
             yield
         finally:
-            for name in [name for name in os.environ if name not in before and not name.startswith("VLLM_")]:
+            for name in [
+                name for name in os.environ if name not in before and not name.startswith("VLLM_")
+            ]:
                 del os.environ[name]
-            os.environ.update({k: v for k, v in before.items() if not k.startswith("VLLM_") or k == _OVERRIDES})
+            os.environ.update(
+                {k: v for k, v in before.items() if not k.startswith("VLLM_") or k == _OVERRIDES}
+            )
             torch.set_num_threads = set_num_threads
             gc.unfreeze()  # vLLM exempts all objects alive, the host's among them, from collection
 
@@ -107,7 +114,8 @@ class SeparateRandomness:
 def request_seed(seed: int, uid: int, sample_index: int) -> int | None:
     """The seed of one sample's random numbers, whatever the replica and the other requests.
 
-    vLLM draws from one generator a request; without a seed of its own it would draw from the process's.
+    vLLM draws from one generator a request; without a seed of its own it would draw from the
+    process's.
     """
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
@@ -130,14 +138,18 @@ def keep_default_group() -> None:
 
 
 def job_name() -> str:
-    """A name that this construction of engines shares with no other; every rank of the job calls it."""
+    """A name that this construction of engines shares with no other; every rank of the job calls
+    it.
+    """
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0)
     return names[0]
 
 
 def name_shared_memory(job: str) -> None:
-    """Put `job` into the names of the segments through which tensor-parallel ranks on a CPU exchange data."""
+    """Put `job` into the names of the segments through which tensor-parallel ranks on a CPU
+    exchange data.
+    """
     from vllm.distributed.device_communicators import cpu_communicator
 
     def make_group_name(communicator: Any) -> str:
@@ -148,7 +160,9 @@ def name_shared_memory(job: str) -> None:
 
 
 def repack_output_layer(model: Any) -> None:
-    """Pack a tied output layer again: on a CPU it has a packed copy of the embedding that it shares."""
+    """Pack a tied output layer again: on a CPU it has a packed copy of the embedding that it
+    shares.
+    """
     if model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
@@ -160,4 +174,6 @@ def drop_prefix_cache(llm: Any) -> None:
         EngineError: requests are still running.
     """
     if not llm.reset_prefix_cache():
-        raise EngineError("vLLM kept its prefix cache because requests are running; commit between calls of generate()")
+        raise EngineError(
+            "vLLM kept its prefix cache because requests are running; commit between calls of generate()"
+        )

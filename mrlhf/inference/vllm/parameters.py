@@ -1,8 +1,8 @@
 """Where vLLM's parameters are stored, and how new weights get into them.
 
-On a GPU each is a tensor that stays where it is. On a CPU vLLM packs the weights of linear layers for its GEMM and
-keeps nothing else of them; these are stored here from `slots` or `bind` to `install`, which packs and forgets them.
-It does not know where weights come from.
+On a GPU each is a tensor that stays where it is. On a CPU vLLM packs the weights of linear layers
+for its GEMM and keeps nothing else of them; these are stored here from `slots` or `bind` to
+`install`, which packs and forgets them. It does not know where weights come from.
 """
 
 from __future__ import annotations
@@ -51,15 +51,19 @@ class VllmParameters:
                 )
 
     def bind(self, name: str, tensor: Tensor) -> None:
-        """Take `name` from `tensor`: in place of the parameter where vLLM leaves it as it is, by packing it elsewhere.
+        """Take `name` from `tensor`: in place of the parameter where vLLM leaves it as it is, by
+        packing it elsewhere.
 
-        On a GPU the parameter keeps its place, which captured graphs and sleep mode rely on, and is copied into.
+        On a GPU the parameter keeps its place, which captured graphs and sleep mode rely on, and is
+        copied into.
 
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
         if name not in self.pieces:
-            raise EngineError(f"the engine has no parameter {name!r}; bind one of parameter_pieces()")
+            raise EngineError(
+                f"the engine has no parameter {name!r}; bind one of parameter_pieces()"
+            )
         wanted = (self._shapes[name], self._dtype, self._device.type)
         given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
         if given != wanted:
@@ -70,16 +74,22 @@ class VllmParameters:
         self._borrowed.add(name)
 
     def slots(self) -> list[Slot]:
-        """Where each piece is to be written; what is packed gets storage until `install`, padding rows zero."""
+        """Where each piece is to be written; what is packed gets storage until `install`, padding
+        rows zero.
+        """
         for name in self.missing:
             stored: Tensor = self._model.get_parameter(name)
             fits = tuple(stored.shape) == self._shapes[name] and stored.dtype == self._dtype
             if fits and (self._device.type == "cuda" or name not in self._borrowed):
                 self._new[name] = stored.detach()
             else:
-                self._new[name] = torch.zeros(self._shapes[name], dtype=self._dtype, device=self._device)
+                self._new[name] = torch.zeros(
+                    self._shapes[name], dtype=self._dtype, device=self._device
+                )
                 self._borrowed.discard(name)
-        return [Slot(piece, self._new[name]) for name, pieces in self.pieces.items() for piece in pieces]
+        return [
+            Slot(piece, self._new[name]) for name, pieces in self.pieces.items() for piece in pieces
+        ]
 
     @property
     def missing(self) -> list[str]:
@@ -94,7 +104,9 @@ class VllmParameters:
             EngineError: a parameter has no new weights.
         """
         if missing := self.missing:
-            raise EngineError(f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()")
+            raise EngineError(
+                f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()"
+            )
         for prefix, module in self._model.named_modules():
             own = [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
             own = [name for name in own if name in self._new]
@@ -118,7 +130,9 @@ class VllmParameters:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether vLLM multiplies by a packed copy of the module's weight; an embedding looks rows up instead."""
+    """Whether vLLM multiplies by a packed copy of the module's weight; an embedding looks rows up
+    instead.
+    """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

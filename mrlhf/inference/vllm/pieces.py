@@ -21,19 +21,28 @@ Interval = tuple[int, int]
 
 
 def vllm_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
-    """The pieces that global rank `rank` of vLLM replicas in `layout` holds, parameter by parameter."""
+    """The pieces that global rank `rank` of vLLM replicas in `layout` holds, parameter by
+    parameter.
+    """
     _, tp_rank = layout.place(rank)
-    return [piece for pieces in parameter_pieces(spec, tp_rank, layout.tp).values() for piece in pieces]
+    return [
+        piece for pieces in parameter_pieces(spec, tp_rank, layout.tp).values() for piece in pieces
+    ]
 
 
 def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, tuple[Piece, ...]]:
-    """The pieces of each parameter on tensor-parallel rank `tp_rank` of `tp_size`; () where it is padding alone.
+    """The pieces of each parameter on tensor-parallel rank `tp_rank` of `tp_size`; () where it is
+    padding alone.
 
     Raises:
         WeightError: the model's heads, MLP or padded vocabulary do not divide over the ranks.
     """
     _check(spec, tp_size)
-    q_rows, kv_rows, ffn = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.ffn_size
+    q_rows, kv_rows, ffn = (
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+        spec.ffn_size,
+    )
     q = _share(q_rows, tp_rank, tp_size)
     # Ranks beyond the KV heads share: the parts are then as many as the heads.
     parts = min(tp_size, spec.num_kv_heads)
@@ -47,7 +56,10 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
         attention = prefix + "self_attn."
         maker.whole(prefix + "input_layernorm.weight")
         for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            parts_of = {f"{attention}{name}_proj.{kind}": rows for name, rows in (("q", q), ("k", kv), ("v", kv))}
+            parts_of = {
+                f"{attention}{name}_proj.{kind}": rows
+                for name, rows in (("q", q), ("k", kv), ("v", kv))
+            }
             maker.fused(f"{attention}qkv_proj.{kind}", parts_of, dim=0)
         if spec.qk_norm:
             maker.whole(attention + "q_norm.weight")
@@ -67,7 +79,11 @@ def parameter_shapes(spec: ModelSpec, tp_size: int) -> dict[str, Shape]:
     """The shape of each parameter on every one of `tp_size` ranks, vocabulary padding included."""
     # The first rank holds rows of every parameter, so its pieces tell all shapes.
     return {
-        name: (*held[0].full_shape[: held[0].dim], held[0].period, *held[0].full_shape[held[0].dim + 1 :])
+        name: (
+            *held[0].full_shape[: held[0].dim],
+            held[0].period,
+            *held[0].full_shape[held[0].dim + 1 :],
+        )
         for name, held in parameter_pieces(spec, 0, tp_size).items()
     }
 
@@ -89,7 +105,9 @@ class _Maker:
         pieces, offset = [], 0
         for name, (start, stop) in intervals.items():
             size = stop - start
-            pieces.append(Piece(name, self._shapes[name], dim, start, stop, parameter, offset, size, period))
+            pieces.append(
+                Piece(name, self._shapes[name], dim, start, stop, parameter, offset, size, period)
+            )
             offset += size
         self.pieces[parameter] = tuple(pieces)
 
@@ -118,7 +136,9 @@ def _check(spec: ModelSpec, tp: int) -> None:
     }
     for what, size in sizes.items():
         if size % tp:
-            raise WeightError(f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a smaller tp")
+            raise WeightError(
+                f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a smaller tp"
+            )
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise WeightError(
             f"vLLM: rollout.tp {tp} is neither a divisor nor a multiple of the model's {spec.num_kv_heads} KV heads; "

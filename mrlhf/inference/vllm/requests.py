@@ -1,7 +1,7 @@
 """Samples as vLLM requests: submitted, run to the end, cut at stop strings, counted.
 
-Each sample is a request of its own with its own seed; the samples of a prompt share its computed prefix in vLLM's
-cache. It does not know weights or process groups.
+Each sample is a request of its own with its own seed; the samples of a prompt share its computed
+prefix in vLLM's cache. It does not know weights or process groups.
 """
 
 from __future__ import annotations
@@ -77,15 +77,20 @@ class Requests:
         """
         self._counts = _Counts()
         self._tally.preemptions = self._tally.peak_blocks = 0
-        # The log-probs that vLLM would report are before temperature or after truncation; ours are in between.
+        # The log-probs that vLLM would report are before temperature or after truncation; ours are
+        # in between.
         self._sampler.compute_logprobs = _logprobs_at(sampling.temperature or 1.0)
         order = [(prompt, index) for prompt, indices in enumerate(samples) for index in indices]
         done: dict[int, Sample] = {}
         known = [0] * len(order)  # tokens of each response that hold no stop string
         try:  # what is left over from a failed call would be answered in the next one's name
             for number, (prompt, index) in enumerate(order):
-                params = _request_params(sampling, guards.request_seed(sampling.seed, uids[prompt], index))
-                self._engine.add_request(str(number), {"prompt_token_ids": list(prompts[prompt])}, params)
+                params = _request_params(
+                    sampling, guards.request_seed(sampling.seed, uids[prompt], index)
+                )
+                self._engine.add_request(
+                    str(number), {"prompt_token_ids": list(prompts[prompt])}, params
+                )
             while self._engine.has_unfinished_requests():
                 self._step(order, known, sampling.stop, decode, done)
         finally:
@@ -195,4 +200,6 @@ def _sample(prompt: int, index: int, answer: Any, end: int | None) -> Sample:
         raise EngineError(
             f"vLLM's log-probs of sample {index} of prompt {prompt} are not finite; look for NaN in the weights"
         )
-    return Sample(prompt, index, tokens, logprobs, stopped=end is not None or answer.finish_reason == "stop")
+    return Sample(
+        prompt, index, tokens, logprobs, stopped=end is not None or answer.finish_reason == "stop"
+    )

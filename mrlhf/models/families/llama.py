@@ -1,6 +1,8 @@
-"""Llama: how `config.json` becomes a ModelSpec, and which named tensors each Megatron parameter holds.
+"""Llama: how `config.json` becomes a ModelSpec, and which named tensors each Megatron parameter
+holds.
 
-The other dense families differ in a few facts and build on these functions. It knows no ranks: `weights.shard` cuts.
+The other dense families differ in a few facts and build on these functions. It knows no ranks:
+`weights.shard` cuts.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
-    """The spec of a Llama `config.json` (`config` as transformers fills it in, all defaults present).
+    """The spec of a Llama `config.json` (`config` as transformers fills it in, all defaults
+    present).
 
     Raises:
         ConfigError: the model uses a feature that has no counterpart here.
     """
     if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ConfigError("config.json sets attention_bias or mlp_bias: biases on o_proj and the MLP are not supported")
+        raise ConfigError(
+            "config.json sets attention_bias or mlp_bias: biases on o_proj and the MLP are not supported"
+        )
     return dense_spec(config, head, qkv_bias=False, qk_norm=False, sliding_window=None)
 
 
@@ -31,11 +36,15 @@ def dense_spec(
 ) -> ModelSpec:
     """The spec of any dense Llama-like `config.json`, given the facts in which families differ."""
     if config["hidden_act"] not in ("silu", "swish"):
-        raise ConfigError(f"config.json has hidden_act={config['hidden_act']!r}; only silu is supported")
+        raise ConfigError(
+            f"config.json has hidden_act={config['hidden_act']!r}; only silu is supported"
+        )
     num_heads = config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
-        raise ConfigError(f"config.json: {num_heads} attention heads are not divisible by {num_kv_heads} KV heads")
+        raise ConfigError(
+            f"config.json: {num_heads} attention heads are not divisible by {num_kv_heads} KV heads"
+        )
     return ModelSpec(
         family=config["model_type"],
         head=head,
@@ -71,10 +80,15 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
             if spec.qkv_bias:
                 shapes[f"{attention}{name}_proj.bias"] = (rows,)
         if spec.qk_norm:
-            shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (spec.head_dim,)
+            shapes[attention + "q_norm.weight"] = shapes[attention + "k_norm.weight"] = (
+                spec.head_dim,
+            )
         shapes[attention + "o_proj.weight"] = (hidden, q_rows)
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[prefix + "mlp.gate_proj.weight"] = shapes[prefix + "mlp.up_proj.weight"] = (ffn, hidden)
+        shapes[prefix + "mlp.gate_proj.weight"] = shapes[prefix + "mlp.up_proj.weight"] = (
+            ffn,
+            hidden,
+        )
         shapes[prefix + "mlp.down_proj.weight"] = (hidden, ffn)
     shapes["model.norm.weight"] = (hidden,)
     if spec.head == "scalar":
@@ -124,10 +138,16 @@ def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
         "self_attention.q_layernorm.weight": Rule((attention + "q_norm.weight",), dim=None),
         "self_attention.k_layernorm.weight": Rule((attention + "k_norm.weight",), dim=None),
         "self_attention.linear_proj.weight": Rule((attention + "o_proj.weight",), dim=1),
-        "mlp.linear_fc1.weight": Rule((prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"), dim=0),
+        "mlp.linear_fc1.weight": Rule(
+            (prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"), dim=0
+        ),
         "mlp.linear_fc2.weight": Rule((prefix + "mlp.down_proj.weight",), dim=1),
     }
     for kind in ("weight", "bias"):
-        names = (f"{attention}q_proj.{kind}", f"{attention}k_proj.{kind}", f"{attention}v_proj.{kind}")
+        names = (
+            f"{attention}q_proj.{kind}",
+            f"{attention}k_proj.{kind}",
+            f"{attention}v_proj.{kind}",
+        )
         rules[f"self_attention.linear_qkv.{kind}"] = Rule(names, dim=0, periods=groups)
     return rules

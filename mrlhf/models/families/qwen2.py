@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v. It knows the config mapping; tensors are named as Llama's."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v. It knows the config mapping; tensors are
+named as Llama's.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +18,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         ConfigError: some layers use a sliding window and others do not.
     """
     if config.get("use_sliding_window"):
-        raise ConfigError("config.json sets use_sliding_window: set it to false, mixed windows are not supported")
+        raise ConfigError(
+            "config.json sets use_sliding_window: set it to false, mixed windows are not supported"
+        )
     return dense_spec(config, head, qkv_bias=True, qk_norm=False, sliding_window=None)

@@ -16,7 +16,9 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         ConfigError: the model uses a sliding window or biases.
     """
     if config.get("use_sliding_window"):
-        raise ConfigError("config.json sets use_sliding_window: set it to false, mixed windows are not supported")
+        raise ConfigError(
+            "config.json sets use_sliding_window: set it to false, mixed windows are not supported"
+        )
     if config.get("attention_bias"):
         raise ConfigError("config.json sets attention_bias: a bias on o_proj is not supported")
     return dense_spec(config, head, qkv_bias=False, qk_norm=True, sliding_window=None)

@@ -1,4 +1,5 @@
-"""What must hold between a layout and the model it is for; each model is known by its `config.json` alone.
+"""What must hold between a layout and the model it is for; each model is known by its `config.json`
+alone.
 
 It reads that file and computes with its numbers; it imports no torch and builds no model.
 """
@@ -98,7 +99,8 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]
 
 
 def read_facts(name: str, path: str) -> ModelFacts | None:
-    """The facts of the model in directory `path`, for the role `name`; None where it has no `config.json`.
+    """The facts of the model in directory `path`, for the role `name`; None where it has no
+    `config.json`.
 
     Raises:
         ConfigError: the file describes no decoder.
@@ -109,8 +111,12 @@ def read_facts(name: str, path: str) -> ModelFacts | None:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
         heads = int(facts["num_attention_heads"])
-        kv_heads = heads if facts.get("num_key_value_heads") is None else int(facts["num_key_value_heads"])
-        head_dim = facts["hidden_size"] // heads if facts.get("head_dim") is None else facts["head_dim"]
+        kv_heads = (
+            heads if facts.get("num_key_value_heads") is None else int(facts["num_key_value_heads"])
+        )
+        head_dim = (
+            facts["hidden_size"] // heads if facts.get("head_dim") is None else facts["head_dim"]
+        )
         positions = facts.get("max_position_embeddings")
         return ModelFacts(
             file,
@@ -122,14 +128,16 @@ def read_facts(name: str, path: str) -> ModelFacts | None:
             max_positions=None if positions is None else int(positions),
         )
     except (OSError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
-        raise ConfigError(f"{name}: {file} does not describe a decoder: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{name}: {file} does not describe a decoder: {type(error).__name__}: {error}"
+        ) from None
 
 
 def cache_needs(config: PPOConfig, facts: ModelFacts) -> CacheNeeds:
     """What a sequence of `data.max_length` tokens takes of the KV cache of one rank of the engine.
 
-    Where dtype and device are both "auto", a GPU and bfloat16 are assumed. On a CPU bfloat16 may be widened to float32,
-    and vLLM's blocks there are of 32 tokens, one of them of no use.
+    Where dtype and device are both "auto", a GPU and bfloat16 are assumed. On a CPU bfloat16 may be
+    widened to float32, and vLLM's blocks there are of 32 tokens, one of them of no use.
     """
     rollout = config.rollout
     float32 = config.actor.dtype == "float32" or config.distributed.device == "cpu"
@@ -165,7 +173,8 @@ def check_model(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         ffn_size: width of the MLP.
-        replicates_kv_heads: where tp is a multiple of the key and value heads, several ranks hold the same one.
+        replicates_kv_heads: where tp is a multiple of the key and value heads, several ranks hold
+            the same one.
 
     Raises:
         ConfigError: one line a mistake.
@@ -180,7 +189,11 @@ def check_model(
     if replicates_kv_heads:
         del sizes[2]
         if num_kv_heads % tp and tp % num_kv_heads:
-            fits = ", ".join(str(d) for d in range(1, num_heads + 1) if _spreads(d, num_heads, num_kv_heads, ffn_size))
+            fits = ", ".join(
+                str(d)
+                for d in range(1, num_heads + 1)
+                if _spreads(d, num_heads, num_kv_heads, ffn_size)
+            )
             problems.append(
                 f"{role}.tp {tp} neither divides the model's key and value heads {num_kv_heads} nor is a multiple of "
                 f"them; use one of {fits}"
@@ -188,7 +201,9 @@ def check_model(
     for what, size, key, parts in sizes:
         if size % parts:
             fits = ", ".join(str(d) for d in range(1, parts) if size % d == 0)
-            problems.append(f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of {fits}")
+            problems.append(
+                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of {fits}"
+            )
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -1,8 +1,10 @@
-"""What must hold between the keys that make up the method: advantages, loss, reward, correction, dynamic sampling.
+"""What must hold between the keys that make up the method: advantages, loss, reward, correction,
+dynamic sampling.
 
-Each complaint is one line with the numbers and the remedy. A key that only another advantage estimator would read is
-refused rather than ignored, and so is what would destroy or contradict the method. Numbers that are not in use for
-another reason may stay: those of another objective, of a KL or a buffer that is off. It knows no rank.
+Each complaint is one line with the numbers and the remedy. A key that only another advantage
+estimator would read is refused rather than ignored, and so is what would destroy or contradict the
+method. Numbers that are not in use for another reason may stay: those of another objective, of a KL
+or a buffer that is off. It knows no rank.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import CLIP_RATIO
 
-CORRECTNESS_TERMS = ("exact_match", "gsm8k")  # repeats mrlhf.trainers.scoring; a test compares them
+CORRECTNESS_TERMS = ("exact_match", "gsm8k")  # repeats mrlhf.rollout.scoring; a test compares them
 GROUPED = ("grpo", "grpo_passk")
 DISCOUNTED = ("gae", "reinforce_plus_plus")
 
@@ -30,7 +32,9 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def tells_right_from_wrong(config: PPOConfig) -> bool:
-    """Whether a reward term may say which responses are right; a user's function does where it returns `acc`."""
+    """Whether a reward term may say which responses are right; a user's function does where it
+    returns `acc`.
+    """
     return any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms)
 
 
@@ -58,7 +62,11 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
             "lambda of the advantages; leave lam at 1.0 or lam_length_alpha at null"
         )
     longest = config.data.max_response_length
-    if name == "gae" and algorithm.lam_length_alpha is not None and algorithm.lam_length_alpha * longest <= 1:
+    if (
+        name == "gae"
+        and algorithm.lam_length_alpha is not None
+        and algorithm.lam_length_alpha * longest <= 1
+    ):
         yield (
             f"algorithm.lam_length_alpha {algorithm.lam_length_alpha} x data.max_response_length {longest} = "
             f"{algorithm.lam_length_alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
@@ -118,7 +126,10 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
 def _differ_within_a_response(config: PPOConfig) -> str | None:
     """Why the advantages of a response's tokens differ, or None where they are all the same."""
     algorithm = config.algorithm
-    name, of_each_token = algorithm.adv_estimator, algorithm.use_kl_in_reward and algorithm.kl_placement == "token"
+    name, of_each_token = (
+        algorithm.adv_estimator,
+        algorithm.use_kl_in_reward and algorithm.kl_placement == "token",
+    )
     if name == "gae":
         return f"algorithm.adv_estimator {name}"
     if name == "reinforce_plus_plus" and algorithm.gamma != 1.0:
@@ -136,7 +147,11 @@ def _loss_problems(config: PPOConfig) -> Iterator[str]:
             f"actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but {reason} gives one a "
             "token; use another estimator, such as grpo, or another loss"
         )
-    if actor.clip_ratio != CLIP_RATIO and actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+    if (
+        actor.clip_ratio != CLIP_RATIO
+        and actor.clip_ratio_low is not None
+        and actor.clip_ratio_high is not None
+    ):
         yield (
             f"actor.clip_ratio {actor.clip_ratio} has no effect beside actor.clip_ratio_low {actor.clip_ratio_low} and "
             f"actor.clip_ratio_high {actor.clip_ratio_high}; leave it at {CLIP_RATIO}, or set one of these to null"
@@ -163,7 +178,11 @@ def _correction_problems(config: PPOConfig) -> Iterator[str]:
             f"{key}.loss_type reinforce and actor.policy_loss.loss_mode {mode} are two losses; set loss_mode to "
             "vanilla or loss_type to ppo_clip"
         )
-    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+    if (
+        correction.bypass_mode
+        and correction.loss_type == "ppo_clip"
+        and correction.rollout_is is not None
+    ):
         yield (
             f"{key}.rollout_is {correction.rollout_is} with bypass_mode and loss_type ppo_clip: the ratio is to the "
             "engine's policy already and would count twice; set rollout_is to null or loss_type to reinforce"

@@ -1,4 +1,5 @@
-"""Scores a rollout: rules and users' functions on each rank's share of the responses, the reward model on all ranks.
+"""Scores a rollout: rules and users' functions on each rank's share of the responses, the reward
+model on all ranks.
 
 It knows how shares are cut and gathered; what a score means is said in `rewards`.
 """
@@ -31,9 +32,10 @@ class Scores:
 
     Attributes:
         total: float32 [batch], the weighted mix.
-        terms: each term's own score and further numbers, by name; [batch], NaN where a response has none.
-        answers: what the term that tells right from wrong took for each response's answer [batch], None where it found
-            none; None as a whole where no term tells, or nobody asked.
+        terms: each term's own score and further numbers, by name; [batch], NaN where a response has
+            none.
+        answers: what the term that tells right from wrong took for each response's answer [batch],
+            None where it found none; None as a whole where no term tells, or nobody asked.
     """
 
     total: Tensor
@@ -42,7 +44,9 @@ class Scores:
 
     @property
     def correct(self) -> list[float] | None:
-        """Whether each response is right, 1 or 0, by a term that can tell: exact_match, gsm8k, or a user's `acc`."""
+        """Whether each response is right, 1 or 0, by a term that can tell: exact_match, gsm8k, or a
+        user's `acc`.
+        """
         name = _correctness(self.terms)
         return None if name is None else self.terms[name]
 
@@ -57,10 +61,13 @@ class Scores:
         """The scores of all parts, one part after the other; a term that a part lacks is NaN there."""
         names = sorted({name for part in parts for name in part.terms})
         terms = {
-            name: [x for part in parts for x in part.terms.get(name, [math.nan] * len(part.total))] for name in names
+            name: [x for part in parts for x in part.terms.get(name, [math.nan] * len(part.total))]
+            for name in names
         }
         found = [part.answers for part in parts if part.answers is not None]
-        answers = [answer for column in found for answer in column] if len(found) == len(parts) else None
+        answers = (
+            [answer for column in found for answer in column] if len(found) == len(parts) else None
+        )
         return Scores(torch.cat([part.total for part in parts]), terms, answers)
 
     def metrics(self) -> dict[str, float]:
@@ -76,7 +83,11 @@ class Scorer:
     """The reward of the run: its terms, and the reward model where one of them asks for it."""
 
     def __init__(
-        self, section: RewardSection, tokenizer: Tokenizer, reward_model: RewardModel | None, world: dist.ProcessGroup
+        self,
+        section: RewardSection,
+        tokenizer: Tokenizer,
+        reward_model: RewardModel | None,
+        world: dist.ProcessGroup,
     ) -> None:
         self._function = RewardFunction(
             [(term.name, term.weight) for term in section.terms], timeout_s=section.timeout_s
@@ -101,10 +112,13 @@ class Scorer:
             RewardError: a term failed, hung or returned no number, on this rank's share.
         """
         rank, world_size = self._world.rank(), self._world.size()
-        external = {} if self._model is None else {"reward_model": self._model.score(rollout).tolist()}
+        external = (
+            {} if self._model is None else {"reward_model": self._model.score(rollout).tolist()}
+        )
         mine = range(rank, len(rollout), world_size)
         result = self._function.score(
-            self._inputs(rollout, mine), {name: [column[row] for row in mine] for name, column in external.items()}
+            self._inputs(rollout, mine),
+            {name: [column[row] for row in mine] for name, column in external.items()},
         )
         # An error above ends this process, and with it the job, before anyone waits here for long.
         answers = result.answers if with_answers else {}
@@ -118,7 +132,11 @@ class Scorer:
             for name, column in metrics.items():
                 for row, value in zip(rows, column, strict=True):
                     terms[name][row] = value
-        return Scores(total, terms, _answers([answers for _, _, answers in parts], _correctness(terms), len(rollout)))
+        return Scores(
+            total,
+            terms,
+            _answers([answers for _, _, answers in parts], _correctness(terms), len(rollout)),
+        )
 
     def close(self) -> None:
         """End the processes of users' functions."""
@@ -130,7 +148,9 @@ class Scorer:
             RewardInput(
                 data_source=prompts.data_source[row],
                 prompt_text=prompts.text[row],
-                solution_str=self._tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist()),
+                solution_str=self._tokenizer.decode(
+                    rollout.response_ids[row, : lengths[row]].tolist()
+                ),
                 ground_truth=prompts.ground_truth[row],
                 extra_info=prompts.extra_info[row],
                 response_tokens=lengths[row],
@@ -150,7 +170,9 @@ def _correctness(names: Iterable[str]) -> str | None:
 def _answers(
     parts: Sequence[Mapping[str, list[str | None]]], column: str | None, batch: int
 ) -> list[str | None] | None:
-    """The ranks' shares of the answers that the term of `column` found, joined; None where it found none."""
+    """The ranks' shares of the answers that the term of `column` found, joined; None where it found
+    none.
+    """
     term = None if column is None else column.removesuffix(f"/{REPORTED_CORRECTNESS}")
     if term is None or not any(term in part for part in parts):
         return None

@@ -1,4 +1,4 @@
-"""What a run leaves for people: dumped rollouts, the closing report, a PNG of curves, one summary over several runs.
+"""What a run leaves for people: the closing report, a PNG of curves, one summary over several runs.
 
 Everything is read from the files that the run wrote, so that it can be told again afterwards.
 """
@@ -12,15 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from mrlhf.batch import Experience
-from mrlhf.data.rows import write_rows
-from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 from mrlhf.log import plot_curves, read_metrics
-from mrlhf.trainers.scoring import Scores
-from mrlhf.trainers.startup import SUMMARY, write_summary
+from mrlhf.run.startup import SUMMARY, write_summary
 
 logger = logging.getLogger(__name__)
 
@@ -36,37 +30,6 @@ CURVES = (
     "training/rollout_probs_diff_max",
 )
 Record = Mapping[str, Any]
-
-
-def dump_rollout(output_dir: Path, step: int, experience: Experience, scores: Scores, tokenizer: Tokenizer) -> None:
-    """Write every prompt, response and score of a step to `rollouts/step_<step>.jsonl`."""
-    rollout = experience.rollout
-    lengths, prompts = rollout.response_lengths, rollout.prompts
-    rows = (
-        {
-            "uid": prompts.uid[row],
-            "sample": rollout.sample_index[row],
-            "data_source": prompts.data_source[row],
-            "prompt": prompts.text[row],
-            "response": tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist()),
-            "ground_truth": prompts.ground_truth[row],
-            "stopped": bool(rollout.stopped[row]),
-            "score": float(experience.scores[row]),
-            "terms": {name: column[row] for name, column in scores.terms.items() if column[row] == column[row]},
-        }
-        for row in range(len(rollout))
-    )
-    directory = output_dir / "rollouts"
-    directory.mkdir(exist_ok=True)
-    write_rows(directory / f"step_{step:06d}.jsonl", rows)
-
-
-def save_batch(path: Path, experience: Experience) -> None:
-    """Write a training batch for study: plain tensors and lists, read by `torch.load(path)`."""
-    rollout = experience.rollout
-    tables = {name: value for name, value in vars(experience).items() if name != "rollout"}
-    tables |= {name: value for name, value in vars(rollout).items() if name != "prompts"}
-    torch.save(tables | {"prompts": rollout.prompts.token_ids, "uid": rollout.prompts.uid}, path)
 
 
 def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: float) -> None:
@@ -88,7 +51,8 @@ def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: floa
 
 
 def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str, Any]:
-    """Merge the summaries of runs that follow each other into `output_dir/summary.json`; seconds add up.
+    """Merge the summaries of runs that follow each other into `output_dir/summary.json`; seconds
+    add up.
 
     Raises:
         DataError: a stage has no summary.
@@ -114,14 +78,19 @@ def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
         values = _history(records, prefix, "/acc@1")
         if values:
             found |= {f"start_{title}": values[0], f"final_{title}": values[-1]}
-    # What PPO raises is the reward of sampled responses: that of held-out prompts if it was measured.
+    # What PPO raises is the reward of sampled responses: that of held-out prompts if it was
+    # measured.
     rewards = (
         _history(records, "val_sampled/", "/reward_mean")
         or _history(records, "val/", "/reward_mean")
         or [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
     )
     found |= {"reward_start": rewards[0], "reward_final": rewards[-1]}
-    kls = [record["actor/reward_kl_penalty"] for record in records if "actor/reward_kl_penalty" in record]
+    kls = [
+        record["actor/reward_kl_penalty"]
+        for record in records
+        if "actor/reward_kl_penalty" in record
+    ]
     if kls:
         found["kl_final"] = kls[-1]
     return found
@@ -130,7 +99,11 @@ def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
 def _history(records: Sequence[Record], prefix: str, ending: str) -> list[float]:
     """One validation metric over the run, averaged over data sets."""
     measured = (
-        [value for name, value in record.items() if name.startswith(prefix) and name.endswith(ending)]
+        [
+            value
+            for name, value in record.items()
+            if name.startswith(prefix) and name.endswith(ending)
+        ]
         for record in records
     )
     return [fmean(values) for values in measured if values]
@@ -143,7 +116,10 @@ def _phase_lines(records: Sequence[Record]) -> list[str]:
             if name.startswith("timing_s/") and value is not None:
                 phase = name.removeprefix("timing_s/")
                 totals[phase] = totals.get(phase, 0.0) + value
-    return [f"  {phase}: {seconds:.1f}" for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])]
+    return [
+        f"  {phase}: {seconds:.1f}"
+        for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])
+    ]
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""The batch arithmetic of a run in full, and the dry run that checks everything for a world size that need not exist.
+"""The batch arithmetic of a run in full, and the dry run that checks everything for a world size
+that need not exist.
 
 It returns text and builds nothing: no process group, no model, no data set.
 """
@@ -8,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrlhf.config.checks import AnyConfig, check, longest_unit
-from mrlhf.config.method_words import describe_method
-from mrlhf.config.model_files import MEBIBYTE, cache_needs, check_models, read_facts
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
+from mrlhf.inference.installed import require_engine
+from mrlhf.preflight.checks import AnyConfig, check, longest_unit
+from mrlhf.preflight.method_description import describe_method
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, read_facts
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -20,12 +22,13 @@ def smallest_world(config: AnyConfig) -> int:
     return math.lcm(*(role.tp * role.pp for role in config.roles().values()))
 
 
-def dry_run(config: AnyConfig, world_size: int) -> str:
-    """Check `config` for `world_size` ranks and describe the run.
+def dry_run(config: AnyConfig, world_size: int | None) -> str:
+    """Check `config` for `world_size` ranks (None: the fewest that fit) and describe the run.
 
     Raises:
         ConfigError: one line a mistake.
     """
+    world_size = smallest_world(config) if world_size is None else world_size
     check(config, world_size)
     absent = check_models(config)
     lines = [describe(config, world_size)]
@@ -34,6 +37,19 @@ def dry_run(config: AnyConfig, world_size: int) -> str:
     if absent:
         lines.append(f"not checked, no config.json here: {', '.join(absent)}")
     return "\n".join([*lines, f"configuration fits {_count(world_size, 'rank')}"])
+
+
+def preflight(config: AnyConfig, world_size: int) -> str:
+    """Check that `config` can run here on `world_size` ranks, and describe the run.
+
+    Raises:
+        ConfigError: one line a mistake.
+    """
+    check(config, world_size)
+    check_models(config)
+    if isinstance(config, PPOConfig):
+        require_engine(config.rollout.engine)
+    return describe(config, world_size)
 
 
 def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) -> str:
@@ -84,7 +100,9 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
 
 
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
-    """How many micro-batches `units` things of `longest` tokens make on one data-parallel rank; shorter ones, fewer."""
+    """How many micro-batches `units` things of `longest` tokens make on one data-parallel rank;
+    shorter ones, fewer.
+    """
     each = role.micro_batch_tokens // longest
     return f"{each} a micro-batch: {_count(-(-units // each), 'micro-batch')}"
 
@@ -116,7 +134,9 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
         yield from _updates(name, role, config, world_size)
 
 
-def _updates(name: str, role: ActorSection | CriticSection, config: PPOConfig, world_size: int) -> Iterator[str]:
+def _updates(
+    name: str, role: ActorSection | CriticSection, config: PPOConfig, world_size: int
+) -> Iterator[str]:
     prompts, n = role.ppo_mini_batch_size, config.rollout.n
     mini_batches = config.data.train_batch_size // prompts
     samples = prompts * n
@@ -144,7 +164,9 @@ def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> 
 
 def _run(config: AnyConfig, num_rows: int | None) -> Iterator[str]:
     trainer = config.trainer
-    batch = config.data.train_batch_size if isinstance(config, PPOConfig) else config.data.batch_size
+    batch = (
+        config.data.train_batch_size if isinstance(config, PPOConfig) else config.data.batch_size
+    )
     yield "the run"
     if trainer.total_steps is not None:
         yield f"  {_count(trainer.total_steps, 'training step')} (trainer.total_steps)"

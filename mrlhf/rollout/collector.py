@@ -1,8 +1,8 @@
 """Collects the responses of one training step: generate, score, and, in dynamic sampling, refill.
 
 Groups whose responses all got the same reward teach a group-relative estimator nothing; with
-`algorithm.filter_groups` they are replaced by groups of further prompts (DAPO, https://arxiv.org/abs/2503.14476,
-section 3.2). It knows neither models nor losses.
+`algorithm.filter_groups` they are replaced by groups of further prompts (DAPO,
+https://arxiv.org/abs/2503.14476, section 3.2). It knows neither models nor losses.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
-from mrlhf.trainers.generation import Generator
-from mrlhf.trainers.reward_shaping import RewardShaper
-from mrlhf.trainers.scoring import Scorer, Scores
+from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.scoring import Scorer, Scores
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,8 @@ class Collected:
     Attributes:
         rollout: the responses.
         scores: of each response.
-        greedy_scores: float32 [batch], the shaped score of the greedy response to the row's prompt, or None.
+        greedy_scores: float32 [batch], the shaped score of the greedy response to the row's prompt,
+            or None.
         generated_tokens: of all responses that were generated for the batch.
         metrics: of generation and refilling.
     """
@@ -76,7 +77,9 @@ class Collector:
             rollout, scores = self._refill(step, sampling, timer, drawn)
         else:
             with timer("gen"):
-                rollout = self.generator.generate(next(self.prompts), sampling, stream="train", step=step)
+                rollout = self.generator.generate(
+                    next(self.prompts), sampling, stream="train", step=step
+                )
             drawn.take(rollout, self.generator.metrics)
             scores = None
         greedy = None
@@ -100,18 +103,27 @@ class Collector:
                 drawn.metrics["critic/greedy_score/mean"] = float(baseline.mean())
         return Collected(rollout, scores, greedy_scores, drawn.tokens, drawn.summary())
 
-    def _refill(self, step: int, sampling: SamplingParams, timer: PhaseTimer, drawn: _Drawn) -> tuple[Rollout, Scores]:
-        """Generate batches until enough groups have different rewards, or the limit of batches is reached."""
+    def _refill(
+        self, step: int, sampling: SamplingParams, timer: PhaseTimer, drawn: _Drawn
+    ) -> tuple[Rollout, Scores]:
+        """Generate batches until enough groups have different rewards, or the limit of batches is
+        reached.
+        """
         rollouts: list[Rollout] = []
         scored: list[Scores] = []
         differs: list[bool] = []
-        while sum(differs) < self.train_batch_size and len(rollouts) < self.filters.max_num_gen_batches:
+        while (
+            sum(differs) < self.train_batch_size
+            and len(rollouts) < self.filters.max_num_gen_batches
+        ):
             prompts = next(self.prompts)
             if rollouts and self.scorer.has_model:
                 with timer("reshard"):
                     self.generator.take_weights(version=rollouts[0].version)
             with timer("gen"):
-                rollout = self.generator.generate(prompts, sampling, stream="train", step=step, refill=len(rollouts))
+                rollout = self.generator.generate(
+                    prompts, sampling, stream="train", step=step, refill=len(rollouts)
+                )
                 if self.scorer.has_model:
                     self.generator.rest()  # the reward model needs the memory
             drawn.take(rollout, self.generator.metrics)
@@ -173,7 +185,9 @@ class _Drawn:
         self.engine.append(metrics)
 
     def summary(self) -> dict[str, float]:
-        """All metrics; of the engine's, bytes are the most of any batch, preemptions their sum, the rest their mean."""
+        """All metrics; of the engine's, bytes are the most of any batch, preemptions their sum, the
+        rest their mean.
+        """
         found = dict(self.metrics)
         for name in self.engine[0]:
             column = [metrics[name] for metrics in self.engine]
@@ -185,17 +199,23 @@ class _Drawn:
 
 
 def groups_that_differ(values: Tensor, n: int) -> list[bool]:
-    """Whether the `n` consecutive values of each group are not all the same; `values` is [groups * n].
+    """Whether the `n` consecutive values of each group are not all the same; `values` is [groups *
+    n].
 
     NaN stands for no value; a group with fewer than two values does not differ.
     """
     groups = values.view(-1, n)
-    highest, lowest = groups.nan_to_num(nan=-math.inf).amax(dim=1), groups.nan_to_num(nan=math.inf).amin(dim=1)
+    highest, lowest = (
+        groups.nan_to_num(nan=-math.inf).amax(dim=1),
+        groups.nan_to_num(nan=math.inf).amin(dim=1),
+    )
     return (highest > lowest).tolist()
 
 
 def choose_groups(differs: list[bool], count: int) -> list[int]:
-    """`count` groups in the order they came: the first that differ and, where those are too few, the first others."""
+    """`count` groups in the order they came: the first that differ and, where those are too few,
+    the first others.
+    """
     chosen = [group for group, does in enumerate(differs) if does][:count]
     others = [group for group, does in enumerate(differs) if not does]
     return sorted(chosen + others[: count - len(chosen)])

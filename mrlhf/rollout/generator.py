@@ -1,7 +1,8 @@
-"""Generates a rollout with all replicas of the inference engine: hand over the weights, share out samples, gather.
+"""Generates a rollout with all replicas of the inference engine: hand over the weights, share out
+samples, gather.
 
-Every rank ends up with the whole rollout; what crosses the network for that is a few numbers a token, in one exchange.
-It does not know rewards or losses.
+Every rank ends up with the whole rollout; what crosses the network for that is a few numbers a
+token, in one exchange. It does not know rewards or losses.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ from mrlhf.inference.base import EngineStats, InferenceEngine, Sample, SamplingP
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.reshard.execute import Resharder, ReshardStats
-from mrlhf.trainers.assignment import ResponseLengths, Share, assign
+from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 
 _SEED_BITS = 63
 _HEADER = 3  # row, tokens, stopped
 _STATS = len(fields(EngineStats))
 _IDLE = EngineStats(*[0] * _STATS)
-_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+_NO_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+)
 
 
 @dataclass
@@ -40,7 +46,8 @@ class Generator:
         groups: of all replicas.
         resharder: brings the policy's weights into the engine.
         seed: of the run.
-        lengths: of the responses so far, by stream; where a prompt's are known, they balance the replicas.
+        lengths: of the responses so far, by stream; where a prompt's are known, they balance the
+            replicas.
         metrics: of the last rollout, the same on every rank.
     """
 
@@ -68,24 +75,32 @@ class Generator:
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
         moved, had_to_move, peak, seconds = torch.stack(every).unbind(dim=1)
-        return ReshardStats(int(moved.sum()), int(had_to_move.sum()), int(peak.max()), float(seconds.max()))
+        return ReshardStats(
+            int(moved.sum()), int(had_to_move.sum()), int(peak.max()), float(seconds.max())
+        )
 
     def generate(
-        self, prompts: Prompts, sampling: SamplingParams, stream: str, step: int | None = None, refill: int = 0
+        self,
+        prompts: Prompts,
+        sampling: SamplingParams,
+        stream: str,
+        step: int | None = None,
+        refill: int = 0,
     ) -> Rollout:
         """Sample responses to `prompts`, the same on every rank.
 
         Args:
             prompts: the prompts of the global batch.
             sampling: how to sample; its seed is replaced.
-            stream: names the use ("train", "validation"); under the same name, step, weights and run seed a prompt gets
-                the same responses again, under another one it gets other random numbers.
+            stream: names the use ("train", "validation"); under the same name, step, weights and
+                run seed a prompt gets the same responses again, under another one it gets other
+                random numbers.
             step: training step, where the stream has a batch in each.
             refill: number of the batch within the step, where it has several.
 
         Raises:
-            EngineError: the engine cannot serve the prompts, gave a log-probability that is no number, or there is not
-                enough memory.
+            EngineError: the engine cannot serve the prompts, gave a log-probability that is no
+                number, or there is not enough memory.
         """
         name = stream if step is None else f"{stream} {step}"
         if refill:
@@ -122,13 +137,24 @@ class Generator:
             return [], _IDLE
         share = prompts.select([part.prompt for part in mine])
         with _named_memory_error("generating"):
-            samples = self.engine.generate(share.token_ids, share.uid, sampling, [part.samples for part in mine])
-        return [replace(s, prompt_index=mine[s.prompt_index].prompt) for s in samples], self.engine.stats()
+            samples = self.engine.generate(
+                share.token_ids, share.uid, sampling, [part.samples for part in mine]
+            )
+        return [
+            replace(s, prompt_index=mine[s.prompt_index].prompt) for s in samples
+        ], self.engine.stats()
 
     def _gather(
-        self, prompts: Prompts, n: int, shares: list[list[Share]], samples: list[Sample], stats: EngineStats
+        self,
+        prompts: Prompts,
+        n: int,
+        shares: list[list[Share]],
+        samples: list[Sample],
+        stats: EngineStats,
     ) -> Rollout:
-        """Merge the replicas' samples into one rollout in the order of the prompts, and take their statistics."""
+        """Merge the replicas' samples into one rollout in the order of the prompts, and take their
+        statistics.
+        """
         gathered = all_gather_ragged(_pack(samples, stats, n), self.groups.replicas)
         counts = [sum(len(part.samples) for part in share) for share in shares]
         parts = [_unpack(part, count) for part, count in zip(gathered, counts, strict=True)]
@@ -137,12 +163,19 @@ class Generator:
         header, tokens, logprobs = map(torch.cat, columns)
         rows, lengths, stopped = header.unbind(dim=1)
         total = len(prompts) * n
-        assert torch.equal(rows.sort().values, torch.arange(total)), "the replicas drew other samples than they had to"
+        assert torch.equal(rows.sort().values, torch.arange(total)), (
+            "the replicas drew other samples than they had to"
+        )
         row_of = rows.repeat_interleave(lengths)
-        position = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        position = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(
+            lengths
+        )
         shape = (total, max(1, int(lengths.max())))
         response_ids = torch.zeros(shape, dtype=torch.int64)
-        mask, rollout_logprobs = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.float32)
+        mask, rollout_logprobs = (
+            torch.zeros(shape, dtype=torch.bool),
+            torch.zeros(shape, dtype=torch.float32),
+        )
         response_ids[row_of, position] = tokens.long()
         mask[row_of, position] = True
         rollout_logprobs[row_of, position] = logprobs
@@ -171,10 +204,10 @@ def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:
         stats: of each replica, those that had nothing to do included.
 
     Returns:
-        `rollout/kv_cache_bytes` and `rollout/peak_kv_cache_bytes` of the rank that has most; `rollout/preemptions`;
-        `rollout/prefix_hit_rate`, the share of prompt tokens that were not computed; `rollout/tokens_per_engine_step`,
-        response tokens of one pass through the model; `rollout/imbalance`, the passes of the replica that has most over
-        their mean.
+        `rollout/kv_cache_bytes` and `rollout/peak_kv_cache_bytes` of the rank that has most;
+        `rollout/preemptions`; `rollout/prefix_hit_rate`, the share of prompt tokens that were not
+        computed; `rollout/tokens_per_engine_step`, response tokens of one pass through the model;
+        `rollout/imbalance`, the passes of the replica that has most over their mean.
     """
     steps, asked = sum(s.steps for s in stats), sum(s.prompt_tokens for s in stats)
     return {
@@ -202,7 +235,9 @@ def _named_memory_error(phase: str) -> Iterator[None]:
         raise
     except (MemoryError, RuntimeError) as error:
         numbers = " ".join(str(error).split())
-        if not isinstance(error, MemoryError) and not any(words in numbers.lower() for words in _NO_MEMORY):
+        if not isinstance(error, MemoryError) and not any(
+            words in numbers.lower() for words in _NO_MEMORY
+        ):
             raise
         raise EngineError(
             f"not enough memory while {phase}: {numbers}; lower rollout.kv_cache_mb (on a GPU "
@@ -212,7 +247,9 @@ def _named_memory_error(phase: str) -> Iterator[None]:
 
 def _pack(samples: Sequence[Sample], stats: EngineStats, n: int) -> Tensor:
     """Statistics and samples of a replica as bytes, uint8 [any]."""
-    header = [(s.prompt_index * n + s.sample_index, len(s.token_ids), int(s.stopped)) for s in samples]
+    header = [
+        (s.prompt_index * n + s.sample_index, len(s.token_ids), int(s.stopped)) for s in samples
+    ]
     parts = (
         torch.tensor(astuple(stats), dtype=torch.int64),
         torch.tensor(header, dtype=torch.int64).view(-1),
@@ -223,8 +260,18 @@ def _pack(samples: Sequence[Sample], stats: EngineStats, n: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, rows: int) -> tuple[EngineStats, Tensor, Tensor, Tensor]:
-    """The inverse of `_pack`: statistics, header [rows, 3], tokens [tokens] and their log-probs [tokens]."""
-    longs, rest = packed[: 8 * (_STATS + _HEADER * rows)].view(torch.int64), packed[8 * (_STATS + _HEADER * rows) :]
+    """The inverse of `_pack`: statistics, header [rows, 3], tokens [tokens] and their log-probs
+    [tokens].
+    """
+    longs, rest = (
+        packed[: 8 * (_STATS + _HEADER * rows)].view(torch.int64),
+        packed[8 * (_STATS + _HEADER * rows) :],
+    )
     half = len(rest) // 2
     stats = EngineStats(*longs[:_STATS].tolist())
-    return stats, longs[_STATS:].view(rows, _HEADER), rest[:half].view(torch.int32), rest[half:].view(torch.float32)
+    return (
+        stats,
+        longs[_STATS:].view(rows, _HEADER),
+        rest[:half].view(torch.int32),
+        rest[half:].view(torch.float32),
+    )

@@ -1,18 +1,19 @@
 """What must hold between keys, and between keys and world size; all of it before anything is built.
 
-Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration: layouts, batches and
-the run; the method is in `method_checks`, what must hold between keys and models in `model_files`.
+Each complaint is one line with both numbers and the remedy. Pure arithmetic on the configuration:
+layouts, batches and the run; the method is in `method_checks`, what must hold between keys and
+models in `model_files`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrlhf.config.method_checks import method_problems
 from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import ConfigError
+from mrlhf.preflight.method_checks import method_problems
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
@@ -86,7 +87,9 @@ def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     for name, frozen in config.roles().items():
         dp = world_size // (frozen.tp * frozen.pp)
         # what scores a response sees all that are generated, the others those that are trained on
-        key, size = ("gen", config.data.gen_batch_size) if name == "reward_model" else ("train", prompts)
+        key, size = (
+            ("gen", config.data.gen_batch_size) if name == "reward_model" else ("train", prompts)
+        )
         if name not in trained and size * n < dp:
             yield (
                 f"data.{key}_batch_size {size} x rollout.n {n} = {size * n} samples are fewer than the "
@@ -152,7 +155,11 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
         yield f"trainer.test_freq is {trainer.test_freq} but data.val_files is empty; give files or set test_freq to 0"
     if isinstance(config, PPOConfig) and config.trainer.val_sampled and not config.data.val_files:
         yield "trainer.val_sampled is on but data.val_files is empty; give files or turn it off"
-    if isinstance(config, PPOConfig) and config.trainer.val_n > 1 and not config.trainer.val_sampled:
+    if (
+        isinstance(config, PPOConfig)
+        and config.trainer.val_n > 1
+        and not config.trainer.val_sampled
+    ):
         yield (
             f"trainer.val_n {config.trainer.val_n} is of the sampled validation, but trainer.val_sampled is off; "
             "turn that on or leave val_n at 1"

@@ -1,4 +1,6 @@
-"""The method of a PPO configuration in words: what is estimated, what is minimised, what is corrected."""
+"""The method of a PPO configuration in words: what is estimated, what is minimised, what is
+corrected.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
-    """A line each: critic, rewards, advantages, policy loss, KL, aggregation, correction, limits, a further pass."""
+    """A line each: critic, rewards, advantages, policy loss, KL, aggregation, correction, limits, a
+    further pass.
+    """
     yield "the method"
     if not config.needs_critic:
         yield f"  no critic: {config.algorithm.adv_estimator} needs none"
@@ -34,7 +38,11 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
 def _rewards(config: PPOConfig) -> Iterator[str]:
     """What becomes of the scores, in the order in which it is done."""
     algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
-    yield "scores" if algorithm.reward_norm is None else f"scores normalised ({algorithm.reward_norm})"
+    yield (
+        "scores"
+        if algorithm.reward_norm is None
+        else f"scores normalised ({algorithm.reward_norm})"
+    )
     if algorithm.reward_clip is not None:
         yield f"clipped to -/+ {algorithm.reward_clip:g}"
     if buffer.enable:
@@ -46,7 +54,11 @@ def _rewards(config: PPOConfig) -> Iterator[str]:
         beta = f"{control.kl_coef:g}"
         if control.type == "adaptive":
             beta += f" (adaptive, target {control.target_kl:g}, horizon {control.horizon})"
-        place = "of each token" if algorithm.kl_placement == "token" else "of the response off its last token"
+        place = (
+            "of each token"
+            if algorithm.kl_placement == "token"
+            else "of the response off its last token"
+        )
         yield f"minus {beta} x KL {algorithm.kl_penalty} {place}"
     if algorithm.whiten_rewards:
         yield "whitened"

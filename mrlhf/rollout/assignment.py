@@ -1,7 +1,10 @@
-"""Which replica of the engine draws which samples: shared out by the length that responses are expected to have.
+"""Which replica of the engine draws which samples: shared out by the length that responses are
+expected to have.
 
-The assignment is fixed before generation begins, though one that hands out prompts as replicas come free would balance
-better: this one is the same on every rank without asking, and the same again when a run is resumed. It knows neither
+The assignment is fixed before generation begins, though one that hands out prompts as replicas come
+free would balance
+better: this one is the same on every rank without asking, and the same again when a run is resumed.
+    It knows neither
 ranks nor engines.
 """
 
@@ -28,7 +31,8 @@ class Share:
 
 
 class ResponseLengths:
-    """How long the responses to each prompt have been: a mean over its last visits, and one over all prompts.
+    """How long the responses to each prompt have been: a mean over its last visits, and one over
+    all prompts.
 
     The state depends on nothing but the responses, which every rank sees.
     """
@@ -43,7 +47,9 @@ class ResponseLengths:
         self._all = (0.0, 0)
 
     def expected(self, uid: int, unknown: float) -> float:
-        """Tokens expected of a response to prompt `uid`; `unknown` before any prompt has been answered."""
+        """Tokens expected of a response to prompt `uid`; `unknown` before any prompt has been
+        answered.
+        """
         if uid in self._means:
             return self._means[uid][0]
         return self._all[0] if self._all[1] else unknown
@@ -94,9 +100,10 @@ def assign(
 ) -> list[list[Share]]:
     """The shares of each replica; some have none where samples are fewer.
 
-    In each, long responses come first: where not all can run at once, none that is long is then left for the end.
-    The samples of a prompt stay together, so that the prompt is computed once; they are split only where they alone are
-    more than a replica's fair share, as when prompts are fewer than replicas, so that others would have to wait.
+    In each, long responses come first: where not all can run at once, none that is long is then
+    left for the end. The samples of a prompt stay together, so that the prompt is computed once;
+    they are split only where they alone are more than a replica's fair share, as when prompts are
+    fewer than replicas, so that others would have to wait.
 
     Args:
         prompt_lengths: tokens of each prompt.
@@ -108,7 +115,8 @@ def assign(
     weights = [round(prompt + n * response) for prompt, response in pairs]
     shares, loads = [], []
     for number, (prompt, response) in enumerate(pairs):
-        # Its weight over the fair share, rounded up; in integers, so that equal weights are never split by rounding.
+        # Its weight over the fair share, rounded up; in integers, so that equal weights are never
+        # split by rounding.
         parts = min(n, -(-weights[number] * replicas // sum(weights)))
         for part in range(parts):
             samples = range(part * n // parts, (part + 1) * n // parts)
@@ -116,5 +124,7 @@ def assign(
             loads.append(round(prompt + len(samples) * response))
     parts = min(replicas, len(shares))
     chosen = split_balanced(loads, parts) if parts else []
-    ordered = [sorted(part, key=lambda i: (-response_lengths[shares[i].prompt], i)) for part in chosen]
+    ordered = [
+        sorted(part, key=lambda i: (-response_lengths[shares[i].prompt], i)) for part in chosen
+    ]
     return [[shares[i] for i in part] for part in ordered] + [[] for _ in range(replicas - parts)]

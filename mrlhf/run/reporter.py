@@ -1,4 +1,5 @@
-"""One place where a trainer's metrics go: the metrics file, tensorboard, and the progress display; rank 0 alone writes.
+"""One place where a trainer's metrics go: the metrics file, tensorboard, and the progress display;
+rank 0 alone writes.
 
 It knows no metric's meaning.
 """
@@ -14,17 +15,26 @@ from mrlhf.log import MetricsWriter, Progress
 
 
 class Reporter:
-    """Writes and shows the metrics of each step on the rank that speaks, and does nothing on the others."""
+    """Writes and shows the metrics of each step on the rank that speaks, and does nothing on the
+    others.
+    """
 
     def __init__(
-        self, speaks: bool, output_dir: Path, tensorboard: bool, total_steps: int, columns: Sequence[tuple[str, str]]
+        self,
+        speaks: bool,
+        output_dir: Path,
+        tensorboard: bool,
+        total_steps: int,
+        columns: Sequence[tuple[str, str]],
     ) -> None:
         self._stack = ExitStack()
         self._writer = MetricsWriter(output_dir, tensorboard) if speaks else None
         self._progress = Progress(total_steps, columns) if speaks else None
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` of `step`; step 0 is what was measured before training, and is no progress."""
+        """Record `metrics` of `step`; step 0 is what was measured before training, and is no
+        progress.
+        """
         if self._writer is not None and self._progress is not None:
             self._writer.write(step, metrics)
             if step:
@@ -37,6 +47,9 @@ class Reporter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()

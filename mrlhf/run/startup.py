@@ -1,4 +1,5 @@
-"""What every trainer needs before its first step, and what it leaves behind: ranks, roles, checkpoints, summaries.
+"""What every trainer needs before its first step, and what it leaves behind: ranks, roles,
+checkpoints, summaries.
 
 It knows no algorithm.
 """

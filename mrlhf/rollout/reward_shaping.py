@@ -1,7 +1,8 @@
-"""From the scores of a batch to the scores that train: normalised, clipped, with penalties for length.
+"""From the scores of a batch to the scores that train: normalised, clipped, with penalties for
+length.
 
-The order is fixed: normalise, clip, add penalties, so that a penalty is in the unit that the configuration names. It
-does not know who gave the scores, nor the KL.
+The order is fixed: normalise, clip, add penalties, so that a penalty is in the unit that the
+configuration names. It does not know who gave the scores, nor the KL.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from torch import Tensor
 from mrlhf.batch import Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.rl.masking import Moments, local_moments, merge_moments
-from mrlhf.rl.shaping import missing_eos_penalty, normalise_in_groups, normalise_scores, overlong_penalty
+from mrlhf.rl.shaping import (
+    missing_eos_penalty,
+    normalise_in_groups,
+    normalise_scores,
+    overlong_penalty,
+)
 
 
 @dataclass
@@ -44,8 +50,8 @@ class RewardShaper:
         return self._penalised(self._clipped(scores), rollout)
 
     def shape_alone(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """What can be done to scores [batch] before the whole batch is there: clip, unless that comes after a
-        normalisation, and penalties.
+        """What can be done to scores [batch] before the whole batch is there: clip, unless that
+        comes after a normalisation, and penalties.
         """
         if self.algorithm.reward_norm is None:
             scores = self._clipped(scores)
@@ -60,7 +66,9 @@ class RewardShaper:
         if buffer.enable:
             assert buffer.len is not None
             lengths = rollout.response_mask.sum(dim=1)
-            scores = scores + overlong_penalty(lengths, self.max_response_length, buffer.len, buffer.penalty_factor)
+            scores = scores + overlong_penalty(
+                lengths, self.max_response_length, buffer.len, buffer.penalty_factor
+            )
         if algorithm.missing_eos_penalty:
             scores = scores + missing_eos_penalty(rollout.stopped, algorithm.missing_eos_penalty)
         return scores

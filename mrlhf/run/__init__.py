@@ -1,0 +1,1 @@
+"""The life of a launcher: start, report, summary, export."""

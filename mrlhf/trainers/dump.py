@@ -1,0 +1,49 @@
+"""Writes batches of training for people to look at. It knows no metric and no schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mrlhf.batch import Experience
+from mrlhf.data.rows import write_rows
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.rollout.scoring import Scores
+
+
+def dump_rollout(
+    output_dir: Path, step: int, experience: Experience, scores: Scores, tokenizer: Tokenizer
+) -> None:
+    """Write every prompt, response and score of a step to `rollouts/step_<step>.jsonl`."""
+    rollout = experience.rollout
+    lengths, prompts = rollout.response_lengths, rollout.prompts
+    rows = (
+        {
+            "uid": prompts.uid[row],
+            "sample": rollout.sample_index[row],
+            "data_source": prompts.data_source[row],
+            "prompt": prompts.text[row],
+            "response": tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist()),
+            "ground_truth": prompts.ground_truth[row],
+            "stopped": bool(rollout.stopped[row]),
+            "score": float(experience.scores[row]),
+            "terms": {
+                name: column[row]
+                for name, column in scores.terms.items()
+                if column[row] == column[row]
+            },
+        }
+        for row in range(len(rollout))
+    )
+    directory = output_dir / "rollouts"
+    directory.mkdir(exist_ok=True)
+    write_rows(directory / f"step_{step:06d}.jsonl", rows)
+
+
+def save_batch(path: Path, experience: Experience) -> None:
+    """Write a training batch for study: plain tensors and lists, read by `torch.load(path)`."""
+    rollout = experience.rollout
+    tables = {name: value for name, value in vars(experience).items() if name != "rollout"}
+    tables |= {name: value for name, value in vars(rollout).items() if name != "prompts"}
+    torch.save(tables | {"prompts": rollout.prompts.token_ids, "uid": rollout.prompts.uid}, path)

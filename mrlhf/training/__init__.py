@@ -1,0 +1,1 @@
+"""One sharded model in all it does: held, run, trained."""
