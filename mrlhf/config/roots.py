@@ -23,7 +23,6 @@ from mrlhf.config.data import (
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
-    COVARIANCE,
     ActorSection,
     CriticSection,
     DistributedSection,
@@ -126,31 +125,24 @@ class PPOConfig(Root):
         return self.algorithm.adv_estimator == "gae"
 
     @property
-    def needs_mini_batch_pass(self) -> bool:
-        """Whether a statistic of the current policy over the whole mini-batch precedes each of its
-        updates.
-
-        The covariance losses choose tokens by one; in bypass mode rejection and the weights' mean
-        are of the current policy too.
-        """
-        correction = self.algorithm.rollout_correction
-        of_current = correction.rollout_rs is not None or correction.rollout_is_batch_normalize
-        return self.actor.policy_loss.loss_mode in COVARIANCE or (
-            correction.bypass_mode and of_current
-        )
-
-    @property
     def needs_reference(self) -> bool:
         """Whether any KL to the reference is asked for."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def full_kl_in_reward(self) -> bool:
+        """Whether the KL in the reward sums over the vocabulary."""
+        return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
+
+    @property
+    def full_kl_in_loss(self) -> bool:
+        """Whether the KL in the loss sums over the vocabulary."""
+        return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
+
+    @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL in use sums over the vocabulary and so needs both models' logits in one
-        place.
-        """
-        in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
-        return in_reward or (self.actor.use_kl_loss and self.actor.kl_loss_type == "full")
+        """Whether a KL in use needs the logits of actor and reference in one place."""
+        return self.full_kl_in_reward or self.full_kl_in_loss
 
     @property
     def samples_per_step(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
+from mrlhf.roles.policy_loss import PolicyLossSettings
 
 CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
 
@@ -31,7 +32,8 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
     for name, role in config.trained().items():
         if role.optim.skip_grad_norm is not None:
             yield f"  {name}: steps with a gradient norm above {role.optim.skip_grad_norm:g} are skipped"
-    if config.needs_mini_batch_pass:
+    loss = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
+    if loss.needs_mini_batch_pass:
         yield "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first"
 
 

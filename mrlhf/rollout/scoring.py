@@ -20,7 +20,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput
-from mrlhf.roles.frozen import RewardModel
+from mrlhf.roles.reward_model import RewardModel
 
 CORRECTNESS_TERMS = ("exact_match", "gsm8k")
 REPORTED_CORRECTNESS = "acc"

@@ -23,12 +23,13 @@ from mrlhf.rl.advantages import (
     estimate_advantages,
     length_adaptive_lam,
 )
-from mrlhf.rl.correction import Correction, Criterion, correct
+from mrlhf.rl.correction import correct
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.roles.actor import Evaluation
+from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
 
 
@@ -107,18 +108,6 @@ def make_experience(
         positive=None if correct_answers is None else torch.tensor(correct_answers) > 0.5,
     )
     return experience, None if kl is None else float(masked_mean(kl, mask, dim=1).mean())
-
-
-def make_correction(section: RolloutCorrectionSection) -> Correction:
-    """The configured correction as numbers."""
-    lower, upper = section.bounds
-    return Correction(
-        level=section.rollout_is,
-        lower=lower,
-        upper=upper,
-        normalise=section.rollout_is_batch_normalize,
-        criteria=tuple(Criterion(*criterion) for criterion in section.criteria),
-    )
 
 
 def correction_metrics(
