@@ -119,7 +119,7 @@ class Collector:
             prompts = next(self.prompts)
             if rollouts and self.scorer.has_model:
                 with timer("reshard"):
-                    self.generator.take_weights(version=rollouts[0].version)
+                    self.generator.take_weights(version=rollouts[0].newest_version)
             with timer("gen"):
                 rollout = self.generator.generate(
                     prompts, sampling, stream="train", step=step, refill=len(rollouts)
@@ -138,7 +138,7 @@ class Collector:
             )
         if self.greedy_baseline and self.scorer.has_model:
             with timer("reshard"):
-                self.generator.take_weights(version=rollouts[0].version)
+                self.generator.take_weights(version=rollouts[0].newest_version)
         groups = choose_groups(differs, self.train_batch_size)
         rows = [group * sampling.n + sample for group in groups for sample in range(sampling.n)]
         uninformative = sum(not differs[group] for group in groups)
@@ -181,7 +181,7 @@ class _Drawn:
 
     def take(self, rollout: Rollout, metrics: dict[str, float]) -> None:
         """Count one batch."""
-        self.tokens += int(rollout.response_mask.sum())
+        self.tokens += int(rollout.loss_mask.sum())
         self.engine.append(metrics)
 
     def summary(self) -> dict[str, float]:

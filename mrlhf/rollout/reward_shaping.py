@@ -46,7 +46,7 @@ class RewardShaper:
         elif kind == "batch":
             scores = normalise_scores(scores, _moments(scores))
         elif kind == "group":
-            scores = normalise_in_groups(scores, rollout.groups)
+            scores = normalise_in_groups(scores, rollout.prompt_groups)
         return self._penalised(self._clipped(scores), rollout)
 
     def shape_alone(self, scores: Tensor, rollout: Rollout) -> Tensor:

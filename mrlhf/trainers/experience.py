@@ -71,7 +71,7 @@ def make_experience(
         None if not in use.
     """
     rollout, scores = collected.rollout, collected.scores
-    mask, old = rollout.response_mask, opinions.old
+    mask, old = rollout.loss_mask, opinions.old
     old_logprobs = rollout.rollout_logprobs if old is None else old.logprobs
     kl = _reward_kl(old_logprobs, opinions, algorithm) if algorithm.use_kl_in_reward else None
     rewards = token_rewards(shaped, mask, kl, kl_coef, algorithm.kl_placement)
@@ -85,7 +85,7 @@ def make_experience(
         )
         loss_mask, weights = corrected.kept, corrected.weights
     inputs = AdvantageInputs(
-        rewards, mask, rollout.groups, opinions.values, collected.greedy_scores
+        rewards, mask, rollout.prompt_groups, opinions.values, collected.greedy_scores
     )
     advantages, returns = estimate_advantages(
         algorithm.adv_estimator, inputs, _options(algorithm, mask)

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection, FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
@@ -16,6 +16,7 @@ from mrlhf.metrics import PhaseTimer
 from mrlhf.rollout.collector import Collector, choose_groups, groups_that_differ
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
+from tests.rollouts import make_rollout
 
 N = 2
 
@@ -72,9 +73,9 @@ class _Generator:
             for row, uid in enumerate(repeated.uid)
         ]
         rows = len(repeated)
-        return Rollout(
+        return make_rollout(
             repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],
-            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool), version=0,
+            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool),
         )  # fmt: skip
 
     def rest(self):

@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.rollout.reward_shaping import RewardShaper
+from tests.rollouts import make_rollout
 
 
 def _rollout(lengths, stopped, n=2):
     mask = torch.arange(10) < torch.tensor(lengths)[:, None]
     rows = len(lengths)
     prompts = Prompts([[1]] * rows, [0] * rows, [""] * rows, [""] * rows, [""] * rows, [{}] * rows)
-    return Rollout(
+    return make_rollout(
         prompts,
         [row % n for row in range(rows)],
         mask.long(),
         mask,
         mask.float(),
         torch.tensor(stopped),
-        version=0,
     )
 
 
