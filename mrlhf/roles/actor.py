@@ -55,8 +55,8 @@ class PolicyUpdate:
         metrics: the `actor/` metrics.
         logprobs: in bypass mode, float32 [batch, response_len]: each token's log-probability when
             it was first trained on; else None.
-        evaluated: bool [batch, response_len], where `logprobs` holds one; an update may end before
-            the last row.
+        evaluated: bool [batch, response_len], the tokens drawn by the policy for which `logprobs`
+            holds a number; an update may end before the last row.
     """
 
     metrics: dict[str, float]
@@ -164,7 +164,7 @@ class Actor(TrainedRole):
         return PolicyUpdate(
             self._present(metrics),
             first_seen if bypass else None,
-            rollout.response_mask & seen_rows[:, None],
+            rollout.loss_mask & seen_rows[:, None],
         )
 
     def _parts(

@@ -48,7 +48,8 @@ class PolicyBatch:
 
     Attributes:
         response_mask: bool, all response tokens.
-        mask: bool, those of them that train.
+        drawn: bool, those of them that the policy drew.
+        mask: bool, those of the drawn ones that correction has not rejected.
         old_logprobs: log-probabilities that the ratio starts from.
         advantages: of each token.
         ref_logprobs: under the reference, or None.
@@ -58,6 +59,7 @@ class PolicyBatch:
     """
 
     response_mask: Tensor
+    drawn: Tensor
     mask: Tensor
     old_logprobs: Tensor
     advantages: Tensor
@@ -75,6 +77,7 @@ class PolicyBatch:
 
         return PolicyBatch(
             response_mask=experience.rollout.response_mask[rows],
+            drawn=experience.rollout.loss_mask[rows],
             mask=experience.loss_mask[rows],
             old_logprobs=experience.old_logprobs[rows],
             advantages=experience.advantages[rows],
@@ -180,7 +183,7 @@ class PolicyObjective:
             int(batch.mask.sum()), self._sequences, self._section.agg_mode
         )
         self._positives = (
-            0 if batch.positive is None else int(batch.response_mask[batch.positive].sum())
+            0 if batch.positive is None else int(batch.drawn[batch.positive].sum())
         )
 
     def __call__(
@@ -206,9 +209,7 @@ class PolicyObjective:
         tally.add("actor/pg_clipfrac", masked_sum(policy.clipped.float(), mask), tokens)
         tally.add("actor/pg_clipfrac_lower", masked_sum(policy.clipped_lower.float(), mask), tokens)
         tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), tokens)
-        tally.add(
-            "actor/entropy", masked_sum(entropy, batch.response_mask), batch.response_mask.sum()
-        )
+        tally.add("actor/entropy", masked_sum(entropy, batch.drawn), batch.drawn.sum())
         if section.entropy_coeff:
             loss = loss - section.entropy_coeff * self._aggregate(entropy, mask)
         if section.use_kl_loss:
@@ -229,11 +230,11 @@ class PolicyObjective:
         return kl_penalty(logprobs, batch.ref_logprobs, self._section.kl_loss_type)
 
     def _positive_lm(self, batch: PolicyBatch, logprobs: Tensor) -> Tensor:
-        """Mean negative log-likelihood of the tokens of right responses, VAPO,
+        """Mean negative log-likelihood of the tokens that the policy drew in right responses, VAPO,
         https://arxiv.org/abs/2504.05118.
         """
         assert batch.positive is not None
-        right = batch.response_mask & batch.positive[:, None]
+        right = batch.drawn & batch.positive[:, None]
         return -masked_sum(logprobs, right) / max(self._positives, 1)
 
     def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:

@@ -167,7 +167,7 @@ class PPOTrainer:
         in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
         with timer("old_log_prob"):
             seen = self.parts.actor.evaluate(rollout, plan, self._ref_logits if in_reward else None)
-        mask, correction = rollout.response_mask, algorithm.rollout_correction
+        mask, correction = rollout.loss_mask, algorithm.rollout_correction
         metrics["actor/entropy"] = float(seen.entropy[mask].mean())
         metrics |= correction_metrics(seen.logprobs, rollout, mask, correction)
         return seen
