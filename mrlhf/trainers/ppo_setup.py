@@ -34,6 +34,7 @@ from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.frozen import Reference, RewardModel
 from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
@@ -137,13 +138,23 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
         critic.prepare(config.critic.optim, steps)
     generator = _generator(config, run, actor, tokenizer)
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
+    prompt_batches = map(prompts.batch, sampler)
+    dynamic_sampler = None
+    if config.algorithm.filter_groups.enable:
+        dynamic_sampler = DynamicSampler(
+            generator=generator,
+            scorer=scorer,
+            shaper=shaper,
+            prompts=prompt_batches,
+            train_batch_size=config.data.train_batch_size,
+            filters=config.algorithm.filter_groups,
+        )
     collector = Collector(
         generator=generator,
         scorer=scorer,
         shaper=shaper,
-        prompts=map(prompts.batch, sampler),
-        train_batch_size=config.data.train_batch_size,
-        filters=config.algorithm.filter_groups,
+        prompts=prompt_batches,
+        dynamic_sampler=dynamic_sampler,
         greedy_baseline=config.algorithm.adv_estimator == "remax",
     )
     return Parts(

@@ -67,7 +67,7 @@ def test_alone_a_score_is_clipped_unless_normalisation_comes_first():
     scores, rollout = torch.tensor([5.0, 8.0]), _rollout([1, 1], [True, False])
     for norm, wanted in ((None, [1.0, 0.5]), ("group", [5.0, 7.5])):
         algorithm = AlgorithmSection(reward_clip=1.0, missing_eos_penalty=0.5, reward_norm=norm)
-        assert RewardShaper(algorithm, 10).shape_alone(scores, rollout).tolist() == wanted
+        assert RewardShaper(algorithm, 10).shape_each(scores, rollout).tolist() == wanted
 
 
 def test_running_normalisation_knows_all_scores_so_far_and_goes_on_from_a_state():
