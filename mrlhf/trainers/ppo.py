@@ -29,7 +29,7 @@ from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, export_checkpoint, start
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
-from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
+from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ class PPOTrainer:
         with timer("adv"):
             coefficient = self.kl_controller.value
             shaped = parts.shaper.shape(collected.scores.total, rollout)
-            opinions = Opinions(old, ref_logprobs, values)
-            experience, kl = make_experience(collected, shaped, opinions, algorithm, coefficient)
+            outputs = ModelOutputs(old, ref_logprobs, values)
+            experience, kl = make_experience(collected, shaped, outputs, algorithm, coefficient)
         if kl is not None:
             metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
             self.kl_controller.update(kl, len(rollout))

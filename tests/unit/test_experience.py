@@ -10,7 +10,7 @@ from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
+from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from tests.rollouts import make_rollout
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -23,9 +23,7 @@ VALUES = torch.tensor([[0.25, 0.5, 0.5], [0.0, 0.75, 0.0]])
 
 def _collected(scores=(1.0, 0.0)):
     prompts = Prompts([[1], [1]], [0, 0], ["", ""], ["", ""], ["", ""], [{}, {}])
-    rollout = make_rollout(
-        prompts, [0, 1], MASK.long(), MASK, ENGINE, torch.tensor([True, True])
-    )
+    rollout = make_rollout(prompts, [0, 1], MASK.long(), MASK, ENGINE, torch.tensor([True, True]))
     return Collected(
         rollout, Scores(torch.tensor(scores), {"exact_match": [1.0, 0.0]}), None, 5, {}
     )
@@ -33,11 +31,10 @@ def _collected(scores=(1.0, 0.0)):
 
 def _experience(algorithm, old=TRAINER, values=VALUES, ref=None):
     collected = _collected()
-    opinions = Opinions(
-        None if old is None else Evaluation(old, torch.zeros(2, 3), None), ref, values
-    )
+    policy = None if old is None else Evaluation(old, torch.zeros(2, 3), None)
+    outputs = ModelOutputs(policy, ref, values)
     return make_experience(
-        collected, collected.scores.total, opinions, AlgorithmSection.model_validate(algorithm), 0.1
+        collected, collected.scores.total, outputs, AlgorithmSection.model_validate(algorithm), 0.1
     )
 
 
