@@ -83,8 +83,8 @@ def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> AdvantagesAndReturns:
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> AdvantagesAndReturns:
     """Score less the length-weighted mean of its group, https://arxiv.org/abs/2505.23585.
 
-    A response alone in its group keeps its score. Arguments as in `rloo`; the length is the mask's
-    sum.
+    A response alone in its group keeps its score. Arguments as in `rloo`; the length is the number
+    of tokens in the mask: those that train, since the weight stands for the size of the gradient.
     """
     lengths = mask.sum(dim=1)
     return _tiled(

@@ -19,10 +19,10 @@ KlPlacement = Literal["token", "terminal"]
 def token_rewards(
     scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float, placement: KlPlacement
 ) -> Tensor:
-    """Place each score on the last valid token of its response and take the KL penalty off.
+    """Place each score on the last token of its mask and take the KL penalty off.
 
     The penalised reward of https://arxiv.org/abs/1909.08593, equation 2, spread over tokens as in
-    https://arxiv.org/abs/2203.02155. A response without valid tokens gets no reward.
+    https://arxiv.org/abs/2203.02155. A response whose mask is empty gets no reward.
 
     Args:
         scores: [batch], one a response.

@@ -45,8 +45,8 @@ class PolicyUpdate:
         metrics: the `actor/` metrics.
         logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability when
             it was first trained on; else None.
-        evaluated: bool [batch, response_len], where `logprobs` holds a number; an update may end
-            before the last row.
+        evaluated: bool [batch, response_len], the tokens drawn by the policy for which `logprobs`
+            holds a number; an update may end before the last row.
     """
 
     metrics: dict[str, float]
@@ -136,7 +136,7 @@ class Actor:
             steps += 1
 
         metrics = self._metrics(self.engine.end_update("actor", total, steps), kl_at_stop)
-        evaluated = response_mask & evaluated_rows[:, None]
+        evaluated = experience.rollout.loss_mask & evaluated_rows[:, None]
         if self._settings.bypass is None:
             return PolicyUpdate(metrics, None, evaluated)
         # Each entry comes from one rank, so the sum is exact.

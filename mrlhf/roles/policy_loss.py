@@ -34,7 +34,8 @@ class PolicyBatch:
 
     Attributes:
         response_mask: bool, all response tokens.
-        mask: bool, the response tokens that train.
+        drawn: bool, the response tokens that the policy drew.
+        mask: bool, the drawn tokens that correction has not rejected.
         old_logprobs: log-probabilities that the ratio starts from.
         advantages: the advantage of each token.
         ref_logprobs: log-probabilities under the reference, or None.
@@ -44,6 +45,7 @@ class PolicyBatch:
     """
 
     response_mask: Tensor
+    drawn: Tensor
     mask: Tensor
     old_logprobs: Tensor
     advantages: Tensor
@@ -61,6 +63,7 @@ class PolicyBatch:
 
         return PolicyBatch(
             response_mask=experience.rollout.response_mask[rows],
+            drawn=experience.rollout.loss_mask[rows],
             mask=experience.loss_mask[rows],
             old_logprobs=experience.old_logprobs[rows],
             advantages=experience.advantages[rows],

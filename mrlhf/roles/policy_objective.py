@@ -49,7 +49,7 @@ class PolicyObjective:
         )
         self._positive_tokens = 0
         if batch.positive is not None:
-            self._positive_tokens = int(batch.response_mask[batch.positive].sum())
+            self._positive_tokens = int(batch.drawn[batch.positive].sum())
 
     def __call__(
         self, rows: list[int], logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None
@@ -80,8 +80,7 @@ class PolicyObjective:
         tally.add("actor/pg_clipfrac_lower", masked_sum(policy.clipped_lower.float(), mask), tokens)
         tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), tokens)
 
-        response_tokens = batch.response_mask.sum()
-        tally.add("actor/entropy", masked_sum(entropy, batch.response_mask), response_tokens)
+        tally.add("actor/entropy", masked_sum(entropy, batch.drawn), batch.drawn.sum())
         if section.entropy_coeff:
             loss = loss - section.entropy_coeff * self._aggregate(entropy, mask)
 
@@ -104,12 +103,12 @@ class PolicyObjective:
         return kl_penalty(logprobs, batch.ref_logprobs, self._section.kl_loss_type)
 
     def _positive_lm_loss(self, batch: PolicyBatch, logprobs: Tensor) -> Tensor:
-        """Mean negative log-likelihood of the tokens of right responses.
+        """Mean negative log-likelihood of the tokens that the policy drew in right responses.
 
         Follows VAPO, https://arxiv.org/abs/2504.05118.
         """
         assert batch.positive is not None
-        right = batch.response_mask & batch.positive[:, None]
+        right = batch.drawn & batch.positive[:, None]
         return -masked_sum(logprobs, right) / max(self._positive_tokens, 1)
 
     def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, export_checkpoint, start
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
-from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
+from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Evaluated:
         metrics: the entropy, and how far the engine's policy is from the trainer's.
     """
 
-    outputs: Opinions
+    outputs: ModelOutputs
     ref_logits: Sequence[Tensor] | None
     metrics: dict[str, float]
 
@@ -174,7 +174,7 @@ class PPOTrainer:
             with timer("values"):
                 values = parts.critic.values(rollout, cuts.critic)
 
-        outputs = Opinions(old, ref_logprobs, values)
+        outputs = ModelOutputs(old, ref_logprobs, values)
         if not config.full_kl_in_loss:
             ref_logits = None
         return Evaluated(outputs, ref_logits, metrics)
@@ -199,14 +199,14 @@ class PPOTrainer:
         with timer("old_log_prob"):
             evaluation = self.parts.actor.evaluate(rollout, cut, ref_logits)
 
-        mask = rollout.response_mask
+        mask = rollout.loss_mask
         metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
         correction = self.config.algorithm.rollout_correction
         metrics |= correction_metrics(evaluation.logprobs, rollout, mask, correction)
         return evaluation, metrics
 
     def make_experience(
-        self, collected: Collected, outputs: Opinions, timer: PhaseTimer
+        self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
     ) -> tuple[Experience, dict[str, float]]:
         """Rewards and advantages; moves the coefficient of the KL in the reward.
 

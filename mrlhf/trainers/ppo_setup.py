@@ -23,6 +23,7 @@ from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.reward_model import RewardModel
 from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
@@ -95,13 +96,23 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     generator = build_generator(config, run, actor.engine, tokenizer)
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
+    prompt_batches = map(prompts.batch, sampler)
+    dynamic_sampler = None
+    if config.algorithm.filter_groups.enable:
+        dynamic_sampler = DynamicSampler(
+            generator=generator,
+            scorer=scorer,
+            shaper=shaper,
+            prompts=prompt_batches,
+            train_batch_size=config.data.train_batch_size,
+            filters=config.algorithm.filter_groups,
+        )
     collector = Collector(
         generator=generator,
         scorer=scorer,
         shaper=shaper,
-        prompts=map(prompts.batch, sampler),
-        train_batch_size=config.data.train_batch_size,
-        filters=config.algorithm.filter_groups,
+        prompts=prompt_batches,
+        dynamic_sampler=dynamic_sampler,
         greedy_baseline=config.algorithm.adv_estimator == "remax",
     )
     return Parts(
