@@ -5,37 +5,24 @@ It knows the names of the methods, not their formulas, and no other section.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Count, Fraction, NotNegative, Positive, Section
-
-# Names of algorithms repeat those of mrlhf.rl, whose import would bring torch; a test compares
-# them.
-AdvEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
-KlPenalty = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full"]
-KlPlacement = Literal["token", "terminal"]
-KlControl = Literal["fixed", "adaptive"]
-RewardNorm = Literal["running", "group", "batch"]
-FilterMetric = Literal["acc", "score", "seq_reward"]
+from mrlhf.rl.names import (
+    AdvantageEstimator,
+    FilterMetric,
+    KlControllerKind,
+    KlPlacement,
+    RewardKlKind,
+    RewardNorm,
+)
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
 
-    type: KlControl = Field("fixed", description="adaptive: steered towards target_kl")
+    type: KlControllerKind = Field("fixed", description="adaptive: steered towards target_kl")
     kl_coef: NotNegative = Field(0.001, description="(initial) coefficient")
     target_kl: Positive = Field(0.1, description="adaptive: wanted mean KL a token, nats")
     horizon: Count = Field(10000, description="adaptive: samples over which the coefficient moves")
@@ -75,7 +62,7 @@ class FilterGroupsSection(Section):
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    adv_estimator: AdvEstimator = Field(
+    adv_estimator: AdvantageEstimator = Field(
         "gae", description="advantage estimator; only gae needs a critic"
     )
     gamma: Fraction = Field(1.0, description="discount a token; of gae and reinforce_plus_plus")
@@ -94,7 +81,7 @@ class AlgorithmSection(Section):
     use_kl_in_reward: bool = Field(
         False, description="take coefficient x KL(old, reference) off the reward"
     )
-    kl_penalty: KlPenalty = Field("kl", description="estimator of the KL in the reward")
+    kl_penalty: RewardKlKind = Field("kl", description="estimator of the KL in the reward")
     kl_placement: KlPlacement = Field(
         "token", description="KL off each token's reward, or all off the last"
     )

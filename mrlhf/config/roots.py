@@ -23,7 +23,6 @@ from mrlhf.config.data import (
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
-    COVARIANCE,
     ActorSection,
     CriticSection,
     DistributedSection,
@@ -35,6 +34,7 @@ from mrlhf.config.sections import (
     RoleSection,
     TrainerSection,
 )
+from mrlhf.rl.names import COVARIANCE
 
 
 class Root(Section):

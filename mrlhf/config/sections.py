@@ -13,59 +13,12 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from mrlhf.config.fields import Count, CountOrZero, Fraction, NotNegative, Positive, Section
+from mrlhf.rl.names import SEQUENCE_LEVEL, KlKind, LossAggMode, LossMode, RewardName
 
-# Names of algorithms repeat those of mrlhf.rl and mrlhf.rewards, whose import would bring torch; a
-# test compares them.
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
-LossAggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-]
-SEQUENCE_LEVEL = frozenset(
-    {"gspo", "sapo", "geo_mean"}
-)  # averaged over responses unless configured otherwise
-COVARIANCE = frozenset(
-    {"clip_cov", "kl_cov"}
-)  # choose tokens by a statistic of the whole mini-batch
-PolicyLossName = Literal[
-    "vanilla",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gpg",
-    "geo_mean",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-    "surrogate",
-]
-KlLoss = Literal[
-    "k1",
-    "kl",
-    "abs",
-    "k2",
-    "mse",
-    "k3",
-    "low_var_kl",
-    "k1_clamped",
-    "full",
-    "k1+",
-    "kl+",
-    "abs+",
-    "k2+",
-    "mse+",
-    "k3+",
-    "low_var_kl+",
-    "k1_clamped+",
-]
 CLIP_RATIO = 0.2
-RewardName = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format", "reward_model"]
 
 
 class OptimSection(Section):
@@ -137,7 +90,7 @@ class RoleSection(Section):
 class PolicyLossSection(Section):
     """Which objective trains the policy; the keys of the others have no effect."""
 
-    loss_mode: PolicyLossName = Field(
+    loss_mode: LossMode = Field(
         "vanilla", description="objective; vanilla: PPO's clipped ratio with dual clip"
     )
     clip_cov_ratio: Fraction = Field(
@@ -200,7 +153,7 @@ class ActorSection(RoleSection):
         False, description="add kl_loss_coef x KL(current, reference) to the loss"
     )
     kl_loss_coef: NotNegative = Field(0.001, description="weight of the KL term of the loss")
-    kl_loss_type: KlLoss = Field("low_var_kl", description="estimator of the KL in the loss")
+    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL in the loss")
     loss_agg_mode: LossAggMode | None = Field(
         None,
         description="how per-token losses become one number; null: seq-mean-token-mean for gspo, sapo, geo_mean, "

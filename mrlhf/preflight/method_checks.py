@@ -13,10 +13,7 @@ from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import CLIP_RATIO
-
-CORRECTNESS_TERMS = ("exact_match", "gsm8k")  # repeats mrlhf.rollout.scoring; a test compares them
-GROUPED = ("grpo", "grpo_passk")
-DISCOUNTED = ("gae", "reinforce_plus_plus")
+from mrlhf.rl.names import COMPARES_ANSWERS, CORRECTNESS_TERMS, DISCOUNTED
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
@@ -47,7 +44,7 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
         ("lam", algorithm.lam, 1.0, ("gae",)),
         ("lam_critic", algorithm.lam_critic, None, ("gae",)),
         ("lam_length_alpha", algorithm.lam_length_alpha, None, ("gae",)),
-        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, GROUPED),
+        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, COMPARES_ANSWERS),
         ("f_norm", algorithm.f_norm, 1.0, ("gpg",)),
     ]
     for key, value, default, estimators in readers:
@@ -84,7 +81,7 @@ def _group_problems(config: PPOConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.rollout.n
     if n == 1:
         users = []
-        if algorithm.adv_estimator in GROUPED:
+        if algorithm.adv_estimator in COMPARES_ANSWERS:
             users.append(f"algorithm.adv_estimator {algorithm.adv_estimator}")
         if algorithm.filter_groups.enable:
             users.append("algorithm.filter_groups.enable")

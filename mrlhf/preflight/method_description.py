@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
-
-CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+from mrlhf.rl.names import CLIPPED
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,22 +24,7 @@ from mrlhf.rl.group_advantages import (
     remax,
     rloo,
 )
-
-AdvantageEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
-
-WHITENED: frozenset[AdvantageEstimator] = frozenset(
-    {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-)
+from mrlhf.rl.names import AdvantageEstimator
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
 from mrlhf.rl.masking import masked_mean
+from mrlhf.rl.names import PolicyLossName
 from mrlhf.rl.trust_region import inside_binary_kl, inside_total_variation
-
-PolicyLossName = Literal[
-    "vanilla",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gpg",
-    "geo_mean",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-    "surrogate",
-    "reinforce",
-]
-# Those aggregated as seq-mean-token-mean unless configured otherwise, and those that need
-# `selected`.
-SEQUENCE_LEVEL: frozenset[PolicyLossName] = frozenset({"gspo", "sapo", "geo_mean"})
-COVARIANCE: frozenset[PolicyLossName] = frozenset({"clip_cov", "kl_cov"})
 
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 

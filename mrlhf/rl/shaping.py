@@ -5,15 +5,12 @@ This file does not know who gave the score or how the KL was estimated.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from mrlhf.rl.masking import Moments, masked_sum
+from mrlhf.rl.names import KlPlacement
 from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_in_groups
-
-KlPlacement = Literal["token", "terminal"]
 
 
 def token_rewards(

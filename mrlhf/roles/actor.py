@@ -21,7 +21,7 @@ from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import MiniBatch, Pack
 from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
 from mrlhf.rl.correction import Correction
-from mrlhf.rl.policy_losses import PolicyLossName
+from mrlhf.rl.names import PolicyLossName
 from mrlhf.roles.base import TrainedRole, spread
 from mrlhf.roles.policy_objective import (
     UPDATE_METRICS,

@@ -19,11 +19,10 @@ from mrlhf.rl.correction import Correction, correct, geometric_mean_weights
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregate, aggregation_count
 from mrlhf.rl.masking import masked_sum
+from mrlhf.rl.names import COVARIANCE, PolicyLossName
 from mrlhf.rl.policy_losses import (
-    COVARIANCE,
     PolicyLoss,
     PolicyLossInputs,
-    PolicyLossName,
     PolicyLossOptions,
     clip_cov_excluded,
     policy_loss,

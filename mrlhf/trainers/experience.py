@@ -17,7 +17,6 @@ from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.rl.advantages import (
-    WHITENED,
     AdvantageInputs,
     AdvantageOptions,
     estimate_advantages,
@@ -27,6 +26,7 @@ from mrlhf.rl.correction import Correction, Criterion, correct
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
+from mrlhf.rl.names import WHITENED
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected

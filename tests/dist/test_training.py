@@ -34,7 +34,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rl.correction import Correction, Criterion
-from mrlhf.rl.policy_losses import PolicyLossName
+from mrlhf.rl.names import PolicyLossName
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.base import Role
 from mrlhf.roles.critic import Critic

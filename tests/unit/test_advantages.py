@@ -11,14 +11,13 @@ from hypothesis import given, settings
 
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
-    WHITENED,
-    AdvantageEstimator,
     AdvantageInputs,
     AdvantageOptions,
     estimate_advantages,
     gae,
     length_adaptive_lam,
 )
+from mrlhf.rl.names import WHITENED, AdvantageEstimator
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")

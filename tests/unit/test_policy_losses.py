@@ -11,13 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.losses import LossAggMode, aggregate
+from mrlhf.rl.losses import aggregate
+from mrlhf.rl.names import COVARIANCE, SEQUENCE_LEVEL, LossAggMode, PolicyLossName
 from mrlhf.rl.policy_losses import (
-    COVARIANCE,
     POLICY_LOSSES,
-    SEQUENCE_LEVEL,
     PolicyLossInputs,
-    PolicyLossName,
     PolicyLossOptions,
     policy_loss,
 )
