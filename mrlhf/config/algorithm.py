@@ -5,7 +5,9 @@ It knows the names of the methods, not their formulas, and no other section.
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import get_args
+
+from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Count, Fraction, NotNegative, Positive, Section
@@ -17,6 +19,7 @@ from mrlhf.rl.names import (
     RewardKlKind,
     RewardNorm,
 )
+from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
@@ -62,8 +65,13 @@ class FilterGroupsSection(Section):
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    adv_estimator: AdvantageEstimator = Field(
-        "gae", description="advantage estimator; only gae needs a critic"
+    adv_estimator: AdvantageEstimator | str = Field(
+        "gae",
+        description="advantage estimator; only gae needs a critic; "
+        "path/to/file.py:function: your own",
+    )
+    use_critic: bool = Field(
+        False, description="train a critic and give its values to an estimator of your own"
     )
     gamma: Fraction = Field(1.0, description="discount a token; of gae and reinforce_plus_plus")
     lam: Fraction = Field(1.0, description="lambda of generalised advantage estimation")
@@ -104,3 +112,8 @@ class AlgorithmSection(Section):
     rollout_correction: RolloutCorrectionSection = Field(
         description="the engine's policy against the trainer's"
     )
+
+    @field_validator("adv_estimator", mode="before")
+    @classmethod
+    def _is_estimator_or_function(cls, name: object) -> str:
+        return check_name(name, get_args(AdvantageEstimator))

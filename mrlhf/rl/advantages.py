@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrlhf.errors import ConfigError
 from mrlhf.rl.group_advantages import (
     AdvantagesAndReturns,
     gpg,
@@ -75,19 +76,31 @@ class AdvantageOptions:
     f_norm: float = 1.0
 
 
+Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
+
+
 def estimate_advantages(
-    name: AdvantageEstimator, inputs: AdvantageInputs, options: AdvantageOptions
+    estimator: Estimator, inputs: AdvantageInputs, options: AdvantageOptions
 ) -> AdvantagesAndReturns:
-    """Advantages, not yet whitened, and returns by the estimator `name`.
+    """Advantages, not yet whitened, and returns by `estimator`.
 
     Returns:
-        Both [batch, response_len], 0 where the mask is.
+        Both [batch, response_len], 0 outside the mask.
 
     Raises:
         ValueError: `gae` without values, `remax` without greedy scores, `grpo_passk` with a
             response alone in its group.
+        ConfigError: a user's function did not return two tensors of the shape of the rewards.
     """
-    return ADVANTAGE_ESTIMATORS[name](inputs, options)
+    result = estimator(inputs, options)
+    shape = inputs.rewards.shape
+    if not isinstance(result, tuple) or [x.shape for x in result] != [shape, shape]:
+        raise ConfigError(
+            "the advantage estimator must return (advantages, returns), two tensors of the shape "
+            f"of the rewards, {tuple(shape)}"
+        )
+    advantages, returns = result
+    return advantages.masked_fill(~inputs.mask, 0), returns.masked_fill(~inputs.mask, 0)
 
 
 def gae(
@@ -171,8 +184,6 @@ def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndR
         )
     return remax(inputs.rewards, inputs.mask, inputs.greedy_scores)
 
-
-Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
 
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gae": _decoupled_gae,

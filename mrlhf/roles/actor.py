@@ -21,13 +21,14 @@ from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import MiniBatch, Pack
 from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
 from mrlhf.rl.correction import Correction
-from mrlhf.rl.names import PolicyLossName
+from mrlhf.rl.policy_losses import PolicyLossFunction
 from mrlhf.roles.base import TrainedRole, spread
 from mrlhf.roles.policy_objective import (
     UPDATE_METRICS,
     PolicyBatch,
     PolicyLossSettings,
     PolicyObjective,
+    configured_loss,
 )
 
 
@@ -76,7 +77,7 @@ class Actor(TrainedRole):
         groups: RoleGroups,
         device: Device,
         temperature: float,
-        loss: PolicyLossName | None = None,
+        loss: PolicyLossFunction | None = None,
         bypass: Correction | None = None,
     ) -> None:
         """`loss` None: the section's; `bypass` corrects every mini-batch against the engine's
@@ -84,7 +85,7 @@ class Actor(TrainedRole):
         """
         super().__init__(section, spec, groups, device)
         self.temperature = temperature
-        self._loss = PolicyLossSettings(loss or section.policy_loss.loss_mode, section, bypass)
+        self._loss = PolicyLossSettings(loss or configured_loss(section), section, bypass)
 
     def evaluate(
         self,

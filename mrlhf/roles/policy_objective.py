@@ -14,17 +14,22 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config.sections import ActorSection
+from mrlhf.methods import find_method
 from mrlhf.metrics import Tally
 from mrlhf.rl.correction import Correction, correct, geometric_mean_weights
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregate, aggregation_count
 from mrlhf.rl.masking import masked_sum
-from mrlhf.rl.names import COVARIANCE, PolicyLossName
 from mrlhf.rl.policy_losses import (
+    POLICY_LOSSES,
     PolicyLoss,
+    PolicyLossFunction,
     PolicyLossInputs,
     PolicyLossOptions,
+    clip_cov,
     clip_cov_excluded,
+    geo_mean,
+    kl_cov,
     policy_loss,
     select_by_covariance,
 )
@@ -96,13 +101,13 @@ class PolicyLossSettings:
     """Which loss, and the numbers it takes.
 
     Attributes:
-        name: the per-token loss.
+        function: the per-token loss.
         section: its numbers, aggregation, and the terms beside it.
         bypass: correction of the current policy against the engine's, made anew on every
             mini-batch; None where the experience holds what correction there is.
     """
 
-    name: PolicyLossName
+    function: PolicyLossFunction
     section: ActorSection
     bypass: Correction | None
 
@@ -112,7 +117,7 @@ class PolicyLossSettings:
         mini-batch.
         """
         bypass = self.bypass is not None and bool(self.bypass.criteria or self.bypass.normalise)
-        return bypass or self.name in COVARIANCE
+        return bypass or self.function in (clip_cov, kl_cov)
 
     @property
     def options(self) -> PolicyLossOptions:
@@ -141,11 +146,11 @@ class PolicyLossSettings:
         mini-batch.
         """
         batch = self.corrected(batch, logprobs)
-        if self.name not in COVARIANCE:
+        if self.function not in (clip_cov, kl_cov):
             return batch
         cov, excluded, bounds = self.section.policy_loss, None, None
         fraction = cov.kl_cov_ratio
-        if self.name == "clip_cov":
+        if self.function is clip_cov:
             inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask)
             excluded = clip_cov_excluded(inputs, self.options)
             fraction, bounds = cov.clip_cov_ratio, (cov.clip_cov_lb, cov.clip_cov_ub)
@@ -159,12 +164,21 @@ class PolicyLossSettings:
         inputs = PolicyLossInputs(
             logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected
         )
-        policy, weights = policy_loss(self.name, inputs, self.options), batch.weights
+        policy, weights = policy_loss(self.function, inputs, self.options), batch.weights
         if weights is None:
             return policy, policy.per_token
-        if self.name == "geo_mean":
+        if self.function is geo_mean:
             weights = geometric_mean_weights(weights, batch.mask)
         return policy, policy.per_token * weights
+
+
+def configured_loss(section: ActorSection) -> PolicyLossFunction:
+    """The function that `policy_loss.loss_mode` names.
+
+    Raises:
+        ConfigError: a user's function cannot be loaded.
+    """
+    return find_method("actor.policy_loss.loss_mode", section.policy_loss.loss_mode, POLICY_LOSSES)
 
 
 class PolicyObjective:

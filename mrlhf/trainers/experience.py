@@ -16,7 +16,9 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.methods import find_method
 from mrlhf.rl.advantages import (
+    ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     AdvantageOptions,
     estimate_advantages,
@@ -87,9 +89,10 @@ def make_experience(
     inputs = AdvantageInputs(
         rewards, mask, rollout.groups, opinions.values, collected.greedy_scores
     )
-    advantages, returns = estimate_advantages(
-        algorithm.adv_estimator, inputs, _options(algorithm, mask)
+    estimator = find_method(
+        "algorithm.adv_estimator", algorithm.adv_estimator, ADVANTAGE_ESTIMATORS
     )
+    advantages, returns = estimate_advantages(estimator, inputs, _options(algorithm, mask))
     if algorithm.adv_estimator in WHITENED:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
     correct_answers = scores.correct

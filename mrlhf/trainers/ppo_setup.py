@@ -30,6 +30,7 @@ from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.parallel.microbatch import MiniBatch
 from mrlhf.reshard.execute import Resharder
 from mrlhf.reshard.plan import plan
+from mrlhf.rl.policy_losses import reinforce
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.frozen import Reference, RewardModel
@@ -231,7 +232,7 @@ def _actor(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Actor:
         run.groups("actor", config.actor),
         run.device,
         config.rollout.temperature,
-        loss="reinforce" if correction.loss_type == "reinforce" else None,
+        loss=reinforce if correction.loss_type == "reinforce" else None,
         bypass=bypass,
     )
     actor.load(config.actor.path, config.seed)

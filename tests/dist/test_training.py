@@ -35,6 +35,7 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rl.correction import Correction, Criterion
 from mrlhf.rl.names import PolicyLossName
+from mrlhf.rl.policy_losses import POLICY_LOSSES
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.base import Role
 from mrlhf.roles.critic import Critic
@@ -159,7 +160,8 @@ def _actor(root: Path, case: Case, form: Form, groups: RoleGroups, **changes: An
     }
     settings |= form.settings(groups) | case.settings | {"optim": _optim(ActorOptimSection, case, form)} | changes
     bypass = None if case.bypass is None else BYPASS[case.bypass]
-    actor = _build(Actor, ActorSection(**settings), groups, "lm", plain_ppo.TEMPERATURE, case.loss, bypass)
+    loss = POLICY_LOSSES[case.loss]
+    actor = _build(Actor, ActorSection(**settings), groups, "lm", plain_ppo.TEMPERATURE, loss, bypass)
     actor.prepare(actor.section.optim, total_updates=1)
     return actor
 

@@ -73,10 +73,12 @@ def test_each_row_may_have_its_own_lambda():
 def test_the_critic_may_have_a_lambda_of_its_own():
     inputs = AdvantageInputs(REWARDS, MASK, torch.tensor([0]), VALUES)
     options = AdvantageOptions(gamma=0.99, lam=0.95, critic_lam=1.0)
-    advantages, returns = estimate_advantages("gae", inputs, options)
+    advantages, returns = estimate_advantages(ADVANTAGE_ESTIMATORS["gae"], inputs, options)
     torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.0, 0.56525, 0.5]]))
     torch.testing.assert_close(returns, torch.tensor([[0.0, 0.0, 0.99, 1.0]]))
-    _, coupled = estimate_advantages("gae", inputs, replace(options, critic_lam=None))
+    _, coupled = estimate_advantages(
+        ADVANTAGE_ESTIMATORS["gae"], inputs, replace(options, critic_lam=None)
+    )
     torch.testing.assert_close(coupled, torch.tensor([[0.0, 0.0, 0.96525, 1.0]]))
 
 
@@ -144,7 +146,7 @@ def test_what_stands_in_padding_does_not_matter():
 )
 def test_each_name_stands_for_its_estimator_with_its_options(name, expected):
     options = AdvantageOptions(gamma=0.5, lam=0.5, norm_by_std=False, f_norm=4.0)
-    advantages, returns = estimate_advantages(name, BATCH, options)
+    advantages, returns = estimate_advantages(ADVANTAGE_ESTIMATORS[name], BATCH, options)
     torch.testing.assert_close(advantages, torch.tensor(expected))
     to_go = torch.tensor([[3.0, 2.0], [1.0, 0.0], [2.0, 2.0], [0.0, 4.0]])
     values = BATCH.values.masked_fill(~BATCH.mask, 0)
@@ -156,9 +158,13 @@ def test_grpo_passk_by_name():
     pair = AdvantageInputs(
         torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([5, 5])
     )
-    advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions(norm_by_std=False))
+    advantages, _ = estimate_advantages(
+        ADVANTAGE_ESTIMATORS["grpo_passk"], pair, AdvantageOptions(norm_by_std=False)
+    )
     assert advantages.tolist() == [[0.0], [2.0]]
-    advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions())
+    advantages, _ = estimate_advantages(
+        ADVANTAGE_ESTIMATORS["grpo_passk"], pair, AdvantageOptions()
+    )
     torch.testing.assert_close(
         advantages, torch.tensor([[0.0], [1.41421256]])
     )  # 2 over sqrt(2) + 1e-6
@@ -174,9 +180,9 @@ def test_what_an_estimator_lacks_is_named():
     bare = replace(BATCH, values=None, greedy_scores=None)
     for name, message in (("gae", "gae needs values"), ("remax", "remax needs greedy_scores")):
         with pytest.raises(ValueError, match=message):
-            estimate_advantages(name, bare, AdvantageOptions())
+            estimate_advantages(ADVANTAGE_ESTIMATORS[name], bare, AdvantageOptions())
     with pytest.raises(ValueError, match="grpo_passk needs at least 2"):
-        estimate_advantages("grpo_passk", BATCH, AdvantageOptions())
+        estimate_advantages(ADVANTAGE_ESTIMATORS["grpo_passk"], BATCH, AdvantageOptions())
 
 
 def test_inputs_that_do_not_fit_are_refused():
@@ -185,7 +191,9 @@ def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(AssertionError, match=r"\(3,\), \(4, 2\)"):
         replace(BATCH, groups=BATCH.groups[:3])
     with pytest.raises(AssertionError, match="bool"):
-        estimate_advantages("rloo", replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions())
+        estimate_advantages(
+            ADVANTAGE_ESTIMATORS["rloo"], replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions()
+        )
 
 
 def test_each_named_estimator_exists():
@@ -199,7 +207,7 @@ def _by_name(name, batch):
         batch.rewards, batch.mask, batch.groups, batch.values, batch.greedy_scores
     )
     options = AdvantageOptions(gamma=0.9, lam=0.8, critic_lam=0.7, f_norm=2.5)
-    return estimate_advantages(name, inputs, options)
+    return estimate_advantages(ADVANTAGE_ESTIMATORS[name], inputs, options)
 
 
 @pytest.mark.parametrize("name", get_args(AdvantageEstimator))
