@@ -17,7 +17,7 @@ from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.rl.masking import Moments, local_moments, merge_moments
 from mrlhf.rl.shaping import (
     missing_eos_penalty,
-    normalise_in_groups,
+    normalise_by_prompt,
     normalise_scores,
     overlong_penalty,
 )
@@ -46,7 +46,7 @@ class RewardShaper:
         elif kind == "batch":
             scores = normalise_scores(scores, _moments(scores))
         elif kind == "group":
-            scores = normalise_in_groups(scores, rollout.groups)
+            scores = normalise_by_prompt(scores, rollout.groups)
         return self._penalised(self._clipped(scores), rollout)
 
     def shape_alone(self, scores: Tensor, rollout: Rollout) -> Tensor:

@@ -29,7 +29,7 @@ MASK = torch.tensor([[False, False, True, True]])
 BATCH = AdvantageInputs(
     rewards=torch.tensor([[1.0, 2.0], [1.0, NAN], [0.0, 2.0], [NAN, 4.0]]),
     mask=torch.tensor([[True, True], [True, False], [True, True], [False, True]]),
-    groups=torch.tensor([8, 8, 8, 2]),
+    prompt_groups=torch.tensor([8, 8, 8, 2]),
     values=torch.tensor([[0.5, 1.0], [0.0, NAN], [1.0, 0.5], [NAN, 3.0]]),
     greedy_scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
 )
@@ -189,7 +189,7 @@ def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(AssertionError, match=r"\(4, 2\), \(4, 1\)"):
         replace(BATCH, mask=BATCH.mask[:, :1])
     with pytest.raises(AssertionError, match=r"\(3,\), \(4, 2\)"):
-        replace(BATCH, groups=BATCH.groups[:3])
+        replace(BATCH, prompt_groups=BATCH.prompt_groups[:3])
     with pytest.raises(AssertionError, match="bool"):
         estimate_advantages(
             ADVANTAGE_ESTIMATORS["rloo"], replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions()
@@ -204,7 +204,7 @@ def test_each_named_estimator_exists():
 
 def _by_name(name, batch):
     inputs = AdvantageInputs(
-        batch.rewards, batch.mask, batch.groups, batch.values, batch.greedy_scores
+        batch.rewards, batch.mask, batch.prompt_groups, batch.values, batch.greedy_scores
     )
     options = AdvantageOptions(gamma=0.9, lam=0.8, critic_lam=0.7, f_norm=2.5)
     return estimate_advantages(ADVANTAGE_ESTIMATORS[name], inputs, options)
@@ -218,20 +218,20 @@ def test_order_numbering_and_padding_change_nothing(name, batch):
     assert advantages[~batch.mask].abs().sum() == returns[~batch.mask].abs().sum() == 0
     assert advantages.isfinite().all() and returns.isfinite().all()
 
-    order = torch.randperm(len(batch.groups), generator=torch.Generator().manual_seed(11))
+    order = torch.randperm(len(batch.prompt_groups), generator=torch.Generator().manual_seed(11))
     for moved, result in zip(_by_name(name, batch.rows(order)), (advantages, returns), strict=True):
         torch.testing.assert_close(moved, result[order], rtol=1e-12, atol=1e-12)
 
-    renumbered = replace(batch, groups=-3 * batch.groups + 1)
+    renumbered = replace(batch, prompt_groups=-3 * batch.prompt_groups + 1)
     for other, result in zip(_by_name(name, renumbered), (advantages, returns), strict=True):
         torch.testing.assert_close(other, result, rtol=1e-12, atol=1e-12)
 
     width = batch.mask.shape[1] + 2
     columns = torch.arange(1, width - 1)  # one column of padding before, one after
     spread = {
-        name_of: torch.full((len(batch.groups), width), filler, dtype=tensor.dtype).index_copy(
-            1, columns, tensor
-        )
+        name_of: torch.full(
+            (len(batch.prompt_groups), width), filler, dtype=tensor.dtype
+        ).index_copy(1, columns, tensor)
         for name_of, tensor, filler in (
             ("mask", batch.mask, False),
             ("rewards", batch.rewards, float("inf")),

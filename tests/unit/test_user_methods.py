@@ -78,7 +78,7 @@ def batch_of_two_tokens():
     return AdvantageInputs(
         rewards=torch.tensor([[1.0, 2.0]]),
         mask=torch.tensor([[True, False]]),
-        groups=torch.tensor([0]),
+        prompt_groups=torch.tensor([0]),
     )
 
 
