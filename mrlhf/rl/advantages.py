@@ -180,38 +180,6 @@ def _decoupled_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> Advant
     return advantages, returns
 
 
-def _grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    return grpo(inputs.rewards, inputs.mask, inputs.prompt_groups, options.norm_by_std)
-
-
-def _grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    return grpo_passk(inputs.rewards, inputs.mask, inputs.prompt_groups, options.norm_by_std)
-
-
-def _rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    return rloo(inputs.rewards, inputs.mask, inputs.prompt_groups)
-
-
-def _opo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    return opo(inputs.rewards, inputs.mask, inputs.prompt_groups)
-
-
-def _gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-    return gpg(inputs.rewards, inputs.mask, inputs.prompt_groups, options.f_norm)
-
-
-def _reinforce_plus_plus(
-    inputs: AdvantageInputs, options: AdvantageOptions
-) -> AdvantagesAndReturns:
-    return reinforce_plus_plus(inputs.rewards, inputs.mask, options.gamma)
-
-
-def _reinforce_plus_plus_baseline(
-    inputs: AdvantageInputs, options: AdvantageOptions
-) -> AdvantagesAndReturns:
-    return reinforce_plus_plus_baseline(inputs.rewards, inputs.mask, inputs.prompt_groups)
-
-
 def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
     if inputs.greedy_scores is None:
         raise ValueError(
@@ -222,12 +190,16 @@ def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndR
 
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gae": _decoupled_gae,
-    "grpo": _grpo,
-    "grpo_passk": _grpo_passk,
-    "rloo": _rloo,
-    "opo": _opo,
-    "gpg": _gpg,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "grpo": lambda x, options: grpo(x.rewards, x.mask, x.prompt_groups, options.norm_by_std),
+    "grpo_passk": lambda x, options: grpo_passk(
+        x.rewards, x.mask, x.prompt_groups, options.norm_by_std
+    ),
+    "rloo": lambda x, options: rloo(x.rewards, x.mask, x.prompt_groups),
+    "opo": lambda x, options: opo(x.rewards, x.mask, x.prompt_groups),
+    "gpg": lambda x, options: gpg(x.rewards, x.mask, x.prompt_groups, options.f_norm),
+    "reinforce_plus_plus": lambda x, options: reinforce_plus_plus(x.rewards, x.mask, options.gamma),
+    "reinforce_plus_plus_baseline": lambda x, options: reinforce_plus_plus_baseline(
+        x.rewards, x.mask, x.prompt_groups
+    ),
     "remax": _remax,
 }
