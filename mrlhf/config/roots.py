@@ -34,6 +34,7 @@ from mrlhf.config.sections import (
     RoleSection,
     TrainerSection,
 )
+from mrlhf.rl.names import COVARIANCE
 
 
 class Root(Section):
@@ -105,7 +106,7 @@ class PPOConfig(Root):
 
     seed: int = Field(1, description="of data order, sampling and fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
-    critic: CriticSection = Field(description="the value model; built only for adv_estimator gae")
+    critic: CriticSection = Field(description="the value model; built where advantages need values")
     reference: ReferenceSection = Field(
         description="the frozen policy that the KL is measured from"
     )
@@ -122,7 +123,7 @@ class PPOConfig(Root):
     @property
     def needs_critic(self) -> bool:
         """Whether the advantages need values."""
-        return self.algorithm.adv_estimator == "gae"
+        return self.algorithm.adv_estimator == "gae" or self.algorithm.use_critic
 
     @property
     def needs_reference(self) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
+from mrlhf.rl.names import CLIPPED
 from mrlhf.roles.policy_loss import PolicyLossSettings
-
-CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+from mrlhf.user_code import is_reference
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
@@ -19,7 +19,13 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
     """
     yield "the method"
     if not config.needs_critic:
-        yield f"  no critic: {config.algorithm.adv_estimator} needs none"
+        estimator = config.algorithm.adv_estimator
+        why = (
+            "algorithm.use_critic is false"
+            if is_reference(estimator)
+            else f"{estimator} needs none"
+        )
+        yield f"  no critic: {why}"
     yield f"  rewards: {', '.join(_rewards(config))}"
     yield f"  advantages: {_estimator(config)}"
     yield f"  policy loss: {_loss(config)}"
@@ -69,6 +75,8 @@ def _rewards(config: PPOConfig) -> Iterator[str]:
 def _estimator(config: PPOConfig) -> str:
     algorithm = config.algorithm
     words: str = algorithm.adv_estimator
+    if is_reference(words):
+        return f"{words}, your own, not whitened"
     if words == "gae":
         alpha, critic = algorithm.lam_length_alpha, algorithm.lam_critic
         words += f", gamma {algorithm.gamma}, lambda "
@@ -89,6 +97,8 @@ def _loss(config: PPOConfig) -> str:
     words: str = mode
     if correction.bypass_mode and correction.loss_type == "reinforce":
         words = "reinforce"
+    elif is_reference(mode):
+        words += f", your own, given clip -{actor.clip_low:g} +{actor.clip_high:g}"
     elif mode in CLIPPED:
         words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
         words += f", dual clip {actor.clip_ratio_c:g}" if mode == "vanilla" else ""

@@ -15,12 +15,14 @@ from torch import Tensor
 from mrlhf.batch import Experience
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.sections import ActorSection
+from mrlhf.methods import find_method
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
+from mrlhf.rl.names import COVARIANCE
 from mrlhf.rl.policy_losses import (
-    COVARIANCE,
+    POLICY_LOSSES,
     PolicyLoss,
+    PolicyLossFunction,
     PolicyLossInputs,
-    PolicyLossName,
     PolicyLossOptions,
     clip_cov_excluded,
     policy_loss,
@@ -86,24 +88,36 @@ class PolicyLossSettings:
     """Which loss is trained, and the numbers it takes.
 
     Attributes:
-        name: the per-token loss.
+        name: the per-token loss, by its name or as "path/to/file.py:function".
+        function: the per-token loss.
         section: its numbers, the aggregation, and the terms beside it.
         bypass: how the current policy is corrected against the engine's, made anew on every
             mini-batch; None where the experience already holds all correction.
     """
 
-    name: PolicyLossName
+    name: str
+    function: PolicyLossFunction
     section: ActorSection
     bypass: Correction | None
 
     @staticmethod
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
         """What these two sections of the configuration ask for."""
-        name: PolicyLossName = actor.policy_loss.loss_mode
+        name = actor.policy_loss.loss_mode
         if correction.loss_type == "reinforce":
             name = "reinforce"
         bypass = make_correction(correction) if correction.bypass_mode else None
-        return PolicyLossSettings(name, actor, bypass)
+        return PolicyLossSettings.named(name, actor, bypass)
+
+    @staticmethod
+    def named(name: str, section: ActorSection, bypass: Correction | None) -> PolicyLossSettings:
+        """The loss called `name`.
+
+        Raises:
+            ConfigError: it is a user's function, and that cannot be loaded.
+        """
+        function = find_method("actor.policy_loss.loss_mode", name, POLICY_LOSSES)
+        return PolicyLossSettings(name, function, section, bypass)
 
     @property
     def needs_mini_batch_pass(self) -> bool:
@@ -187,7 +201,7 @@ class PolicyLossSettings:
         inputs = PolicyLossInputs(
             logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected
         )
-        policy = policy_loss(self.name, inputs, self.options)
+        policy = policy_loss(self.function, inputs, self.options)
         weights = batch.weights
         if weights is None:
             return policy, policy.per_token

@@ -17,7 +17,7 @@ from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.rl.masking import Moments, local_moments, merge_moments
 from mrlhf.rl.shaping import (
     missing_eos_penalty,
-    normalise_in_groups,
+    normalise_by_prompt,
     normalise_scores,
     overlong_penalty,
 )
@@ -47,7 +47,7 @@ class RewardShaper:
         elif kind == "batch":
             scores = normalise_scores(scores, _moments(scores))
         elif kind == "group":
-            scores = normalise_in_groups(scores, rollout.prompt_groups)
+            scores = normalise_by_prompt(scores, rollout.prompt_groups)
 
         return self._penalise(self._clip(scores), rollout)
 

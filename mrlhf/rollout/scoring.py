@@ -20,9 +20,9 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput
+from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
 
-CORRECTNESS_TERMS = ("exact_match", "gsm8k")
 REPORTED_CORRECTNESS = "acc"
 
 

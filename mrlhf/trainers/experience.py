@@ -16,8 +16,9 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.methods import find_method
 from mrlhf.rl.advantages import (
-    WHITENED,
+    ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     AdvantageOptions,
     estimate_advantages,
@@ -27,6 +28,7 @@ from mrlhf.rl.correction import correct
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
+from mrlhf.rl.names import WHITENED
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
@@ -101,8 +103,11 @@ def make_experience(
     inputs = AdvantageInputs(
         rewards, drawn, rollout.prompt_groups, outputs.values, collected.greedy_scores
     )
+    estimator = find_method(
+        "algorithm.adv_estimator", algorithm.adv_estimator, ADVANTAGE_ESTIMATORS
+    )
     options = _advantage_options(algorithm, drawn)
-    advantages, returns = estimate_advantages(algorithm.adv_estimator, inputs, options)
+    advantages, returns = estimate_advantages(estimator, inputs, options)
     if algorithm.adv_estimator in WHITENED:
         advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
 

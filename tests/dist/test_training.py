@@ -34,7 +34,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rl.correction import Correction, Criterion
-from mrlhf.rl.policy_losses import PolicyLossName
+from mrlhf.rl.names import PolicyLossName
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
@@ -196,7 +196,7 @@ def _actor(root: Path, case: Case, form: Form, groups: RoleGroups, **changes: An
     section = ActorSection(**settings)
     engine = _engine(section, groups, "lm")
     engine.attach_optimizer(section.optim, total_updates=1)
-    return Actor(engine, PolicyLossSettings(case.loss, section, bypass), plain_ppo.TEMPERATURE)
+    return Actor(engine, PolicyLossSettings.named(case.loss, section, bypass), plain_ppo.TEMPERATURE)
 
 
 def _critic(root: Path, case: Case, form: Form, groups: RoleGroups) -> Critic:
