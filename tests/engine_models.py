@@ -60,7 +60,7 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
 
 
 def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
 
 
 def fill(slots: list[Slot], model: Any) -> None:

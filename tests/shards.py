@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from mrlhf.models.families import FAMILIES, tensor_shapes
+from mrlhf.models.families import FAMILIES, family_of
 from mrlhf.models.spec import Head, ModelSpec
-from mrlhf.weights.shard import Piece, Slot
+from mrlhf.weights.shard import Piece, Shape, Slot
 
 _FAMILY = {
     "llama": {"tie_word_embeddings": False},
@@ -47,7 +47,11 @@ def tiny_config(model: str) -> PretrainedConfig:
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:
     config = tiny_config(model).to_dict()
-    return FAMILIES[config["model_type"]](config, head)
+    return FAMILIES[config["model_type"]].read_config(config, head)
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    return family_of(spec).tensor_shapes(spec)
 
 
 def full_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from mrlhf.device import Device, resolve_dtype
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
-from mrlhf.models.families import tensor_shapes
+from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import MiniBatch, Pack, Select, make_pack, plan_mini_batches
@@ -76,33 +76,32 @@ class Role:
         complete.
         """
         scalar = self.spec.head == "scalar"
+        shapes = family_of(self.spec).tensor_shapes(self.spec)
         missing = read_weights(
             path,
             self.slots,
-            tensor_shapes(self.spec),
+            shapes,
             allow_missing=(NEW_HEAD,) if scalar else (),
             ignore=UNUSED_BY_SCALAR if scalar else (),
         )
         if missing:
             heads = [slot for slot in self.slots if slot.piece.name == NEW_HEAD]
-            initialise(heads, tensor_shapes(self.spec), seed, head_std=0.0)
+            initialise(heads, shapes, seed, head_std=0.0)
 
     def initialise(self, seed: int) -> None:
         """Draw random weights that depend on `seed` and the model's `initializer_range`, and not on
         the layout.
         """
-        initialise(
-            self.slots, tensor_shapes(self.spec), seed, std=self.spec.hf_config["initializer_range"]
-        )
+        shapes = family_of(self.spec).tensor_shapes(self.spec)
+        initialise(self.slots, shapes, seed, std=self.spec.hf_config["initializer_range"])
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write the weights as a Hugging Face checkpoint, its `config.json` excepted; every rank
         calls it.
         """
         if self.groups.coordinates.dp == 0:
-            write_weights(
-                path, self.slots, tensor_shapes(self.spec), self.groups.mp, max_shard_bytes
-            )
+            shapes = family_of(self.spec).tensor_shapes(self.spec)
+            write_weights(path, self.slots, shapes, self.groups.mp, max_shard_bytes)
 
     def plan(self, lengths: Sequence[int], mini_batch_rows: int) -> list[MiniBatch]:
         """Cut a batch of sequences of these lengths (tokens) for this role's data parallelism and

@@ -15,12 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import tensor_shapes
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.hf import read_weights, write_weights
 from tests.ranks import run_ranks
-from tests.shards import MODELS, make_slots, tiny_config, tiny_spec
+from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
 LAYOUTS = [ParallelLayout.for_world("actor", 4, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}

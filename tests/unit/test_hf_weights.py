@@ -14,14 +14,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import tensor_shapes
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.hf import read_weights, split_files
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Slot
-from tests.shards import MODELS, full_tensors, make_slots, stored, tiny_config, tiny_spec
+from tests.shards import (
+    MODELS,
+    full_tensors,
+    make_slots,
+    stored,
+    tensor_shapes,
+    tiny_config,
+    tiny_spec,
+)
 
 LAYOUTS = [ParallelLayout(tp, pp, 1) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
 

@@ -11,15 +11,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import rule_of, tensor_shapes
+from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Slot, local_shape, pieces_of
-from tests.shards import MODELS, full_tensors, tiny_config, tiny_spec
+from tests.shards import MODELS, full_tensors, tensor_shapes, tiny_config, tiny_spec
 
 
 def _read(parameter: torch.Tensor, piece: Piece, start: int, stop: int) -> torch.Tensor:
     return Slot(piece, parameter).view(start, stop).reshape(piece.shape(start, stop))
+
+
+def _rule_of(spec: ModelSpec, parameter: str, first_layer: int = 0) -> Rule:
+    chunk = Chunk(range(first_layer, spec.num_layers), is_first=first_layer == 0, is_last=True)
+    return family_of(spec).rule_of(spec, chunk, parameter)
 
 
 def _megatron_qkv(
@@ -44,7 +50,7 @@ def test_qkv_is_interleaved_by_group(tp: int, kind: str) -> None:
         "model.layers.3.self_attn",
         f"self_attention.linear_qkv.{kind}",
     )
-    rule = rule_of(spec, f"decoder.layers.1.{name}", layer_offset=2)
+    rule = _rule_of(spec, f"decoder.layers.1.{name}", first_layer=2)
     for tp_rank in range(tp):
         parameter = _megatron_qkv(tensors, prefix, kind, spec.num_kv_heads, tp_rank, tp)
         pieces = pieces_of(name, rule, tensor_shapes(spec), tp_rank, tp)
@@ -63,7 +69,7 @@ def test_gate_and_up_follow_each_other_on_every_rank(tp: int) -> None:
     spec = tiny_spec("llama")
     tensors = full_tensors(spec)
     gate, up = (tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    rule = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+    rule = _rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight")
     for tp_rank in range(tp):
         parameter = torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]])
         for piece in pieces_of("fc1", rule, tensor_shapes(spec), tp_rank, tp):
@@ -77,7 +83,7 @@ def test_gate_and_up_follow_each_other_on_every_rank(tp: int) -> None:
 def test_vocabulary_padding_belongs_to_no_piece(tp: int) -> None:
     spec = tiny_spec("llama")
     full = full_tensors(spec)["model.embed_tokens.weight"]
-    rule = rule_of(spec, "embedding.word_embeddings.weight", 0)
+    rule = _rule_of(spec, "embedding.word_embeddings.weight")
     rows = spec.padded_vocab(tp) // tp
     padded = torch.cat(
         [full, torch.full((rows * tp - spec.vocab_size, spec.hidden_size), float("nan"))]
@@ -103,18 +109,18 @@ def test_a_rank_of_padding_alone_holds_nothing() -> None:
 def test_columns_and_replicated_tensors() -> None:
     spec = tiny_spec("llama")
     tensors = full_tensors(spec)
-    column = rule_of(spec, "decoder.layers.0.mlp.linear_fc2.weight", 0)
+    column = _rule_of(spec, "decoder.layers.0.mlp.linear_fc2.weight")
     full = tensors["model.layers.0.mlp.down_proj.weight"]
     (piece,) = pieces_of("fc2", column, tensor_shapes(spec), 1, 2)
     assert torch.equal(_read(full.chunk(2, dim=1)[1].contiguous(), piece, 12, 24), full[:, 12:24])
-    norm = rule_of(spec, "decoder.layers.0.input_layernorm.weight", 0)
+    norm = _rule_of(spec, "decoder.layers.0.input_layernorm.weight")
     (piece,) = pieces_of("norm", norm, tensor_shapes(spec), 1, 2)
     assert (piece.start, piece.stop) == (0, 32)
 
 
 def test_views_write_through() -> None:
     spec = tiny_spec("qwen2")
-    rule = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.bias", 0)
+    rule = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.bias")
     pieces = pieces_of("bias", rule, tensor_shapes(spec), 1, 2)
     parameter = torch.zeros(32, requires_grad=True)
     k = pieces[1]
@@ -173,7 +179,7 @@ def test_only_an_engine_shares_kv_heads() -> None:
 
 def test_what_does_not_divide_is_refused() -> None:
     spec = tiny_spec("llama")
-    qkv = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight", 0)
+    qkv = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight")
     with pytest.raises(
         WeightError,
         match=r"k_proj.weight \(16 rows\), .* 4 groups do not divide .* size 8; use a tp that",
@@ -186,7 +192,7 @@ def test_what_does_not_divide_is_refused() -> None:
         pieces_of("qkv", replace(qkv, shares=4), tensor_shapes(spec), 0, 6)
     with pytest.raises(WeightError, match="size 64; use a tp that divides 4, or a multiple of 4"):
         local_shape(replace(qkv, shares=4), tensor_shapes(spec), 64)
-    fc1 = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+    fc1 = _rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight")
     with pytest.raises(WeightError, match="tensor-parallel size 16; use a smaller tp"):
         pieces_of("fc1", fc1, tensor_shapes(spec), 0, 16)
 
