@@ -1,9 +1,8 @@
-"""Builds one rank's pipeline stage of a model from its spec and its role's groups, and says where
-each tensor lies.
+"""Builds one rank's pipeline stage of a model, and says where each named tensor lies in it.
 
-All weights of a new stage are zero: they are always loaded after. TransformerEngine's layers are
-used on a GPU where they can be imported. What the layers are is the family's business; this file
-knows no family, no optimizer and no data.
+All weights of a new stage are zero: they are always loaded later. TransformerEngine's layers are
+used on a GPU if they can be imported. The family says what the layers are; this file knows no
+family, no optimizer and no data.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
-        module: what schedules and DistributedDataParallel take: a GPTModel, in bfloat16 wrapped in
-            a Float16Module.
+        module: what schedules and DistributedDataParallel take: a GPTModel, which is wrapped in a
+            Float16Module if its dtype is bfloat16.
     """
 
     config: TransformerConfig
@@ -59,10 +58,10 @@ def build_model(
     Args:
         spec: the model; its heads and MLP divide over tp and its layers over pp.
         groups: the role's groups.
-        dtype: of parameters and activations, float32 or bfloat16.
-        device: where it lives.
-        sequence_parallel: split activations between layers over the tensor-parallel ranks; no
-            effect with one of them. A packed micro-batch must then hold a multiple of tp tokens.
+        dtype: dtype of parameters and activations, float32 or bfloat16.
+        device: where the parameters live.
+        sequence_parallel: split the activations between layers over the tensor-parallel ranks. A
+            packed micro-batch must then hold a multiple of tp tokens. No effect if tp is 1.
         recompute: which activations are computed again in the backward pass.
     """
     layout = groups.layout
@@ -96,9 +95,9 @@ def build_model(
 def slots_of(
     module: torch.nn.Module, spec: ModelSpec, layout: ParallelLayout, coordinates: Coordinates
 ) -> list[Slot]:
-    """Every named slice that the stage holds and where, in the order of its parameters.
+    """Every named slice that the stage holds, and where it is stored, parameter by parameter.
 
-    `module` may be wrapped, in a Float16Module or a DistributedDataParallel. The last stage of a
+    `module` may be wrapped in a Float16Module or a DistributedDataParallel. The last stage of a
     model with tied embeddings has its own copy of the embedding, which is a slot like any other.
     """
     family = family_of(spec)
@@ -133,10 +132,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Packed micro-batches differ in length. megatron-core then insists on this dispatcher, even
-        # without experts.
+        # for a model without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Weights are loaded after; zeros also make the padding rows of the vocabulary harmless.
+        # Weights are loaded later; zeros also make the padding rows of the vocabulary harmless.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
@@ -164,11 +163,10 @@ def _recompute_options(recompute: Recompute) -> dict[str, Any]:
 
 
 def _prepare_megatron() -> None:
-    """Two things of megatron-core that a whole process shares and that its layers expect, neither
-    of them a group.
+    """Make the two objects that megatron-core's layers expect once in each process.
 
-    Initialising weights forks a named random state, though ours draws nothing from it; sequence
-    parallelism gathers into a scratch buffer.
+    Initialising weights forks a named random state, although ours draws nothing from it. Sequence
+    parallelism gathers into a scratch buffer. Neither is a process group.
     """
     tracker = get_cuda_rng_tracker()
     if "model-parallel-rng" not in tracker.get_states():

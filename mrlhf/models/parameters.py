@@ -25,7 +25,7 @@ def chunk_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Chunk:
 
 
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
-    """Names in `GPTModel.named_parameters()` of pipeline stage `stage`, with local layer numbers."""
+    """Names in `GPTModel.named_parameters()` of pipeline stage `stage`; layers from 0."""
     return family_of(spec).parameter_names(spec, chunk_of(spec, layout, stage))
 
 

@@ -17,7 +17,8 @@ from mrlhf.errors import WeightError
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.weights.hf import read_weights, split_files
+from mrlhf.weights.files import split_files
+from mrlhf.weights.hf import read_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Slot
 from tests.shards import (

@@ -172,7 +172,7 @@ def test_only_an_engine_shares_kv_heads() -> None:
     assert held == [(0, 4), (0, 4), (4, 8), (4, 8)]
     with pytest.raises(
         WeightError,
-        match="in 2 groups do not divide over tensor-parallel size 4; use a tp that divides 2",
+        match="in 2 blocks do not divide over tensor-parallel size 4; use a tp that divides 2",
     ):
         role_pieces(spec, ParallelLayout(4, 1, 1), 0)
 
@@ -182,7 +182,7 @@ def test_what_does_not_divide_is_refused() -> None:
     qkv = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight")
     with pytest.raises(
         WeightError,
-        match=r"k_proj.weight \(16 rows\), .* 4 groups do not divide .* size 8; use a tp that",
+        match=r"k_proj.weight \(16 rows\), .* 4 blocks do not divide .* size 8; use a tp that",
     ):
         pieces_of("qkv", qkv, tensor_shapes(spec), 0, 8)
     with pytest.raises(

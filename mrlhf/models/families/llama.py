@@ -1,4 +1,7 @@
-"""Llama: dense, without biases. This file knows only what its `config.json` may say."""
+"""Llama: dense, without biases.
+
+This file knows only what its `config.json` may say.
+"""
 
 from __future__ import annotations
 

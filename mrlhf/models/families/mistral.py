@@ -1,4 +1,7 @@
-"""Mistral: as Llama, with an optional sliding window. This file knows only its `config.json`."""
+"""Mistral: as Llama, with an optional sliding window.
+
+This file knows only what its `config.json` may say.
+"""
 
 from __future__ import annotations
 

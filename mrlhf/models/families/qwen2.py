@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5: as Llama, with biases on q, k and v. It knows only their `config.json`."""
+"""Qwen2 and Qwen2.5: as Llama, with biases on q, k and v.
+
+This file knows only what their `config.json` may say.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen3 (dense): as Llama, with RMSNorm on each head of q and k. It knows only its `config.json`."""
+"""Qwen3 (dense): as Llama, with RMSNorm on each head of q and k.
+
+This file knows only what its `config.json` may say.
+"""
 
 from __future__ import annotations
 
