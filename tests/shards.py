@@ -1,5 +1,4 @@
-"""Tiny models cut by hand, for tests: specs, full tensors, and the local parameters of any rank as
-plain tensors.
+"""Tiny models cut by hand: specs, full tensors, and the local parameters of any rank.
 
 Parameters are filled with NaN, so that what a test forgets to fill shows.
 """
@@ -27,8 +26,9 @@ MODELS = tuple(_FAMILY)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
-    """Four layers, four KV groups of two query heads, a vocabulary of 37, which no tensor-parallel
-    size divides.
+    """Four layers, four KV heads with two query heads each, and a vocabulary of 37.
+
+    No tensor-parallel size divides the vocabulary.
     """
     return AutoConfig.for_model(
         model.removesuffix("_tied"),

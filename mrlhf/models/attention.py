@@ -109,7 +109,7 @@ class CoreAttention(torch.nn.Module):
 def _by_similar_length(edges: list[int]) -> list[tuple[list[int], list[int]]]:
     """Starts and lengths of the sequences between `edges`, in lists of similar length.
 
-    Two lengths are similar if the same power of two is the next one above them.
+    Two lengths are similar if the same power of two is the smallest that is not below them.
     """
     similar: dict[int, tuple[list[int], list[int]]] = {}
     for start, stop in pairwise(edges):

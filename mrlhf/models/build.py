@@ -121,8 +121,11 @@ def transformer_config(
     recompute: Recompute,
 ) -> TransformerConfig:
     """megatron-core's configuration of the model in this layout."""
+    model_options = family_of(spec).megatron_options(spec)
+    recompute_options = _recompute_options(recompute)
+
     return TransformerConfig(
-        **family_of(spec).megatron_options(spec),
+        **model_options,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -146,7 +149,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
-        **_recompute_options(recompute),
+        **recompute_options,
     )
 
 

@@ -208,6 +208,7 @@ def _layer_parameters(spec: ModelSpec) -> list[str]:
         attention.append("linear_qkv.bias")
     if spec.qk_norm:
         attention += ["q_layernorm.weight", "k_layernorm.weight"]
+
     return [
         "input_layernorm.weight",
         *(f"self_attention.{name}" for name in attention),
@@ -225,6 +226,7 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
         output = embedding
     else:
         output = Rule(("lm_head.weight",), dim=0)
+
     return {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_layernorm.weight": Rule(("model.norm.weight",), dim=None),
