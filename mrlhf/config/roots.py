@@ -34,7 +34,6 @@ from mrlhf.config.sections import (
     RoleSection,
     TrainerSection,
 )
-from mrlhf.rl.names import COVARIANCE
 
 
 class Root(Section):

@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
 from mrlhf.rl.names import CLIPPED
-from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.roles.policy_loss import (
+    configured_bypass,
+    configured_loss,
+    needs_mini_batch_pass,
+)
 from mrlhf.user_code import is_reference
 
 
@@ -38,8 +42,9 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
     for name, role in config.trained().items():
         if role.optim.skip_grad_norm is not None:
             yield f"  {name}: steps with a gradient norm above {role.optim.skip_grad_norm:g} are skipped"
-    loss = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
-    if loss.needs_mini_batch_pass:
+    correction = config.algorithm.rollout_correction
+    loss = configured_loss(config.actor, correction)
+    if needs_mini_batch_pass(loss, configured_bypass(correction)):
         yield "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first"
 
 

@@ -103,11 +103,8 @@ class PolicyLossSettings:
     @staticmethod
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
         """What these two sections of the configuration ask for."""
-        name = actor.policy_loss.loss_mode
-        if correction.loss_type == "reinforce":
-            name = "reinforce"
-        bypass = make_correction(correction) if correction.bypass_mode else None
-        return PolicyLossSettings.named(name, actor, bypass)
+        name = configured_loss(actor, correction)
+        return PolicyLossSettings.named(name, actor, configured_bypass(correction))
 
     @staticmethod
     def named(name: str, section: ActorSection, bypass: Correction | None) -> PolicyLossSettings:
@@ -121,14 +118,8 @@ class PolicyLossSettings:
 
     @property
     def needs_mini_batch_pass(self) -> bool:
-        """Whether each update needs one more forward pass over the whole mini-batch before it.
-
-        It does if the loss of one token depends on the current policy at every token: the
-        covariance losses choose tokens, and in bypass mode rejection and the mean of the weights
-        are of the current policy too.
-        """
-        bypass = self.bypass is not None and bool(self.bypass.criteria or self.bypass.normalise)
-        return bypass or self.name in COVARIANCE
+        """See `needs_mini_batch_pass`."""
+        return needs_mini_batch_pass(self.name, self.bypass)
 
     @property
     def wants_entropy(self) -> bool:
@@ -208,6 +199,34 @@ class PolicyLossSettings:
         if self.name == "geo_mean":
             weights = geometric_mean_weights(weights, batch.mask)
         return policy, policy.per_token * weights
+
+
+def configured_loss(actor: ActorSection, correction: RolloutCorrectionSection) -> str:
+    """The name of the policy loss that these two sections ask for."""
+    if correction.loss_type == "reinforce":
+        return "reinforce"
+    return actor.policy_loss.loss_mode
+
+
+def configured_bypass(correction: RolloutCorrectionSection) -> Correction | None:
+    """The correction that bypass mode makes on every mini-batch; None without bypass mode."""
+    return make_correction(correction) if correction.bypass_mode else None
+
+
+def needs_mini_batch_pass(name: str, bypass: Correction | None) -> bool:
+    """Whether each update needs one more forward pass over the whole mini-batch before it.
+
+    It does if the loss of one token depends on the current policy at every token: the covariance
+    losses choose tokens, and in bypass mode rejection and the mean of the weights are of the
+    current policy too.
+
+    Args:
+        name: the policy loss.
+        bypass: the correction that is made on every mini-batch, or None.
+    """
+    if bypass is not None and (bypass.criteria or bypass.normalise):
+        return True
+    return name in COVARIANCE
 
 
 def make_correction(section: RolloutCorrectionSection) -> Correction:

@@ -25,7 +25,7 @@ from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
-from mrlhf.models.families import tensor_shapes
+from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import (
@@ -86,6 +86,7 @@ class ModelEngine:
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
         self._section = section
+        self._shapes = family_of(spec).tensor_shapes(spec)
 
         built = build_model(
             spec,
@@ -109,18 +110,17 @@ class ModelEngine:
         zeros, so that a new critic predicts 0 everywhere. `seed` has no effect if the checkpoint is
         complete.
         """
-        shapes = tensor_shapes(self.spec)
         scalar = self.spec.head == "scalar"
         missing = read_weights(
             path,
             self.slots,
-            shapes,
+            self._shapes,
             allow_missing=(NEW_HEAD,) if scalar else (),
             ignore=UNUSED_BY_SCALAR if scalar else (),
         )
         if missing:
             heads = [slot for slot in self.slots if slot.piece.name == NEW_HEAD]
-            initialise(heads, shapes, seed, head_std=0.0)
+            initialise(heads, self._shapes, seed, head_std=0.0)
 
     def initialise(self, seed: int) -> None:
         """Draw random weights from `seed` and the model's `initializer_range`.
@@ -128,7 +128,7 @@ class ModelEngine:
         The weights do not depend on the layout.
         """
         std = self.spec.hf_config["initializer_range"]
-        initialise(self.slots, tensor_shapes(self.spec), seed, std=std)
+        initialise(self.slots, self._shapes, seed, std=std)
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write the weights as a Hugging Face checkpoint without its `config.json`.
@@ -136,8 +136,7 @@ class ModelEngine:
         Every rank calls it.
         """
         if self.groups.coordinates.dp == 0:
-            shapes = tensor_shapes(self.spec)
-            write_weights(path, self.slots, shapes, self.groups.mp, max_shard_bytes)
+            write_weights(path, self.slots, self._shapes, self.groups.mp, max_shard_bytes)
 
     def cut(
         self,
