@@ -24,9 +24,10 @@ from mrlhf.models.flops import training_flops
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
+from mrlhf.run.export import export_checkpoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, export_checkpoint, start
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
@@ -70,7 +71,7 @@ class PPOTrainer:
         began = time.monotonic()
         parts, trainer = self.parts, self.config.trainer
         arguments = (
-            self.run.speaks,
+            self.run.is_main_rank,
             self.run.output_dir,
             trainer.tensorboard,
             parts.steps,
@@ -85,7 +86,7 @@ class PPOTrainer:
         checkpoint = self.run.output_dir / "actor"
         export_checkpoint(parts.actor, parts.tokenizer, checkpoint, trainer.max_shard_size_mb)
         parts.scorer.close()
-        if self.run.speaks:
+        if self.run.is_main_rank:
             closing_report(self.run.output_dir, checkpoint, parts.steps, time.monotonic() - began)
 
     def step(self, number: int) -> dict[str, float]:
@@ -112,7 +113,7 @@ class PPOTrainer:
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
         dump_freq = self.config.rollout.dump_freq
-        if self.run.speaks and dump_freq and number % dump_freq == 0:
+        if self.run.is_main_rank and dump_freq and number % dump_freq == 0:
             dump_rollout(self.run.output_dir, number, experience, scores, parts.tokenizer)
         metrics |= scores.metrics() | data_metrics(experience, self.config.data.max_prompt_length)
         metrics |= {f"reshard/{name}": value for name, value in vars(handover).items()}
@@ -200,7 +201,7 @@ class PPOTrainer:
     ) -> TrainingError:
         """The error, with the place where the batch that it arose from now lies."""
         path = self.run.output_dir / f"failed_step_{number:06d}.pt"
-        if self.run.speaks:
+        if self.run.is_main_rank:
             save_batch(path, experience)
         dist.barrier()  # a rank that ends now would end the others before the file is whole
         return TrainingError(f"training step {number}: {error}; the batch is in {path}")

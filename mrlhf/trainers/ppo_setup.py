@@ -28,6 +28,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.parallel.microbatch import MiniBatch
+from mrlhf.preflight import check_vocabulary
 from mrlhf.reshard.execute import Resharder
 from mrlhf.reshard.plan import plan
 from mrlhf.roles.actor import Actor
@@ -37,7 +38,7 @@ from mrlhf.rollout.collector import Collector
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
-from mrlhf.run.startup import Run, check_vocabulary
+from mrlhf.run.startup import Run
 from mrlhf.trainers.experience import make_correction
 from mrlhf.weights.shard import Piece
 

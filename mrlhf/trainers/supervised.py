@@ -20,9 +20,12 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
+from mrlhf.preflight import check_vocabulary
 from mrlhf.roles.base import TrainedRole
+from mrlhf.run.export import export_checkpoint
 from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, check_vocabulary, export_checkpoint, write_summary
+from mrlhf.run.startup import Run
+from mrlhf.run.summary import write_summary
 
 
 class SupervisedTrainer(ABC):
@@ -74,7 +77,7 @@ class SupervisedTrainer(ABC):
         began = time.monotonic()
         metrics: dict[str, float] = {}
         arguments = (
-            self.run.speaks,
+            self.run.is_main_rank,
             self.run.output_dir,
             self._trainer.tensorboard,
             self._steps,
@@ -106,7 +109,7 @@ class SupervisedTrainer(ABC):
     ) -> TrainingError:
         """The error, with the place where the numbers of the batch's training rows now are."""
         path = self.run.output_dir / f"failed_step_{step:06d}.json"
-        if self.run.speaks:
+        if self.run.is_main_rank:
             path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
         dist.barrier()  # a rank that ends now would end the others before the file is whole
         return TrainingError(
@@ -116,7 +119,7 @@ class SupervisedTrainer(ABC):
     def _finish(self, metrics: dict[str, float], began: float) -> None:
         checkpoint = self.run.output_dir / "model"
         export_checkpoint(self.model, self.tokenizer, checkpoint, self._trainer.max_shard_size_mb)
-        if self.run.speaks:
+        if self.run.is_main_rank:
             totals = {
                 "steps": self._steps,
                 "seconds": round(time.monotonic() - began, 1),
