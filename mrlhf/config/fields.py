@@ -42,7 +42,7 @@ class Section(BaseModel):
         }
 
     @classmethod
-    def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """What `raw`, all that one file or the arguments say of this section, stands for;
         shorthands override this.
         """

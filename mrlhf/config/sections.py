@@ -135,7 +135,7 @@ class RoleSection(Section):
 
 
 class PolicyLossSection(Section):
-    """Which objective trains the policy; the keys of the others have no effect."""
+    """Which objective trains the policy; a key that it does not read is refused."""
 
     loss_mode: PolicyLossName = Field(
         "vanilla", description="objective; vanilla: PPO's clipped ratio with dual clip"

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
-
-CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+from mrlhf.preflight.method_checks import CLIPPED, objective
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
@@ -82,14 +81,13 @@ def _estimator(config: PPOConfig) -> str:
 
 
 def _loss(config: PPOConfig) -> str:
-    actor, correction = config.actor, config.algorithm.rollout_correction
-    mode = actor.policy_loss.loss_mode
-    words: str = mode
-    if correction.bypass_mode and correction.loss_type == "reinforce":
-        words = "reinforce"
-    elif mode in CLIPPED:
-        words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
-        words += f", dual clip {actor.clip_ratio_c:g}" if mode == "vanilla" else ""
+    actor = config.actor
+    words, _ = objective(config)
+    if words in CLIPPED:
+        clip = f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
+        dual_clip = f", dual clip {actor.clip_ratio_c:g}" if words == "vanilla" else ""
+        words += clip + dual_clip
+
     if actor.entropy_coeff:
         words += f", - {actor.entropy_coeff:g} x entropy"
     if actor.positive_lm_coef:
