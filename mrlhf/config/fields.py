@@ -22,8 +22,9 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Files = Annotated[list[str], BeforeValidator(_one_or_many)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)]
+_ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
+Files = Annotated[list[str], _ONE_OR_MANY]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
 
 
 class Section(BaseModel):
