@@ -11,11 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 from mrlhf.config.json_schema import json_schema
 from mrlhf.config.page import LAUNCHERS, configuration_page
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def contents() -> dict[str, str]:

@@ -71,7 +71,7 @@ def _or_null(value: JsonSchema) -> JsonSchema:
     """`value`, or null, which stands for a key that is left out."""
     kept = {key: value[key] for key in ("default", "description") if key in value}
     own = {key: part for key, part in value.items() if key not in kept}
-    choices = own["anyOf"] if "anyOf" in own else [own]
+    choices = own.get("anyOf", [own])
     return {"anyOf": choices if NULL in choices else [*choices, NULL], **kept}
 
 

@@ -1,4 +1,4 @@
-"""The page of all keys and the JSON schemas are those of the code, and the shipped files fit them."""
+"""The page of all keys and the JSON schemas are up to date, and the shipped files fit them."""
 
 import importlib.util
 import json
