@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mrlhf.errors import MrlhfError
-from mrlhf.run.report import combine_summaries
+from mrlhf.run.summary import combine_summaries
 
 
 def main() -> int:

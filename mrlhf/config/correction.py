@@ -213,21 +213,25 @@ class RolloutCorrectionSection(Section):
     )
 
     @classmethod
-    def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        """`raw` with its preset's keys in place of the preset; without rejection there is no
-        threshold of it either.
+    def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        """`raw` with the keys that its preset stands for in place of the preset.
+
+        Weights or rejection that are switched off take their threshold with them.
         """
         full = dict(raw)
         if isinstance(raw.get("preset"), str) and raw["preset"] in PRESETS:
             full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
-        if "rollout_rs" in raw and raw["rollout_rs"] is None and "rollout_rs_threshold" not in raw:
-            full["rollout_rs_threshold"] = None
+
+        for switch in ("rollout_is", "rollout_rs"):
+            threshold = f"{switch}_threshold"
+            if switch in raw and raw[switch] is None and threshold not in raw:
+                full[threshold] = NO_CORRECTION[threshold]
         return full
 
     @model_validator(mode="before")
     @classmethod
-    def _spell_out(cls, raw: Any) -> Any:
-        return cls.spelt_out(dict(raw)) if isinstance(raw, Mapping) else raw
+    def _expand_shorthands(cls, raw: Any) -> Any:
+        return cls.expand(dict(raw)) if isinstance(raw, Mapping) else raw
 
     @model_validator(mode="after")
     def _thresholds_fit(self) -> RolloutCorrectionSection:

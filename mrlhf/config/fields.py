@@ -22,8 +22,9 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Files = Annotated[list[str], BeforeValidator(_one_or_many)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_many)]
+_ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
+Files = Annotated[list[str], _ONE_OR_MANY]
+Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
 
 
 class Section(BaseModel):
@@ -42,7 +43,7 @@ class Section(BaseModel):
         }
 
     @classmethod
-    def spelt_out(cls, raw: dict[str, Any]) -> dict[str, Any]:
+    def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """What `raw`, all that one file or the arguments say of this section, stands for;
         shorthands override this.
         """

@@ -86,7 +86,7 @@ def load_config(
     """
     raw: dict[str, Any] = {}
     for path in [paths] if isinstance(paths, str | Path) else paths or []:
-        raw = _merged(root_class, raw, _spelt_out(root_class, _read_yaml(root_class, Path(path))))
+        raw = _merged(root_class, raw, _expand(root_class, _read_yaml(root_class, Path(path))))
     arguments = [_parse_override(override) for override in overrides]
     known = {key.name for key in keys(root_class)}
     unknown = [unknown_key(root_class, key) for key, _ in arguments if starred(key) not in known]
@@ -99,7 +99,7 @@ def load_config(
         _assign(raw, key, value)
         if starred(key) == key:
             _assign(said, key, value)
-    raw = _merged(root_class, raw, _spelt_out(root_class, said))
+    raw = _merged(root_class, raw, _expand(root_class, said))
     try:
         return root_class.model_validate(raw)
     except ValidationError as error:
@@ -180,15 +180,15 @@ def _merged(
     return merged
 
 
-def _spelt_out(section: type[Section], raw: dict[str, Any]) -> dict[str, Any]:
+def _expand(section: type[Section], raw: dict[str, Any]) -> dict[str, Any]:
     """`raw`, all that one source says, with the shorthands of its sections spelt out."""
-    full = section.spelt_out(raw)
+    full = section.expand(raw)
     below = {
         name: kind
         for name, kind in section.subsections().items()
         if isinstance(full.get(name), dict)
     }
-    return {**full, **{name: _spelt_out(kind, full[name]) for name, kind in below.items()}}
+    return {**full, **{name: _expand(kind, full[name]) for name, kind in below.items()}}
 
 
 def _parse_override(override: str) -> tuple[str, Any]:

@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import Root
 
+REQUIRED = "required"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -71,7 +73,7 @@ def _section_class(field: FieldInfo) -> type[Section] | None:
 
 def _default_in_words(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return REQUIRED
     value = field.get_default(call_default_factory=True, validated_data={})
     words = {True: "true", False: "false", None: "null"}
     return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -88,7 +88,7 @@ class RoleSection(Section):
 
 
 class PolicyLossSection(Section):
-    """Which objective trains the policy; the keys of the others have no effect."""
+    """Which objective trains the policy; a key that it does not read is refused."""
 
     loss_mode: LossMode | str = Field(
         "vanilla",

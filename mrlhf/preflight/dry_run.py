@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.inference.installed import require_engine
+from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.method_description import describe_method
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, read_facts
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models
 from mrlhf.preflight.user_methods import check_user_methods
 
 
@@ -29,14 +30,17 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     Raises:
         ConfigError: one line a mistake.
     """
-    world_size = smallest_world(config) if world_size is None else world_size
+    if world_size is None:
+        world_size = smallest_world(config)
     check(config, world_size)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
-    absent = check_models(config)
+    specs = check_models(config)
+
     lines = [describe(config, world_size)]
     if isinstance(config, PPOConfig):
-        lines += _cache(config)
+        lines += _cache(config, specs["rollout"])
+    absent = [name for name, spec in specs.items() if spec is None]
     if absent:
         lines.append(f"not checked, no config.json here: {', '.join(absent)}")
     return "\n".join([*lines, f"configuration fits {_count(world_size, 'rank')}"])
@@ -75,12 +79,12 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
     return "\n".join([*lines, *_run(config, num_rows)])
 
 
-def _cache(config: PPOConfig) -> Iterator[str]:
-    """What the KV cache of one rank has to hold, where the model is known."""
-    facts = read_facts("rollout", config.actor.path)
-    if facts is None:
+def _cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
+    """What the KV cache of one rank has to hold, if the model is known."""
+    if spec is None:
         return
-    needs, megabytes = cache_needs(config, facts), config.rollout.kv_cache_mb
+    needs = cache_needs(config, spec)
+    megabytes = config.rollout.kv_cache_mb
     yield "the KV cache of a rank"
     yield f"  a sample at full length: {needs}"
     if megabytes is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
+from mrlhf.preflight.method_checks import objective
 from mrlhf.rl.names import CLIPPED
 from mrlhf.roles.policy_loss import (
     configured_bypass,
@@ -97,16 +98,15 @@ def _estimator(config: PPOConfig) -> str:
 
 
 def _loss(config: PPOConfig) -> str:
-    actor, correction = config.actor, config.algorithm.rollout_correction
-    mode = actor.policy_loss.loss_mode
-    words: str = mode
-    if correction.bypass_mode and correction.loss_type == "reinforce":
-        words = "reinforce"
-    elif is_reference(mode):
-        words += f", your own, given clip -{actor.clip_low:g} +{actor.clip_high:g}"
-    elif mode in CLIPPED:
-        words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
-        words += f", dual clip {actor.clip_ratio_c:g}" if mode == "vanilla" else ""
+    actor = config.actor
+    words, _ = objective(config)
+    clip = f"clip -{actor.clip_low:g} +{actor.clip_high:g}"
+    if is_reference(words):
+        words += f", your own, given {clip}"
+    elif words in CLIPPED:
+        dual_clip = f", dual clip {actor.clip_ratio_c:g}" if words == "vanilla" else ""
+        words += f", {clip}{dual_clip}"
+
     if actor.entropy_coeff:
         words += f", - {actor.entropy_coeff:g} x entropy"
     if actor.positive_lm_coef:

@@ -71,14 +71,13 @@ class Scores:
                 missing = [math.nan] * len(part.total)
                 terms[name] += part.terms.get(name, missing)
 
-        answers: list[str | None] | None = []
+        total = torch.cat([part.total for part in parts])
+        answers: list[str | None] = []
         for part in parts:
             if part.answers is None:
-                answers = None
-                break
+                return Scores(total, terms, answers=None)
             answers += part.answers
-
-        return Scores(torch.cat([part.total for part in parts]), terms, answers)
+        return Scores(total, terms, answers)
 
     def metrics(self) -> dict[str, float]:
         """Mean of each term over the responses that have it."""

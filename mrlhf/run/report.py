@@ -5,16 +5,14 @@ Everything is read from the files that the run wrote, so that it can be told aga
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrlhf.errors import DataError
 from mrlhf.log import plot_curves, read_metrics
-from mrlhf.run.startup import SUMMARY, write_summary
+from mrlhf.run.summary import write_summary
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +46,6 @@ def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: floa
     lines = [f"{name}: {_short(value)}" for name, value in summary.items()]
     lines += ["seconds by phase:", *_phase_lines(records), f"curves: {output_dir / 'curves.png'}"]
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
-
-
-def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str, Any]:
-    """Merge the summaries of runs that follow each other into `output_dir/summary.json`; seconds
-    add up.
-
-    Raises:
-        DataError: a stage has no summary.
-    """
-    combined: dict[str, Any] = {}
-    seconds = 0.0
-    for stage in stage_dirs:
-        try:
-            summary = json.loads((stage / SUMMARY).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise DataError(f"{stage} has no {SUMMARY}; run that stage first") from error
-        seconds += summary["seconds"]
-        combined |= summary
-    combined["seconds"] = round(seconds, 1)
-    write_summary(output_dir, combined)
-    return combined
 
 
 def _achievements(records: Sequence[Record]) -> dict[str, float | None]:

@@ -26,9 +26,10 @@ from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
+from mrlhf.run.export import export_checkpoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, export_checkpoint, start
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience

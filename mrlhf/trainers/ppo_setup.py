@@ -17,6 +17,7 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import ConfigError, DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
+from mrlhf.preflight import check_vocabulary
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
@@ -27,7 +28,7 @@ from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer
-from mrlhf.run.startup import Run, check_vocabulary
+from mrlhf.run.startup import Run
 from mrlhf.trainers.generator_setup import build_generator, check_engine
 from mrlhf.training.engine import ModelEngine
 

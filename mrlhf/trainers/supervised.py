@@ -20,8 +20,11 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
+from mrlhf.preflight import check_vocabulary
+from mrlhf.run.export import export_checkpoint
 from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, check_vocabulary, export_checkpoint, write_summary
+from mrlhf.run.startup import Run
+from mrlhf.run.summary import write_summary
 from mrlhf.training.engine import ModelEngine
 
 

@@ -11,6 +11,8 @@ from mrlhf.preflight import check, check_model, check_models, describe, dry_run
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
+    "model_type": "llama",
+    "vocab_size": 128,
     "hidden_size": 64,
     "num_hidden_layers": 6,
     "num_attention_heads": 8,
@@ -236,12 +238,18 @@ def model_dir(tmp_path, **changes):
     return str(tmp_path)
 
 
+def unchecked(specs):
+    return [name for name, spec in specs.items() if spec is None]
+
+
 def test_check_models_reads_config_json(tmp_path):
     path = model_dir(tmp_path)
-    assert check_models(ppo(actor__path=path, critic__path="none")) == ["critic"]
+    specs = check_models(ppo(actor__path=path, critic__path="none"))
+    assert unchecked(specs) == ["critic"]
+    assert list(specs) == ["actor", "critic", "rollout"]
     with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
         check_models(ppo(actor__path=path, actor__pp=4))
-    assert check_models(ppo(actor__path=path, rollout__tp=8)) == []
+    assert unchecked(check_models(ppo(actor__path=path, rollout__tp=8))) == []
     with pytest.raises(
         ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"
     ):
@@ -252,14 +260,60 @@ def test_check_models_reads_config_json(tmp_path):
         check_models(ppo(actor__path=path, data__max_response_length=217))
 
 
-def test_config_json_without_groups_or_without_sense(tmp_path):
-    path = model_dir(tmp_path, num_key_value_heads="absent", max_position_embeddings=None)
-    assert check_models(supervised(SFTConfig, model__path=path, model__tp=8)) == []
-    path = model_dir(tmp_path, num_hidden_layers="absent")
-    with pytest.raises(
-        ConfigError, match=r"model: .*config\.json does not describe a decoder: KeyError"
-    ):
-        check_models(supervised(SFTConfig, model__path=path))
+def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
+    path = model_dir(tmp_path)
+    config = ppo(
+        actor__path=path,
+        actor__use_kl_loss=True,
+        reward_model={"path": path, "micro_batch_tokens": 512},
+        reward__terms=[{"name": "reward_model"}],
+    )
+    assert {name: spec.head for name, spec in check_models(config).items()} == {
+        "actor": "lm",
+        "critic": "scalar",
+        "reference": "lm",
+        "reward_model": "scalar",
+        "rollout": "lm",
+    }
+    assert check_models(supervised(SFTConfig, model__path=path))["model"].head == "lm"
+    assert check_models(supervised(RewardModelConfig, model__path=path))["model"].head == "scalar"
+
+
+def test_config_json_without_key_and_value_heads(tmp_path):
+    path = model_dir(tmp_path, num_key_value_heads="absent")
+    assert unchecked(check_models(supervised(SFTConfig, model__path=path, model__tp=8))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported are"),
+        ({"model_type": "my_decoder"}, "my_decoder"),
+        ({"hidden_act": "gelu"}, "only silu is supported"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_once_in_one_line(tmp_path, changes, what):
+    config = ppo(actor__path=model_dir(tmp_path, **changes))  # the critic's path too
+    for refuse in (check_models, lambda config: dry_run(config, 8)):
+        with pytest.raises(ConfigError) as caught:
+            refuse(config)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith("actor: ") and what in line
+
+
+def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    config = ppo(
+        actor__path=model_dir(good),
+        actor__pp=4,
+        critic__path=model_dir(bad, model_type="gemma2"),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_models(config)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["critic:", "actor.pp"]
 
 
 def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):

@@ -326,7 +326,7 @@ def test_no_rejection_beside_a_preset_drops_its_threshold(tmp_path):
         assert section.rollout_rs_threshold is None
 
 
-def test_a_preset_is_spelt_out_in_the_section_and_in_dumps(tmp_path):
+def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
     section = RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_is_threshold=3.0)
     assert section.model_dump() == {
         "preset": None,

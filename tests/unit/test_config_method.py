@@ -1,9 +1,19 @@
 """What must hold between the keys of the method, and the method in words."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from mrlhf.preflight import check, describe
+from mrlhf.preflight.method_checks import LOSS_READERS, POLICY_LOSS_READERS
 from mrlhf.preflight.method_description import describe_method
+from mrlhf.rl.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOptions,
+    policy_loss,
+)
 from tests.unit.configurations import ppo, problems
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
@@ -153,6 +163,53 @@ TRUNCATED = (
             "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and actor.clip_ratio_high 0.28; leave "
             "it at 0.2, or set one of these to null",
         ),
+        (
+            {"actor__tau_pos": 2.0},
+            "actor.tau_pos 2.0 has no effect with actor.policy_loss.loss_mode vanilla; leave it at "
+            "1.0, or use sapo",
+        ),
+        (
+            {"actor__policy_loss": {"loss_mode": "kl_cov", "clip_cov_lb": 0.5}},
+            "actor.policy_loss.clip_cov_lb 0.5 has no effect with actor.policy_loss.loss_mode "
+            "kl_cov; leave it at 1.0, or use clip_cov",
+        ),
+        (
+            {"actor__policy_loss": {"loss_mode": "clip_cov", "ppo_kl_coef": 1.0}},
+            "actor.policy_loss.ppo_kl_coef 1.0 has no effect with actor.policy_loss.loss_mode "
+            "clip_cov; leave it at 0.1, or use kl_cov",
+        ),
+        (
+            {"actor__policy_loss__loss_mode": "gspo", "actor__clip_ratio_c": 10.0},
+            "actor.clip_ratio_c 10.0 has no effect with actor.policy_loss.loss_mode gspo; leave it "
+            "at 3.0, or use vanilla, dppo_tv or dppo_kl",
+        ),
+        (
+            {"actor__policy_loss__loss_mode": "sapo", "actor__clip_ratio_high": 0.28},
+            "actor.clip_ratio_high 0.28 has no effect with actor.policy_loss.loss_mode sapo; leave "
+            "it at null, or use vanilla, gspo, cispo, geo_mean, clip_cov, dppo_tv or dppo_kl",
+        ),
+        (
+            {CORRECTION: {"preset": "bypass_pg_is"}, "actor__clip_ratio": 0.1},
+            "actor.clip_ratio 0.1 has no effect with algorithm.rollout_correction.loss_type "
+            "reinforce; leave it at 0.2, or use vanilla, gspo, cispo, geo_mean, clip_cov, dppo_tv "
+            "or dppo_kl",
+        ),
+        (
+            {"actor__loss_scale_factor": 5.0},
+            "actor.loss_scale_factor 5.0 has no effect with actor.loss_agg_mode token-mean; leave "
+            "it out, or use seq-mean-token-sum-norm",
+        ),
+        (
+            {"critic__loss_scale_factor": 5.0},
+            "critic.loss_scale_factor 5.0 has no effect with critic.loss_agg_mode token-mean; "
+            "leave it out, or use seq-mean-token-sum-norm",
+        ),
+        (
+            {CORRECTION: {"rollout_is_threshold": 3.0}},
+            "algorithm.rollout_correction.rollout_is_threshold 3.0 has no effect with "
+            "algorithm.rollout_correction.rollout_is null; leave it at 2.0, or set rollout_is to "
+            "token or sequence",
+        ),
         ({"rollout__top_p": 0.9}, TRUNCATED.format(-1, 0.9)),
         ({"rollout__top_k": 50}, TRUNCATED.format(50, 1.0)),
         (
@@ -282,10 +339,25 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"actor__clip_ratio": 0.1, "actor__clip_ratio_high": 0.28},
         {"actor__clip_ratio_low": 0.1, "actor__clip_ratio_high": 0.28},
         {"rollout__top_p": 0.5, "rollout__top_k": 5, "actor__policy_loss__loss_mode": "gpg"},
+        {"actor__policy_loss__loss_mode": "sapo", "actor__tau_pos": 2.0, "actor__tau_neg": 1.0},
         {
-            "actor__tau_pos": 2.0,
-            "actor__policy_loss": {"clip_cov_ratio": 0.1, "ppo_kl_coef": 1.0},
-        },  # of other losses
+            "actor__policy_loss": {"loss_mode": "clip_cov", "clip_cov_ratio": 0.1},
+            "actor__clip_ratio": 0.1,
+        },
+        {"actor__policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}},
+        {"actor__policy_loss__loss_mode": "dppo_tv", "actor__clip_ratio_c": 10000.0},
+        # numbers of what a key of its own switches off
+        {"actor__kl_loss_coef": 0.3, "actor__kl_loss_type": "k2"},
+        {"algorithm__kl_penalty": "k3", "algorithm__kl_placement": "terminal"},
+        {"algorithm__filter_groups": {"metric": "acc", "max_num_gen_batches": 3}},
+        {**GRPO, "critic": {"cliprange_value": 0.2, "loss_scale_factor": 5.0}},
+        {
+            "actor__loss_agg_mode": "seq-mean-token-sum-norm",
+            "actor__loss_scale_factor": 5.0,
+            "critic__loss_agg_mode": "seq-mean-token-sum-norm",
+            "critic__loss_scale_factor": 7.0,
+        },
+        {CORRECTION: {"preset": "decoupled_token_icepop", "rollout_is": None}},
         {"algorithm__overlong_buffer": {"enable": True, "len": 59}},
         {"algorithm__overlong_buffer": {"len": 60}},
         {CORRECTION: {"preset": "bypass_pg_geo_rs_token_tis", "rollout_is_batch_normalize": True}},
@@ -304,6 +376,43 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
 )
 def test_what_resembles_a_mistake_passes(changes):
     check(ppo(**changes), 8)
+
+
+OPTIONS = {  # of the policy losses, by the key that sets them
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "clip_ratio_c": "clip_c",
+    "tau_pos": "tau_pos",
+    "tau_neg": "tau_neg",
+    "ppo_kl_coef": "ppo_kl_coef",
+}
+
+
+def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
+    generator = torch.Generator().manual_seed(5)
+    shape = (6, 12)
+    inputs = PolicyLossInputs(
+        logprob=-torch.rand(shape, generator=generator) * 3,
+        old_logprob=-torch.rand(shape, generator=generator) * 3,
+        advantages=torch.randn(shape, generator=generator),
+        mask=torch.ones(shape, dtype=torch.bool),
+        selected=torch.rand(shape, generator=generator) < 0.5,
+    )
+    table = LOSS_READERS | POLICY_LOSS_READERS
+    # the covariance losses choose tokens by the others, before the loss is computed
+    assert set(table) - set(OPTIONS) == {
+        "clip_ratio",
+        "clip_cov_ratio",
+        "clip_cov_lb",
+        "clip_cov_ub",
+        "kl_cov_ratio",
+    }
+    for name, function in POLICY_LOSSES.items():
+        loss = policy_loss(function, inputs, PolicyLossOptions()).per_token
+        for key, option in OPTIONS.items():
+            moved = replace(PolicyLossOptions(), **{option: 1.5})
+            read = not torch.equal(policy_loss(function, inputs, moved).per_token, loss)
+            assert read == (name in table[key]), (name, key)
 
 
 def test_the_method_in_words():

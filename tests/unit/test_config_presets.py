@@ -8,7 +8,8 @@ import pytest
 from mrlhf.config import PPOConfig, flatten, load_config
 from mrlhf.preflight.method_checks import method_problems
 
-FILES = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
 ARGUMENTS = [
     "actor.path=m",
     "reward.terms=[{name: gsm8k}]",
@@ -93,6 +94,15 @@ def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(
     assert over.algorithm.reward_clip == 5.0
     assert method(over) == method(load(file))
     assert not list(method_problems(over))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("base", ["arithmetic_cpu", "demo_cpu", "gsm8k_cpu"])
+def test_a_preset_over_a_shipped_configuration_leaves_no_key_without_effect(
+    base: str, file: Path
+) -> None:
+    config = load_config(PPOConfig, [CONFIGS / f"{base}.yaml", file])
+    assert not [line for line in method_problems(config) if "has no effect" in line]
 
 
 def test_the_presets_differ() -> None:
