@@ -136,7 +136,8 @@ class _Logprobs(torch.autograd.Function):
             else:
                 p = log_p.exp()
                 from_entropy = grad_entropy[rows, None] / ctx.temperature
-                part = log_p.add_(entropy[rows, None]).mul_(-from_entropy).sub_(from_logprobs).mul_(p)
+                part = log_p.add_(entropy[rows, None]).mul_(-from_entropy)
+                part = part.sub_(from_logprobs).mul_(p)
 
             if ctx.valid:
                 at_target = (scaled_grad * is_local)[rows, None]
