@@ -259,7 +259,7 @@ def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
             chunk.readers,
             [
                 (p.offset, p.moves[0].source.name, p.moves[0].start, len(p.moves))
-                for p in chunk.parcels
+                for p in chunk.slices
             ],
         )
         for chunk in chunks

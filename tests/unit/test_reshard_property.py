@@ -218,16 +218,16 @@ def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
             [move for move in found.moves if move.source_rank == sender], case.capacity
         ):
             packed = np.full(chunk.elements, -2)
-            for parcel in chunk.parcels:
-                move = parcel.moves[0]
+            for packed_slice in chunk.slices:
+                move = packed_slice.moves[0]
                 held = ranks.have[sender][move.source.parameter]
                 values = held[_at(held, move.source, move.start, move.stop)]
-                assert (packed[parcel.offset :][: values.size] == -2).all()
-                packed[parcel.offset :][: values.size] = values.ravel()
+                assert (packed[packed_slice.offset :][: values.size] == -2).all()
+                packed[packed_slice.offset :][: values.size] = values.ravel()
             assert (packed != -2).all()
-            for parcel in chunk.parcels:
-                for move in parcel.moves:
-                    flat = packed[parcel.offset :][: move.elements]
+            for packed_slice in chunk.slices:
+                for move in packed_slice.moves:
+                    flat = packed[packed_slice.offset :][: move.elements]
                     _write(got, times, move, flat.reshape(move.source.shape(move.start, move.stop)))
                     received[move.target_rank] += flat.size
     for rank, arrays in ranks.want.items():
