@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
-from mrlhf.models.families import load_spec, tensor_shapes
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.weights.hf import read_weights
 
 MAX_PREFILL_TOKENS = 8192
@@ -74,7 +74,7 @@ class Native:
         )
         self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
         self._engine.wake()
-        read_weights(setting.directory, self._engine.weight_slots(), tensor_shapes(spec))
+        read_weights(setting.directory, self._engine.weight_slots(), family_of(spec).tensor_shapes(spec))
 
     def prepare(self) -> None:
         """A new version of the weights drops what was cached."""

@@ -230,7 +230,7 @@ def _spec(size: str) -> ModelSpec:
         max_position_embeddings=1024,
         tie_word_embeddings=False,
     )
-    return FAMILIES["llama"](config.to_dict(), "lm")
+    return FAMILIES["llama"].read_config(config.to_dict(), "lm")
 
 
 def _random_source(

@@ -5,37 +5,27 @@ It knows the names of the methods, not their formulas, and no other section.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Count, Fraction, NotNegative, Positive, Section
-
-# Names of algorithms repeat those of mrlhf.rl, whose import would bring torch; a test compares
-# them.
-AdvEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
-KlPenalty = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full"]
-KlPlacement = Literal["token", "terminal"]
-KlControl = Literal["fixed", "adaptive"]
-RewardNorm = Literal["running", "group", "batch"]
-FilterMetric = Literal["acc", "score", "seq_reward"]
+from mrlhf.rl.names import (
+    AdvantageEstimator,
+    FilterMetric,
+    KlControllerKind,
+    KlPlacement,
+    RewardKlKind,
+    RewardNorm,
+)
+from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
 
-    type: KlControl = Field("fixed", description="adaptive: steered towards target_kl")
+    type: KlControllerKind = Field("fixed", description="adaptive: steered towards target_kl")
     kl_coef: NotNegative = Field(0.001, description="(initial) coefficient")
     target_kl: Positive = Field(0.1, description="adaptive: wanted mean KL a token, nats")
     horizon: Count = Field(10000, description="adaptive: samples over which the coefficient moves")
@@ -75,8 +65,13 @@ class FilterGroupsSection(Section):
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    adv_estimator: AdvEstimator = Field(
-        "gae", description="advantage estimator; only gae needs a critic"
+    adv_estimator: AdvantageEstimator | str = Field(
+        "gae",
+        description="advantage estimator; only gae needs a critic; "
+        "path/to/file.py:function: your own",
+    )
+    use_critic: bool = Field(
+        False, description="train a critic and give its values to an estimator of your own"
     )
     gamma: Fraction = Field(1.0, description="discount a token; of gae and reinforce_plus_plus")
     lam: Fraction = Field(1.0, description="lambda of generalised advantage estimation")
@@ -94,7 +89,7 @@ class AlgorithmSection(Section):
     use_kl_in_reward: bool = Field(
         False, description="take coefficient x KL(old, reference) off the reward"
     )
-    kl_penalty: KlPenalty = Field("kl", description="estimator of the KL in the reward")
+    kl_penalty: RewardKlKind = Field("kl", description="estimator of the KL in the reward")
     kl_placement: KlPlacement = Field(
         "token", description="KL off each token's reward, or all off the last"
     )
@@ -117,3 +112,8 @@ class AlgorithmSection(Section):
     rollout_correction: RolloutCorrectionSection = Field(
         description="the engine's policy against the trainer's"
     )
+
+    @field_validator("adv_estimator", mode="before")
+    @classmethod
+    def _is_estimator_or_function(cls, name: object) -> str:
+        return check_name(name, get_args(AdvantageEstimator))

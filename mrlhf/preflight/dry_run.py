@@ -15,6 +15,7 @@ from mrlhf.inference.installed import require_engine
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.method_description import describe_method
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, read_facts
+from mrlhf.preflight.user_methods import check_user_methods
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -30,6 +31,8 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     """
     world_size = smallest_world(config) if world_size is None else world_size
     check(config, world_size)
+    if isinstance(config, PPOConfig):
+        check_user_methods(config)
     absent = check_models(config)
     lines = [describe(config, world_size)]
     if isinstance(config, PPOConfig):
@@ -48,6 +51,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     check(config, world_size)
     check_models(config)
     if isinstance(config, PPOConfig):
+        check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
 

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import CLIP_RATIO
-
-CORRECTNESS_TERMS = ("exact_match", "gsm8k")  # repeats mrlhf.rollout.scoring; a test compares them
-GROUPED = ("grpo", "grpo_passk")
-DISCOUNTED = ("gae", "reinforce_plus_plus")
+from mrlhf.rl.names import COMPARES_ANSWERS, CORRECTNESS_TERMS, DISCOUNTED
+from mrlhf.user_code import is_reference
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
@@ -39,31 +37,38 @@ def tells_right_from_wrong(config: PPOConfig) -> bool:
 
 
 def _estimator_problems(config: PPOConfig) -> Iterator[str]:
-    """Keys of one advantage estimator beside another."""
+    """Keys of one advantage estimator beside another; an estimator of the user's is given all."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
+    is_own = is_reference(name)
     readers: list[tuple[str, object, object, tuple[str, ...]]] = [
         ("gamma", algorithm.gamma, 1.0, DISCOUNTED),
         ("lam", algorithm.lam, 1.0, ("gae",)),
         ("lam_critic", algorithm.lam_critic, None, ("gae",)),
         ("lam_length_alpha", algorithm.lam_length_alpha, None, ("gae",)),
-        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, GROUPED),
+        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, COMPARES_ANSWERS),
         ("f_norm", algorithm.f_norm, 1.0, ("gpg",)),
     ]
     for key, value, default, estimators in readers:
-        if value != default and name not in estimators:
+        if value != default and name not in estimators and not is_own:
             yield (
                 f"algorithm.{key} {_yaml(value)} has no effect with algorithm.adv_estimator {name}; leave it at "
                 f"{_yaml(default)}, or use {' or '.join(estimators)}"
             )
-    if name == "gae" and algorithm.lam_length_alpha is not None and algorithm.lam != 1.0:
+    if algorithm.use_critic and not is_own:
+        yield (
+            f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave "
+            "it at false, or use an estimator of your own (path/to/file.py:function)"
+        )
+    reads_lambda = name == "gae" or is_own
+    if reads_lambda and algorithm.lam_length_alpha is not None and algorithm.lam != 1.0:
         yield (
             f"algorithm.lam {algorithm.lam} and algorithm.lam_length_alpha {algorithm.lam_length_alpha} both set the "
             "lambda of the advantages; leave lam at 1.0 or lam_length_alpha at null"
         )
     longest = config.data.max_response_length
     if (
-        name == "gae"
+        reads_lambda
         and algorithm.lam_length_alpha is not None
         and algorithm.lam_length_alpha * longest <= 1
     ):
@@ -84,7 +89,7 @@ def _group_problems(config: PPOConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.rollout.n
     if n == 1:
         users = []
-        if algorithm.adv_estimator in GROUPED:
+        if algorithm.adv_estimator in COMPARES_ANSWERS:
             users.append(f"algorithm.adv_estimator {algorithm.adv_estimator}")
         if algorithm.filter_groups.enable:
             users.append("algorithm.filter_groups.enable")
@@ -102,7 +107,8 @@ def _group_problems(config: PPOConfig) -> Iterator[str]:
 def _reward_problems(config: PPOConfig) -> Iterator[str]:
     """The KL in the reward, and rewards that are rescaled one by one."""
     algorithm, control = config.algorithm, config.algorithm.kl_ctrl
-    if algorithm.whiten_rewards and algorithm.adv_estimator != "gae":
+    takes_single_rewards = algorithm.adv_estimator == "gae" or is_reference(algorithm.adv_estimator)
+    if algorithm.whiten_rewards and not takes_single_rewards:
         yield (
             f"algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator {algorithm.adv_estimator} "
             "compares sums over responses; turn whiten_rewards off or use gae"

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
-
-CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
+from mrlhf.rl.names import CLIPPED
+from mrlhf.roles.policy_loss import (
+    configured_bypass,
+    configured_loss,
+    needs_mini_batch_pass,
+)
+from mrlhf.user_code import is_reference
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
@@ -18,7 +23,13 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
     """
     yield "the method"
     if not config.needs_critic:
-        yield f"  no critic: {config.algorithm.adv_estimator} needs none"
+        estimator = config.algorithm.adv_estimator
+        why = (
+            "algorithm.use_critic is false"
+            if is_reference(estimator)
+            else f"{estimator} needs none"
+        )
+        yield f"  no critic: {why}"
     yield f"  rewards: {', '.join(_rewards(config))}"
     yield f"  advantages: {_estimator(config)}"
     yield f"  policy loss: {_loss(config)}"
@@ -31,7 +42,9 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
     for name, role in config.trained().items():
         if role.optim.skip_grad_norm is not None:
             yield f"  {name}: steps with a gradient norm above {role.optim.skip_grad_norm:g} are skipped"
-    if config.needs_mini_batch_pass:
+    correction = config.algorithm.rollout_correction
+    loss = configured_loss(config.actor, correction)
+    if needs_mini_batch_pass(loss, configured_bypass(correction)):
         yield "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first"
 
 
@@ -67,6 +80,8 @@ def _rewards(config: PPOConfig) -> Iterator[str]:
 def _estimator(config: PPOConfig) -> str:
     algorithm = config.algorithm
     words: str = algorithm.adv_estimator
+    if is_reference(words):
+        return f"{words}, your own, not whitened"
     if words == "gae":
         alpha, critic = algorithm.lam_length_alpha, algorithm.lam_critic
         words += f", gamma {algorithm.gamma}, lambda "
@@ -87,6 +102,8 @@ def _loss(config: PPOConfig) -> str:
     words: str = mode
     if correction.bypass_mode and correction.loss_type == "reinforce":
         words = "reinforce"
+    elif is_reference(mode):
+        words += f", your own, given clip -{actor.clip_low:g} +{actor.clip_high:g}"
     elif mode in CLIPPED:
         words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}"
         words += f", dual clip {actor.clip_ratio_c:g}" if mode == "vanilla" else ""

@@ -26,7 +26,7 @@ from mrlhf.models.families import save_config
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.roles.base import Role
+from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Run:
     output_dir: Path
 
     @property
-    def speaks(self) -> bool:
+    def is_main_rank(self) -> bool:
         """Whether this is the rank that writes files and reports."""
         return self.rank == 0
 
@@ -89,14 +89,14 @@ def check_vocabulary(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         )
 
 
-def export_checkpoint(role: Role, tokenizer: Tokenizer, directory: Path, max_shard_mb: int) -> None:
-    """Write a role as a complete Hugging Face checkpoint, tokenizer included; every rank calls it."""
+def export_checkpoint(engine: ModelEngine, tokenizer: Tokenizer, directory: Path, max_shard_mb: int) -> None:
+    """Write a model as a complete Hugging Face checkpoint, tokenizer included; every rank calls it."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    role.export(directory, max_shard_mb * 10**6)
+    engine.export(directory, max_shard_mb * 10**6)
     if dist.get_rank() == 0:
-        save_config(role.spec, directory, role.dtype, tokenizer.pad_id)
+        save_config(engine.spec, directory, engine.dtype, tokenizer.pad_id)
         tokenizer.save_pretrained(directory)
         logger.info("wrote the Hugging Face checkpoint %s", directory)
     dist.barrier()
