@@ -21,7 +21,7 @@ from mrlhf.config.algorithm import FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
-from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.generator import Generated, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
 
@@ -71,28 +71,30 @@ class Collector:
     greedy_baseline: bool
 
     def collect(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> Collected:
-        """Generate and score the batch of training step `step`; the engine rests afterwards."""
+        """Generate and score the batch of training step `step`; the engine sleeps afterwards."""
         drawn = _Drawn()
         if self.filters.enable:
             rollout, scores = self._refill(step, sampling, timer, drawn)
         else:
             with timer("gen"):
-                rollout = self.generator.generate(
+                generated = self.generator.generate(
                     next(self.prompts), sampling, stream="train", step=step
                 )
-            drawn.take(rollout, self.generator.metrics)
+            drawn.take(generated)
+            rollout = generated.rollout
             scores = None
         greedy = None
         with timer("gen"):
             if self.greedy_baseline:
-                greedy = self.generator.generate(
+                generated = self.generator.generate(
                     rollout.prompts.select(range(0, len(rollout), sampling.n)),
                     replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0),
                     stream="greedy baseline",
                     step=step,
                 )
-                drawn.take(greedy, self.generator.metrics)
-            self.generator.rest()
+                drawn.take(generated)
+                greedy = generated.rollout
+            self.generator.sleep()
         greedy_scores = None
         with timer("reward"):
             if scores is None:
@@ -121,12 +123,13 @@ class Collector:
                 with timer("reshard"):
                     self.generator.take_weights(version=rollouts[0].version)
             with timer("gen"):
-                rollout = self.generator.generate(
+                generated = self.generator.generate(
                     prompts, sampling, stream="train", step=step, refill=len(rollouts)
                 )
                 if self.scorer.has_model:
-                    self.generator.rest()  # the reward model needs the memory
-            drawn.take(rollout, self.generator.metrics)
+                    self.generator.sleep()  # the reward model needs the memory
+            drawn.take(generated)
+            rollout = generated.rollout
             with timer("reward"):
                 scored.append(self.scorer.score(rollout))
             rollouts.append(rollout)
@@ -179,10 +182,10 @@ class _Drawn:
     metrics: dict[str, float] = field(default_factory=dict)
     engine: list[dict[str, float]] = field(default_factory=list)
 
-    def take(self, rollout: Rollout, metrics: dict[str, float]) -> None:
+    def take(self, generated: Generated) -> None:
         """Count one batch."""
-        self.tokens += int(rollout.response_mask.sum())
-        self.engine.append(metrics)
+        self.tokens += int(generated.rollout.response_mask.sum())
+        self.engine.append(generated.metrics)
 
     def summary(self) -> dict[str, float]:
         """All metrics; of the engine's, bytes are the most of any batch, preemptions their sum, the

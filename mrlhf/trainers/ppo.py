@@ -248,13 +248,13 @@ class PPOTrainer:
             stop=self.sampling.stop,
             seed=self.config.seed,
         )
-        drawn = parts.generator.generate(parts.held_out, greedy, stream="validation")
+        drawn = parts.generator.generate(parts.held_out, greedy, stream="validation").rollout
         sampled, n = None, self.config.trainer.val_n
         if self.config.trainer.val_sampled:
             sampled = parts.generator.generate(
                 parts.held_out, replace(self.sampling, n=n), stream="validation"
-            )
-        parts.generator.rest()  # scoring may need the memory
+            ).rollout
+        parts.generator.sleep()  # scoring may need the memory
         return validation_metrics(
             measure(parts.scorer, drawn),
             {} if sampled is None else measure(parts.scorer, sampled, n),
