@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.weights.hf import read_weights
@@ -84,7 +84,8 @@ class Native:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[list[int]]:
         """Responses, stop token included."""
-        return [s.token_ids for s in self._engine.generate(prompts, range(len(prompts)), sampling)]
+        requests = requests_for(prompts, range(len(prompts)), sampling)
+        return [sample.token_ids for sample in generate(self._engine, requests).samples]
 
 
 class Transformers:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.base import (
+    EngineLimits,
+    InferenceEngine,
+    Sample,
+    SamplingParams,
+    generate,
+    requests_for,
+)
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
@@ -92,6 +100,17 @@ def make_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: A
     fill(engine.weight_slots(), model)
     engine.commit(1)
     return engine
+
+
+def answer(
+    engine: InferenceEngine,
+    prompts: Sequence[Sequence[int]],
+    uids: Sequence[int],
+    sampling: SamplingParams,
+    samples: Sequence[range] | None = None,
+) -> list[Sample]:
+    """The samples of all prompts, by prompt, then by sample."""
+    return generate(engine, requests_for(prompts, uids, sampling, samples)).samples
 
 
 def make_prompts(count: int = 9) -> list[list[int]]:

@@ -76,7 +76,7 @@ class Collector:
         if self.greedy_baseline:
             generated.append(self._generate_greedy(drawn, sampling, step, timer))
         with timer("gen"):
-            self.generator.rest()
+            self.generator.sleep()
 
         metrics = dict(drawn.metrics)
         scores = drawn.scores

@@ -41,11 +41,11 @@ def generate_batch(
     refill: int = 0,
 ) -> DrawnBatch:
     """Responses to `prompts`, not yet scored; arguments as in `Generator.generate`."""
-    rollout = generator.generate(prompts, sampling, stream=stream, step=step, refill=refill)
+    generated = generator.generate(prompts, sampling, stream=stream, step=step, refill=refill)
     return DrawnBatch(
-        rollout=rollout,
+        rollout=generated.rollout,
         scores=None,
-        generated_tokens=int(rollout.loss_mask.sum()),
-        engine_metrics=[generator.metrics],
+        generated_tokens=int(generated.rollout.loss_mask.sum()),
+        engine_metrics=[generated.metrics],
         metrics={},
     )

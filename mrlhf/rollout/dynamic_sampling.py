@@ -112,7 +112,7 @@ class DynamicSampler:
         with timer("gen"):
             batch = generate_batch(self.generator, prompts, sampling, "train", step, refill=number)
             if self.scorer.has_model:
-                self.generator.rest()  # the reward model needs the memory
+                self.generator.sleep()  # the reward model needs the memory
 
         with timer("reward"):
             return batch, self.scorer.score(batch.rollout)

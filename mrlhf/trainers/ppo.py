@@ -387,10 +387,10 @@ class PPOTrainer:
             sampled_answers = parts.generator.generate(
                 parts.held_out, sampling, stream="validation"
             )
-        parts.generator.rest()  # scoring may need the memory
+        parts.generator.sleep()  # scoring may need the memory
 
         sampled_metrics: dict[str, float] = {}
-        greedy_metrics = measure(parts.scorer, greedy_answers)
+        greedy_metrics = measure(parts.scorer, greedy_answers.rollout)
         if sampled_answers is not None:
-            sampled_metrics = measure(parts.scorer, sampled_answers, n)
+            sampled_metrics = measure(parts.scorer, sampled_answers.rollout, n)
         return validation_metrics(greedy_metrics, sampled_metrics)

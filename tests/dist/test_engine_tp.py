@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.inference.base import SamplingParams
-from tests.engine_models import MODELS, hf_model, make_engine, make_prompts
+from tests.engine_models import MODELS, answer, hf_model, make_engine, make_prompts
 from tests.ranks import run_ranks
 
 PROMPTS = make_prompts()
@@ -30,7 +30,7 @@ def _generate(
     for name in models:
         engine = make_engine(hf_model(name, dtype), group, max_num_seqs=10, dtype=dtype)
         for number, sampling in enumerate(DRAWS):
-            samples = engine.generate(PROMPTS, UIDS, sampling)
+            samples = answer(engine, PROMPTS, UIDS, sampling)
             results[name, number] = [dataclasses.asdict(sample) for sample in samples]
     return results
 

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from mrlhf.batch import Prompts
 from mrlhf.config import PPOConfig
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Sample, SamplingParams
+from mrlhf.inference.base import Request, SamplingParams
 from mrlhf.parallel.layout import EngineLayout
 from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
@@ -22,8 +21,8 @@ from tests.fake_engine import FakeEngine, FakeResharder
 
 
 class Raising(FakeEngine):
-    def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[Sample]:
-        raise EngineError(f"no room for {len(prompts)} prompts; raise rollout.kv_cache_mb")
+    def submit(self, requests: Sequence[Request]) -> None:
+        raise EngineError(f"no room for {len(requests)} prompts; raise rollout.kv_cache_mb")
 
 
 def train(config: PPOConfig) -> None:

@@ -19,6 +19,7 @@ from mrlhf.rollout.dynamic_sampling import (
     choose_prompt_groups,
     prompt_groups_that_differ,
 )
+from mrlhf.rollout.generator import Generated
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from tests.rollouts import make_rollout
@@ -65,12 +66,12 @@ class _Generator:
     """
 
     def __init__(self, informative: int) -> None:
-        self.informative, self.calls = informative, []
-        self.metrics: dict[str, float] = {}
+        self.informative = informative
+        self.calls = []
 
     def generate(self, prompts, sampling, stream, step, refill=0):
         self.calls.append((stream, step, refill, len(prompts), sampling.temperature, sampling.n))
-        self.metrics = {
+        metrics = {
             "rollout/preemptions": 1,
             "rollout/peak_kv_cache_bytes": 10 - refill,
             "rollout/imbalance": refill,
@@ -81,13 +82,18 @@ class _Generator:
             for row, uid in enumerate(repeated.uid)
         ]
         rows = len(repeated)
-        return make_rollout(
-            repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],
-            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool),
-        )  # fmt: skip
+        rollout = make_rollout(
+            repeated,
+            [row % sampling.n for row in range(rows)],
+            torch.tensor(answers)[:, None],
+            torch.ones(rows, 1, dtype=torch.bool),
+            torch.zeros(rows, 1),
+            torch.ones(rows, dtype=torch.bool),
+        )
+        return Generated(rollout, metrics)
 
-    def rest(self):
-        self.calls.append("rest")
+    def sleep(self):
+        self.calls.append("sleep")
 
     def take_weights(self, version):
         self.calls.append(f"weights {version}")
@@ -141,7 +147,7 @@ def test_equal_groups_are_replaced_by_those_of_further_prompts():
     assert collector.generator.calls == [
         ("train", 7, 0, 4, 0.8, N),
         ("train", 7, 1, 4, 0.8, N),
-        "rest",
+        "sleep",
     ]
     assert collected.metrics == {
         "training/num_gen_batches": 2,
@@ -160,7 +166,7 @@ def test_a_reward_model_finds_the_engine_asleep():
     collector.scorer.has_model = True
     _collect(collector)
     assert [call if isinstance(call, str) else call[0] for call in collector.generator.calls] == [
-        "train", "rest", "weights 0", "train", "rest", "weights 0", "greedy baseline", "rest"
+        "train", "sleep", "weights 0", "train", "sleep", "weights 0", "greedy baseline", "sleep"
     ]  # fmt: skip
 
 
@@ -195,7 +201,7 @@ def test_without_filtering_each_step_is_one_batch():
 def test_the_greedy_baseline_is_one_more_response_a_prompt():
     collector = _collector(informative=2, greedy=True, enable=True)
     collected = _collect(collector)
-    assert collector.generator.calls[-2:] == [("greedy baseline", 7, 0, 4, 0.0, 1), "rest"]
+    assert collector.generator.calls[-2:] == [("greedy baseline", 7, 0, 4, 0.0, 1), "sleep"]
     assert collected.greedy_scores.tolist() == [2, 2, 4, 4, 6, 6, 8, 8]
 
 

@@ -1,5 +1,6 @@
 """The scheduler's invariants over random workloads with few blocks, and small literal cases."""
 
+import itertools
 import random
 
 import numpy as np
@@ -13,10 +14,15 @@ def make(
     prompts, samples, max_tokens=4, blocks=64, block_size=2, max_num_seqs=8, max_prefill_tokens=64
 ):
     manager = BlockManager(blocks, block_size)
-    scheduler = Scheduler(
-        prompts, samples, max_tokens, manager, block_size, max_num_seqs, max_prefill_tokens
-    )
+    scheduler = Scheduler(manager, block_size, max_num_seqs, max_prefill_tokens)
+    scheduler.add(prompts, rows_of(samples), [max_tokens] * len(prompts))
     return scheduler, manager
+
+
+def rows_of(samples: list[int]) -> list[list[int]]:
+    """So many rows for each prompt, numbered in order."""
+    ends = list(itertools.accumulate(samples))
+    return [list(range(end - count, end)) for end, count in zip(ends, samples, strict=True)]
 
 
 def counts(step: Step) -> dict[int, tuple[int, int]]:
@@ -62,7 +68,7 @@ def test_long_prompts_go_in_chunks_beside_rows_that_decode():
 def test_a_common_beginning_is_computed_once_even_in_the_same_pass():
     scheduler, _ = make([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 9]], [1, 1, 1])
     assert counts(scheduler.schedule()) == {0: (0, 5), 1: (4, 2), 2: (2, 1)}
-    assert scheduler.computed_prompt_tokens == 8
+    assert scheduler.counts.computed_prompt_tokens == 8
 
 
 def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
@@ -71,7 +77,7 @@ def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
     assert counts(step) == {0: (0, 2), 1: (0, 2)}
     scheduler.record(step.draws, [])  # both need a second block, there is one
     step = scheduler.schedule()
-    assert counts(step) == {0: (2, 1)} and scheduler.preemptions == 1
+    assert counts(step) == {0: (2, 1)} and scheduler.counts.preemptions == 1
     scheduler.record(step.draws, [])
     step = scheduler.schedule()  # row 1 waits: its two tokens and the one drawn need two blocks
     assert counts(step) == {0: (3, 1)}

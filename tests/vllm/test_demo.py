@@ -22,6 +22,7 @@ from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.models.families import family_of, load_spec
 from mrlhf.weights.hf import read_weights
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
+from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import needs_vllm
 
@@ -105,7 +106,7 @@ def _greedy(
         engine.wake()
         read_weights(f"{root}/sft/model", engine.weight_slots(), family_of(spec).tensor_shapes(spec))
         engine.commit(1)
-        samples = engine.generate(prompts.token_ids, prompts.uid, sampling)
+        samples = answer(engine, prompts.token_ids, prompts.uid, sampling)
         answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]
     return answers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrlhf.errors import EngineError
+from mrlhf.inference.checks import check_tensor
 from mrlhf.models.families import family_of
 from mrlhf.models.parameters import engine_rules
 from mrlhf.models.spec import ModelSpec
@@ -47,16 +47,7 @@ class Parameters:
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
-        if name not in self._shapes:
-            raise EngineError(
-                f"the engine has no parameter {name!r}; bind one of parameter_pieces()"
-            )
-        wanted = (self._shapes[name], self._dtype, self._device.type)
-        given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-        if given != wanted:
-            raise EngineError(
-                f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; copy it instead"
-            )
+        check_tensor(name, tensor, self._shapes, self._dtype, self._device)
         self._tensors[name] = tensor
 
     def slots(self) -> list[Slot]:
