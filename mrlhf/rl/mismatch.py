@@ -1,4 +1,4 @@
-"""Metrics of the mismatch between the engine that drew the responses and the policy that is trained.
+"""Metrics of the mismatch between the engine that drew the responses and the trained policy.
 
 Every number is taken over the whole batch: over the tokens of its mask, or over the sequences that
 have at least one. Where there is nothing to count, the number is NaN. This file does not know which

@@ -329,7 +329,7 @@ def select_by_covariance(
 
 
 def clip_cov_excluded(inputs: PolicyLossInputs, options: PolicyLossOptions) -> Tensor:
-    """The tokens that PPO's clip takes, which Clip-Cov does not choose; bool [batch, response_len]."""
+    """The tokens that PPO's clip takes, never chosen by Clip-Cov; bool [batch, response_len]."""
     _, clipped = _clipped_surrogate(inputs.advantages, inputs.log_ratio.exp(), options)
     return clipped & inputs.mask
 
