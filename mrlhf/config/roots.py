@@ -1,8 +1,7 @@
-"""The three configuration files, one a launcher, and the keys that take their value from another
-key.
+"""The three configurations, one for each launcher, and the keys that inherit from another key.
 
-A root is a tree of sections. This file knows which sections make up a program; what a key means is
-said in the file of its section, what must hold between keys in `checks` and `method_checks`.
+A root is a tree of sections. This file knows which sections a launcher has. What a key means is
+said in the file of its section; what must hold between keys is said in `preflight`.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class Root(Section):
         if not isinstance(raw, Mapping):
             return raw
         tree = _plain(raw)
+
         for key, source in cls.inherited.items():
             section, name = key.split(".")
             if tree.get(section) is None:
@@ -64,9 +64,7 @@ class Root(Section):
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `raw` in which the sections, given as mappings or as objects, are fresh
-    dictionaries.
-    """
+    """A copy of `raw` in which each section, given as mapping or object, is a new dictionary."""
     copy: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, BaseModel):
@@ -77,7 +75,7 @@ def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
-    """The value of `section.name` in `tree`, else the default of that field, else None."""
+    """The value of `section.name` in `tree`; else the default of that field; else None."""
     section, name = key.split(".")
     given = tree.get(section)
     if isinstance(given, dict) and given.get(name) is not None:
@@ -87,7 +85,7 @@ def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
 
 
 class PPOConfig(Root):
-    """launch/train_ppo.py."""
+    """The configuration of launch/train_ppo.py."""
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -104,14 +102,14 @@ class PPOConfig(Root):
         }
     )
 
-    seed: int = Field(1, description="of data order, sampling and fresh weights")
+    seed: int = Field(1, description="seed of the data order, of sampling and of fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
     critic: CriticSection = Field(description="the value model; built only for adv_estimator gae")
     reference: ReferenceSection = Field(
         description="the frozen policy that the KL is measured from"
     )
     reward_model: RewardModelSection | None = Field(
-        None, description="a frozen model that scores; null: none"
+        None, description="a frozen model that scores responses; null: none"
     )
     reward: RewardSection = Field(description="the score of a response")
     rollout: RolloutSection = Field(description="generation")
@@ -127,40 +125,41 @@ class PPOConfig(Root):
 
     @property
     def needs_mini_batch_pass(self) -> bool:
-        """Whether a statistic of the current policy over the whole mini-batch precedes each of its
-        updates.
+        """Whether each mini-batch needs a forward pass before its update.
 
-        The covariance losses choose tokens by one; in bypass mode rejection and the weights' mean
-        are of the current policy too.
+        The pass computes a statistic of the current policy over the whole mini-batch. The
+        covariance losses choose tokens by such a statistic. In bypass mode, rejection and the mean
+        of the weights are computed from the current policy as well.
         """
+        if self.actor.policy_loss.loss_mode in COVARIANCE:
+            return True
         correction = self.algorithm.rollout_correction
-        of_current = correction.rollout_rs is not None or correction.rollout_is_batch_normalize
-        return self.actor.policy_loss.loss_mode in COVARIANCE or (
-            correction.bypass_mode and of_current
-        )
+        rejects = correction.rollout_rs is not None
+        return correction.bypass_mode and (rejects or correction.rollout_is_batch_normalize)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any KL to the reference is asked for."""
+        """Whether a KL to the reference is in use."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL in use sums over the vocabulary and so needs both models' logits in one
-        place.
-        """
+        """Whether a KL in use sums over the vocabulary, which needs the logits of both models."""
         in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
-        return in_reward or (self.actor.use_kl_loss and self.actor.kl_loss_type == "full")
+        in_loss = self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
+        return in_reward or in_loss
 
     @property
     def samples_per_step(self) -> int:
-        """Responses generated in one training step."""
+        """Responses that are trained on in one training step."""
         return self.data.train_batch_size * self.rollout.n
 
     def trained(self) -> dict[str, ActorSection | CriticSection]:
         """The models that this run trains, by the name of their section."""
-        actor: dict[str, ActorSection | CriticSection] = {"actor": self.actor}
-        return {**actor, "critic": self.critic} if self.needs_critic else actor
+        trained: dict[str, ActorSection | CriticSection] = {"actor": self.actor}
+        if self.needs_critic:
+            trained["critic"] = self.critic
+        return trained
 
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
@@ -176,7 +175,8 @@ class TrainedModelSection(RoleSection):
     """The model that is trained."""
 
     init: Literal["checkpoint", "random"] = Field(
-        "checkpoint", description="read path's safetensors, or draw weights"
+        "checkpoint",
+        description="checkpoint: read the safetensors of path; random: draw new weights",
     )
 
 
@@ -185,7 +185,7 @@ class SupervisedConfig(Root):
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
 
-    seed: int = Field(1, description="of data order and fresh weights")
+    seed: int = Field(1, description="seed of the data order and of fresh weights")
     model: TrainedModelSection = Field(description="the model that is trained")
     optim: OptimSection = Field(description="optimizer")
     data: SupervisedDataSection = Field(description="sequences to learn from")
@@ -198,12 +198,12 @@ class SupervisedConfig(Root):
 
 
 class SFTConfig(SupervisedConfig):
-    """launch/train_sft.py."""
+    """The configuration of launch/train_sft.py."""
 
     data: SFTDataSection = Field(description="prompts with the responses to learn")
 
 
 class RewardModelConfig(SupervisedConfig):
-    """launch/train_rm.py."""
+    """The configuration of launch/train_rm.py."""
 
     data: PreferenceDataSection = Field(description="prompts with a chosen and a rejected response")
