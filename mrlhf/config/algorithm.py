@@ -47,7 +47,7 @@ class KlCtrlSection(Section):
 
 
 class OverlongBufferSection(Section):
-    """DAPO's penalty (arXiv 2503.14476) for responses almost as long as data.max_response_length."""
+    """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
 
     enable: bool = Field(False, description="lower the score of responses that are almost too long")
     len: Count | None = Field(

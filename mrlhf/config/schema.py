@@ -165,14 +165,14 @@ def _nearest(name: str, known: list[str]) -> str | None:
         section, _, word = key.rpartition(".")
         if section == parent:
             siblings[word] = key
-    for word in difflib.get_close_matches(last, siblings, n=1):
-        return siblings[word]
+    close = difflib.get_close_matches(last, siblings, n=1)
+    if close:
+        return siblings[close[0]]
 
     if same_word:
         return max(same_word, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
-    for key in difflib.get_close_matches(name, known, n=1):
-        return key
-    return None
+    close = difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else None
 
 
 def flatten(config: BaseModel) -> dict[str, Any]:
