@@ -64,15 +64,17 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
         world_size: ranks.
         num_rows: rows of the training files, where they are known.
     """
-    lines = [
-        f"{type(config).__name__.removesuffix('Config')} on {_count(world_size, 'rank')}",
-        *_layout(config, world_size),
-    ]
+    program = type(config).__name__.removesuffix("Config")
+    lines = [f"{program} on {_count(world_size, 'rank')}"]
+    lines += _layout(config, world_size)
+
     if isinstance(config, PPOConfig):
-        lines += [*describe_method(config), *_ppo_step(config, world_size)]
+        lines += describe_method(config)
+        lines += _ppo_step(config, world_size)
     else:
-        lines += [*_supervised_step(config, world_size)]
-    return "\n".join([*lines, *_run(config, num_rows)])
+        lines += _supervised_step(config, world_size)
+    lines += _run(config, num_rows)
+    return "\n".join(lines)
 
 
 def _cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
