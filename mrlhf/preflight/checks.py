@@ -52,6 +52,7 @@ def longest_unit(config: AnyConfig) -> int:
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     longest = longest_unit(config)
     unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
+
     for name, role in config.roles().items():
         ranks = role.tp * role.pp
         if world_size % ranks:
@@ -120,6 +121,7 @@ def _rollout_problems(config: PPOConfig) -> Iterator[str]:
             f"rollout.tp {rollout.tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = "
             f"{ranks}; use one of {divisors}"
         )
+
     if rollout.kv_cache_mb is not None and rollout.gpu_memory_utilization != UTILIZATION:
         yield (
             f"rollout.kv_cache_mb {rollout.kv_cache_mb} and rollout.gpu_memory_utilization "

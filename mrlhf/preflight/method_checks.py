@@ -328,6 +328,7 @@ def _length_problems(config: PPOConfig) -> Iterator[str]:
     longest = config.data.max_response_length
     if not buffer.enable:
         return
+
     if buffer.len is None:
         yield (
             "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len "

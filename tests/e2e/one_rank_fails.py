@@ -13,9 +13,9 @@ from mrlhf.config import PPOConfig
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Sample, SamplingParams
 from mrlhf.parallel.layout import EngineLayout
+from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator
-from mrlhf.preflight import dry_run, preflight
 from mrlhf.run.program import Program, main
 from mrlhf.run.startup import start
 from tests.fake_engine import FakeEngine, FakeResharder

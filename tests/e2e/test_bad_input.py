@@ -36,8 +36,8 @@ def _main(root: type[PPOConfig | SFTConfig | RewardModelConfig], arguments: list
         (["--config", "configs/none.yaml"], "configs/none.yaml"),
         (
             ["--config", DEMO, "configs/algorithms/grpo.yaml"],
-            "argument 'configs/algorithms/grpo.yaml' is not of the form key.path=value; to read it as a file, write "
-            "--config configs/algorithms/grpo.yaml",
+            "argument 'configs/algorithms/grpo.yaml' is not of the form key.path=value; to read "
+            "it as a file, write --config configs/algorithms/grpo.yaml",
         ),
         (
             ["--config", DEMO, "--dry-run", "--world-size", "6"],

@@ -25,7 +25,7 @@ def test_an_engine_that_raises_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     done = torchrun(4, [*program, *keys], timeout=150)
     assert done.returncode != 0
     assert (
-        "[rank 1] ERROR mrlhf.run.program: EngineError: no room for 1 prompts; raise rollout.kv_cache_mb"
-        in (done.stderr)
+        "[rank 1] ERROR mrlhf.run.program: EngineError: no room for 1 prompts; raise "
+        "rollout.kv_cache_mb" in (done.stderr)
     )
     assert "a rank went on without the others" not in done.stdout
