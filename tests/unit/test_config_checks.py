@@ -304,6 +304,7 @@ def test_config_json_without_key_and_value_heads(tmp_path):
         ({"model_type": "my_decoder"}, "my_decoder"),
         ({"hidden_act": "gelu"}, "only silu is supported"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"num_hidden_layers": "absent"}, "num_hidden_layers"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_once_in_one_line(tmp_path, changes, what):

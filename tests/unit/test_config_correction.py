@@ -267,15 +267,18 @@ def sources(tmp_path, texts, *settings):
 
 
 def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
-    earlier = "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, bypass_mode: true}"
+    earlier = (
+        "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, "
+        "bypass_mode: true}"
+    )
     section = sources(
         tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"]
     )
     assert told(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
     assert section.rollout_is_batch_normalize is False
-    assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])) == (
-        *TOKEN, (), False, "ppo_clip"
-    )  # fmt: skip
+
+    section = sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])
+    assert told(section) == (*TOKEN, (), False, "ppo_clip")
     assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: disabled}"])) == OFF
 
 

@@ -140,7 +140,8 @@ def test_critic_is_built_for_gae_alone(ppo_file):
         (["algorithm.rollout_correction={preset: bypass_pg_is}"], False),
         (
             [
-                "algorithm.rollout_correction={preset: bypass_pg_is, rollout_is_batch_normalize: true}"
+                "algorithm.rollout_correction={preset: bypass_pg_is, "
+                "rollout_is_batch_normalize: true}"
             ],
             True,
         ),

@@ -563,5 +563,8 @@ def test_dynamic_sampling_in_words():
     config = ppo(
         data__gen_batch_size=96, algorithm__filter_groups={"enable": True, "max_num_gen_batches": 5}
     )
-    line = "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are generated"
+    line = (
+        "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are "
+        "generated"
+    )
     assert line in describe(config, 8).splitlines()
