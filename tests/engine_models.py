@@ -49,9 +49,11 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
         "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16),
     }
+
     model = transformers.AutoModelForCausalLM.from_config(
         configs[name](), attn_implementation="eager"
     ).eval()
+
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -60,7 +62,7 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
 
 
 def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
 
 
 def fill(slots: list[Slot], model: Any) -> None:
@@ -68,9 +70,7 @@ def fill(slots: list[Slot], model: Any) -> None:
     state = model.state_dict()
     for slot in slots:
         piece = slot.piece
-        part = state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
-        view = slot.view(piece.start, piece.stop)
-        view.copy_(part.reshape(view.shape))
+        slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))
 
 
 def empty_engine(

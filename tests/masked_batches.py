@@ -17,14 +17,14 @@ ROW_KINDS = ("empty", "one token", "full", "prefix", "holes")
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """[batch, response_len] float64 rewards and values, bool mask; [batch] int64 groups and float64
-    greedy scores.
+    """[batch, response_len] float64 rewards and values, bool mask; [batch] int64 prompt groups and
+    float64 greedy scores.
     """
 
     rewards: Tensor
     values: Tensor
     mask: Tensor
-    groups: Tensor
+    prompt_groups: Tensor
     greedy_scores: Tensor
 
     def rows(self, order: Tensor) -> MaskedBatch:
@@ -49,8 +49,12 @@ def _mask_row(kind: str, width: int, generator: torch.Generator) -> Tensor:
 def masked_batches(draw, row_kinds=ROW_KINDS, smallest_group=1):
     width = draw(st.integers(1, 6))
     drawn = draw(st.lists(st.sampled_from([-4, 0, 3, 10**12]), min_size=1, max_size=6))
-    groups = torch.tensor(drawn * smallest_group)
-    kinds = draw(st.lists(st.sampled_from(row_kinds), min_size=len(groups), max_size=len(groups)))
+    prompt_groups = torch.tensor(drawn * smallest_group)
+    kinds = draw(
+        st.lists(
+            st.sampled_from(row_kinds), min_size=len(prompt_groups), max_size=len(prompt_groups)
+        )
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.stack([_mask_row(kind, width, generator) for kind in kinds])
     rewards, values = (
@@ -58,5 +62,5 @@ def masked_batches(draw, row_kinds=ROW_KINDS, smallest_group=1):
         .double()
         .masked_fill(~mask, torch.nan)
     )
-    greedy_scores = (torch.randint(-8, 9, (len(groups),), generator=generator) / 8).double()
-    return MaskedBatch(rewards, values, mask, groups, greedy_scores)
+    greedy_scores = (torch.randint(-8, 9, (len(prompt_groups),), generator=generator) / 8).double()
+    return MaskedBatch(rewards, values, mask, prompt_groups, greedy_scores)

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "batch", "rl"},
-    {"config", "device", "log", "metrics"},
+    {"errors", "batch", "rl", "user_code"},
+    {"config", "device", "log", "metrics", "methods"},
     {"parallel", "data", "rewards"},
     {"weights"},
     {"models"},

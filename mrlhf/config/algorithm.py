@@ -5,37 +5,27 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Count, Fraction, NotNegative, Positive, Section
-
-# Names of algorithms repeat those of mrlhf.rl, whose import would bring torch; a test compares
-# them.
-AdvEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
-KlPenalty = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1_clamped", "full"]
-KlPlacement = Literal["token", "terminal"]
-KlControl = Literal["fixed", "adaptive"]
-RewardNorm = Literal["running", "group", "batch"]
-FilterMetric = Literal["acc", "score", "seq_reward"]
+from mrlhf.rl.names import (
+    AdvantageEstimator,
+    FilterMetric,
+    KlControllerKind,
+    KlPlacement,
+    RewardKlKind,
+    RewardNorm,
+)
+from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
 
-    type: KlControl = Field(
+    type: KlControllerKind = Field(
         "fixed",
         description="fixed: the coefficient stays; adaptive: it is steered towards target_kl",
     )
@@ -82,8 +72,13 @@ class FilterGroupsSection(Section):
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    adv_estimator: AdvEstimator = Field(
-        "gae", description="advantage estimator; only gae needs a critic"
+    adv_estimator: AdvantageEstimator | str = Field(
+        "gae",
+        description="advantage estimator; only gae needs a critic; "
+        "path/to/file.py:function: your own",
+    )
+    use_critic: bool = Field(
+        False, description="train a critic and give its values to an estimator of your own"
     )
     gamma: Fraction = Field(
         1.0, description="discount from one token to the next; read by gae and reinforce_plus_plus"
@@ -105,7 +100,7 @@ class AlgorithmSection(Section):
     use_kl_in_reward: bool = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"
     )
-    kl_penalty: KlPenalty = Field("kl", description="estimator of the KL in the reward")
+    kl_penalty: RewardKlKind = Field("kl", description="estimator of the KL in the reward")
     kl_placement: KlPlacement = Field(
         "token",
         description="token: subtract each token's KL from its reward; terminal: all of it from "
@@ -135,3 +130,8 @@ class AlgorithmSection(Section):
     rollout_correction: RolloutCorrectionSection = Field(
         description="correction of the difference between the engine's policy and the trainer's"
     )
+
+    @field_validator("adv_estimator", mode="before")
+    @classmethod
+    def _is_estimator_or_function(cls, name: object) -> str:
+        return check_name(name, get_args(AdvantageEstimator))

@@ -16,22 +16,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from mrlhf.config.fields import Section
+from mrlhf.rl.names import BypassLoss, Statistic, WeightLevel
 
-WeightLevel = Literal["token", "sequence"]
-BypassLoss = Literal["ppo_clip", "reinforce"]
-Statistic = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
 CorrectionPreset = Literal[
     "decoupled_token_is",
     "decoupled_seq_is",

@@ -69,7 +69,7 @@ def _relax(section: JsonSchema, keep_required: bool) -> None:
 
 def _or_null(value: JsonSchema) -> JsonSchema:
     """`value`, or null, which stands for a key that is left out."""
-    kept = {key: value[key] for key in ("default", "description") if key in value}
+    kept: JsonSchema = {key: value[key] for key in ("default", "description") if key in value}
     own = {key: part for key, part in value.items() if key not in kept}
     choices = own.get("anyOf", [own])
     return {"anyOf": choices if NULL in choices else [*choices, NULL], **kept}

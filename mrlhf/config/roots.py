@@ -22,7 +22,6 @@ from mrlhf.config.data import (
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
-    COVARIANCE,
     ActorSection,
     CriticSection,
     DistributedSection,
@@ -104,7 +103,7 @@ class PPOConfig(Root):
 
     seed: int = Field(1, description="seed of the data order, of sampling and of fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
-    critic: CriticSection = Field(description="the value model; built only for adv_estimator gae")
+    critic: CriticSection = Field(description="the value model; built where advantages need values")
     reference: ReferenceSection = Field(
         description="the frozen policy that the KL is measured from"
     )
@@ -121,21 +120,7 @@ class PPOConfig(Root):
     @property
     def needs_critic(self) -> bool:
         """Whether the advantages need values."""
-        return self.algorithm.adv_estimator == "gae"
-
-    @property
-    def needs_mini_batch_pass(self) -> bool:
-        """Whether each mini-batch needs a forward pass before its update.
-
-        The pass computes a statistic of the current policy over the whole mini-batch. The
-        covariance losses choose tokens by such a statistic. In bypass mode, rejection and the mean
-        of the weights are computed from the current policy as well.
-        """
-        if self.actor.policy_loss.loss_mode in COVARIANCE:
-            return True
-        correction = self.algorithm.rollout_correction
-        rejects = correction.rollout_rs is not None
-        return correction.bypass_mode and (rejects or correction.rollout_is_batch_normalize)
+        return self.algorithm.adv_estimator == "gae" or self.algorithm.use_critic
 
     @property
     def needs_reference(self) -> bool:
@@ -143,11 +128,19 @@ class PPOConfig(Root):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def full_kl_in_reward(self) -> bool:
+        """Whether the KL in the reward sums over the vocabulary."""
+        return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
+
+    @property
+    def full_kl_in_loss(self) -> bool:
+        """Whether the KL in the loss sums over the vocabulary."""
+        return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
+
+    @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL in use sums over the vocabulary, which needs the logits of both models."""
-        in_reward = self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
-        in_loss = self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
-        return in_reward or in_loss
+        """Whether a KL in use needs the logits of actor and reference in one place."""
+        return self.full_kl_in_reward or self.full_kl_in_loss
 
     @property
     def samples_per_step(self) -> int:

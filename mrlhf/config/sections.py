@@ -6,65 +6,18 @@ fills in what one section takes from another, and `preflight` compares them.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from mrlhf.config.fields import Count, CountOrZero, Fraction, NotNegative, Positive, Section
+from mrlhf.rl.names import SEQUENCE_LEVEL, KlKind, LossAggMode, LossMode, RewardName
+from mrlhf.user_code import check_name
 
-# Names of algorithms repeat those of mrlhf.rl and mrlhf.rewards, whose import would bring torch; a
-# test compares them.
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
-LossAggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-]
-SEQUENCE_LEVEL = frozenset(
-    {"gspo", "sapo", "geo_mean"}
-)  # averaged over responses unless configured otherwise
-COVARIANCE = frozenset(
-    {"clip_cov", "kl_cov"}
-)  # choose tokens by a statistic of the whole mini-batch
-PolicyLossName = Literal[
-    "vanilla",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gpg",
-    "geo_mean",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-    "surrogate",
-]
-KlLoss = Literal[
-    "k1",
-    "kl",
-    "abs",
-    "k2",
-    "mse",
-    "k3",
-    "low_var_kl",
-    "k1_clamped",
-    "full",
-    "k1+",
-    "kl+",
-    "abs+",
-    "k2+",
-    "mse+",
-    "k3+",
-    "low_var_kl+",
-    "k1_clamped+",
-]
 CLIP_RATIO = 0.2
-RewardName = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format", "reward_model"]
 
 
 class OptimSection(Section):
@@ -146,9 +99,10 @@ class RoleSection(Section):
 class PolicyLossSection(Section):
     """The loss that trains the policy; a key that it does not read is refused."""
 
-    loss_mode: PolicyLossName = Field(
+    loss_mode: LossMode | str = Field(
         "vanilla",
-        description="name of the policy loss; vanilla: PPO's clipped ratio with dual clip",
+        description="name of the policy loss; vanilla: PPO's clipped ratio with dual clip; "
+        "path/to/file.py:function: your own",
     )
     clip_cov_ratio: Fraction = Field(
         0.0002, description="clip_cov: fraction of the tokens that get no gradient"
@@ -163,6 +117,11 @@ class PolicyLossSection(Section):
         0.0002, description="kl_cov: fraction of the tokens that get a KL penalty"
     )
     ppo_kl_coef: NotNegative = Field(0.1, description="kl_cov: weight of that KL penalty")
+
+    @field_validator("loss_mode", mode="before")
+    @classmethod
+    def _is_loss_or_function(cls, name: object) -> str:
+        return check_name(name, get_args(LossMode))
 
     @model_validator(mode="after")
     def _covariance_bounds_are_in_order(self) -> PolicyLossSection:
@@ -219,7 +178,7 @@ class ActorSection(RoleSection):
         False, description="add kl_loss_coef x KL(current, reference) to the loss"
     )
     kl_loss_coef: NotNegative = Field(0.001, description="weight of the KL in the loss")
-    kl_loss_type: KlLoss = Field("low_var_kl", description="estimator of the KL in the loss")
+    kl_loss_type: KlKind = Field("low_var_kl", description="estimator of the KL in the loss")
     loss_agg_mode: LossAggMode | None = Field(
         None,
         description="how the losses of the tokens become one number; null: seq-mean-token-mean "
@@ -293,14 +252,7 @@ class RewardTermSection(Section):
     @field_validator("name")
     @classmethod
     def _is_rule_or_function(cls, name: str) -> str:
-        path, _, function = name.rpartition(":")
-        if name in get_args(RewardName) or (path.endswith(".py") and function.isidentifier()):
-            return name
-        near = difflib.get_close_matches(name, get_args(RewardName), n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ValueError(
-            f"should be {', '.join(get_args(RewardName))} or path/to/file.py:function{hint}"
-        )
+        return check_name(name, get_args(RewardName))
 
 
 class RewardSection(Section):

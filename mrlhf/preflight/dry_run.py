@@ -16,6 +16,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.method_description import describe_method
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models
+from mrlhf.preflight.user_methods import check_user_methods
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -32,6 +33,8 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     if world_size is None:
         world_size = smallest_world(config)
     check(config, world_size)
+    if isinstance(config, PPOConfig):
+        check_user_methods(config)
     specs = check_models(config)
 
     lines = [describe(config, world_size)]
@@ -52,6 +55,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     check(config, world_size)
     check_models(config)
     if isinstance(config, PPOConfig):
+        check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
 

@@ -20,11 +20,10 @@ from types import MappingProxyType
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import CLIP_RATIO, ActorSection, CriticSection, PolicyLossSection
+from mrlhf.rl.names import CLIPPED, COMPARES_ANSWERS, CORRECTNESS_TERMS, DISCOUNTED
+from mrlhf.roles.policy_loss import configured_loss
+from mrlhf.user_code import is_reference
 
-CORRECTNESS_TERMS = ("exact_match", "gsm8k")  # repeats mrlhf.rollout.scoring; a test compares them
-GROUPED = ("grpo", "grpo_passk")
-DISCOUNTED = ("gae", "reinforce_plus_plus")
-CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl")
 NORMALISED = "seq-mean-token-sum-norm"
 
 # the policy losses that read a key, for each key of `actor` and of `actor.policy_loss` that not
@@ -75,37 +74,47 @@ def tells_right_from_wrong(config: PPOConfig) -> bool:
 def objective(config: PPOConfig) -> tuple[str, str]:
     """The name of the policy loss that trains the actor, and the key and value that choose it."""
     correction = config.algorithm.rollout_correction
-    if correction.bypass_mode and correction.loss_type == "reinforce":
-        return "reinforce", "algorithm.rollout_correction.loss_type reinforce"
-    mode = config.actor.policy_loss.loss_mode
-    return mode, f"actor.policy_loss.loss_mode {mode}"
+    loss = configured_loss(config.actor, correction)
+    if loss == "reinforce":
+        return loss, "algorithm.rollout_correction.loss_type reinforce"
+    return loss, f"actor.policy_loss.loss_mode {loss}"
 
 
 def _estimator_problems(config: PPOConfig) -> Iterator[str]:
-    """Keys that the advantage estimator does not read, or that contradict each other."""
+    """Keys that the advantage estimator does not read, or that contradict each other.
+
+    An estimator of the user's own is given all of them.
+    """
     algorithm = config.algorithm
     name = algorithm.adv_estimator
+    is_own = is_reference(name)
     readers: list[tuple[str, object, object, tuple[str, ...]]] = [
         ("gamma", algorithm.gamma, 1.0, DISCOUNTED),
         ("lam", algorithm.lam, 1.0, ("gae",)),
         ("lam_critic", algorithm.lam_critic, None, ("gae",)),
         ("lam_length_alpha", algorithm.lam_length_alpha, None, ("gae",)),
-        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, GROUPED),
+        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, COMPARES_ANSWERS),
         ("f_norm", algorithm.f_norm, 1.0, ("gpg",)),
     ]
     for key, value, default, estimators in readers:
-        if value != default and name not in estimators:
+        if value != default and name not in estimators and not is_own:
             chosen = f"algorithm.adv_estimator {name}"
             yield _no_effect(f"algorithm.{key}", value, default, chosen, estimators)
+    if algorithm.use_critic and not is_own:
+        yield (
+            f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave "
+            "it at false, or use an estimator of your own (path/to/file.py:function)"
+        )
 
     alpha = algorithm.lam_length_alpha
     longest = config.data.max_response_length
-    if name == "gae" and alpha is not None and algorithm.lam != 1.0:
+    reads_lambda = name == "gae" or is_own
+    if reads_lambda and alpha is not None and algorithm.lam != 1.0:
         yield (
             f"algorithm.lam {algorithm.lam} and algorithm.lam_length_alpha {alpha} both set the "
             "lambda of the advantages; leave lam at 1.0 or lam_length_alpha at null"
         )
-    if name == "gae" and alpha is not None and alpha * longest <= 1:
+    if reads_lambda and alpha is not None and alpha * longest <= 1:
         yield (
             f"algorithm.lam_length_alpha {alpha} x data.max_response_length {longest} = "
             f"{alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
@@ -122,7 +131,7 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
     """What compares the answers to one prompt, although there is only one answer."""
     algorithm = config.algorithm
     users = []
-    if algorithm.adv_estimator in GROUPED:
+    if algorithm.adv_estimator in COMPARES_ANSWERS:
         users.append(f"algorithm.adv_estimator {algorithm.adv_estimator}")
     if algorithm.filter_groups.enable:
         users.append("algorithm.filter_groups.enable")
@@ -146,7 +155,8 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
 def _reward_problems(config: PPOConfig) -> Iterator[str]:
     """The KL in the reward, and rewards that are rescaled one by one."""
     algorithm = config.algorithm
-    if algorithm.whiten_rewards and algorithm.adv_estimator != "gae":
+    takes_single_rewards = algorithm.adv_estimator == "gae" or is_reference(algorithm.adv_estimator)
+    if algorithm.whiten_rewards and not takes_single_rewards:
         yield (
             "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator "
             f"{algorithm.adv_estimator} compares sums over responses; turn whiten_rewards off or "
@@ -211,9 +221,11 @@ def _loss_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _unread_loss_keys(config: PPOConfig) -> Iterator[str]:
-    """Keys of `actor` that the policy loss does not read."""
+    """Keys of `actor` that the policy loss does not read; a loss of the user's own gets all."""
     actor = config.actor
     loss, chosen = objective(config)
+    if is_reference(loss):
+        return
     for name, readers in LOSS_READERS.items():
         value = getattr(actor, name)
         default = ActorSection.model_fields[name].default

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
-from mrlhf.preflight.method_checks import CLIPPED, GROUPED, objective
+from mrlhf.preflight.method_checks import objective
+from mrlhf.rl.names import CLIPPED, COMPARES_ANSWERS
+from mrlhf.roles.policy_loss import (
+    configured_bypass,
+    configured_loss,
+    needs_mini_batch_pass,
+)
+from mrlhf.user_code import is_reference
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
@@ -14,7 +21,7 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
     actor = config.actor
     yield "the method"
     if not config.needs_critic:
-        yield f"  no critic: {config.algorithm.adv_estimator} needs none"
+        yield f"  no critic: {_why_no_critic(config.algorithm.adv_estimator)}"
     yield f"  rewards: {', '.join(_rewards(config))}"
     yield f"  advantages: {_estimator(config)}"
 
@@ -35,11 +42,18 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
         norm = role.optim.skip_grad_norm
         if norm is not None:
             yield f"  {name}: steps with a gradient norm above {norm:g} are skipped"
-    if config.needs_mini_batch_pass:
+
+    correction = config.algorithm.rollout_correction
+    loss = configured_loss(actor, correction)
+    if needs_mini_batch_pass(loss, configured_bypass(correction)):
         yield (
             "  one more forward pass a mini-batch: a statistic of the current policy over all of "
             "it comes first"
         )
+
+
+def _why_no_critic(estimator: str) -> str:
+    return "algorithm.use_critic is false" if is_reference(estimator) else f"{estimator} needs none"
 
 
 def _rewards(config: PPOConfig) -> Iterator[str]:
@@ -85,6 +99,8 @@ def _estimator(config: PPOConfig) -> str:
     """The advantage estimator, with the numbers that it reads."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
+    if is_reference(name):
+        return f"{name}, your own, not whitened"
     if name == "gae":
         return f"{name}, gamma {algorithm.gamma}, {_lambdas(config)}"
     if name == "reinforce_plus_plus":
@@ -93,7 +109,7 @@ def _estimator(config: PPOConfig) -> str:
         return f"{name}, against a greedy answer to each prompt"
     if name == "gpg":
         return f"{name}, divided by {algorithm.f_norm}"
-    if name in GROUPED and not algorithm.norm_adv_by_std_in_grpo:
+    if name in COMPARES_ANSWERS and not algorithm.norm_adv_by_std_in_grpo:
         return f"{name}, not divided by the standard deviation"
     return name
 
@@ -113,9 +129,12 @@ def _loss(config: PPOConfig) -> str:
     """The policy loss and what is added to it."""
     actor = config.actor
     words, _ = objective(config)
-    if words in CLIPPED:
+    clip = f"clip -{actor.clip_low:g} +{actor.clip_high:g}"
+    if is_reference(words):
+        words += f", your own, given {clip}"
+    elif words in CLIPPED:
         dual_clip = f", dual clip {actor.clip_ratio_c:g}" if words == "vanilla" else ""
-        words += f", clip -{actor.clip_low:g} +{actor.clip_high:g}{dual_clip}"
+        words += f", {clip}{dual_clip}"
 
     if actor.entropy_coeff:
         words += f", - {actor.entropy_coeff:g} x entropy"

@@ -7,7 +7,6 @@ know weights, terms or tokens.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import IO, Any
 
 from mrlhf.errors import RewardError
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
+from mrlhf.user_code import UserCodeError, read_reference
 
 __all__ = ["CustomReward", "WorkerTraceback", "load_custom"]
 
@@ -171,15 +171,10 @@ def load_custom(reference: str, *, timeout_s: float = 60.0) -> CustomReward:
     Raises:
         RewardError: the file or the function is missing; the message names what is near.
     """
-    path, _, name = reference.rpartition(":")
-    if not path or not name:
-        raise RewardError(f"reward function {reference!r}: write it as path/to/file.py:function")
-    file = Path(path)
-    if not file.is_file():
-        others = [str(other) for other in file.parent.glob("*.py")]
-        near = difflib.get_close_matches(path, others, n=3)
-        hint = f"did you mean {near}?" if near else "the path is relative to the working directory"
-        raise RewardError(f"reward function {reference!r}: there is no file {path}; {hint}")
+    try:
+        file, name = read_reference(reference)
+    except UserCodeError as error:
+        raise RewardError(f"reward function {reference!r}: {error}") from None
     return CustomReward(file, name, timeout_s=timeout_s)
 
 

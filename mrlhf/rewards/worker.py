@@ -6,14 +6,13 @@ Talks over the socket
 FD: first receives the import path and answers `("ready", None)`; then receives lists of argument
     tuples and answers
 each tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest.
-Does not know mrlhf.
+Does not know
+the trainer.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import inspect
 import os
 import signal
 import sys
@@ -21,39 +20,23 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-class LoadError(Exception):
-    """The function is not there or cannot be called as it will be; the message says why."""
-
-
-def load(file: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of `file`, seen to accept the four arguments."""
-    spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise LoadError(f"{file} is not a Python file")
+def load_user_code() -> ModuleType:
+    """`mrlhf/user_code.py` by its path, since importing the package would bring torch."""
+    file = Path(__file__).resolve().parents[1] / "user_code.py"
+    spec = importlib.util.spec_from_file_location("mrlhf_user_code", file)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    names = [
-        key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-    ]
-    if not callable(vars(module).get(name)):
-        near = difflib.get_close_matches(name, names, n=3)
-        raise LoadError(
-            f"{file} has no function {name!r}; "
-            + (f"did you mean {near}?" if near else f"it has {names}")
-        )
-    function: Callable[..., Any] = vars(module)[name]
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(PARAMETERS))
-    except TypeError as error:
-        raise LoadError(f"{name} in {file} must accept {', '.join(PARAMETERS)}: {error}") from error
-    return function
+    return module
+
+
+user_code = load_user_code()
 
 
 def plain(value: Any) -> Any:
@@ -77,21 +60,11 @@ def text(value: Any) -> str | None:
     return None if value is None else str(value)
 
 
-def summarise(error: BaseException, file: Path) -> str:
-    """Type, message and line of `error`, on one line."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(file)
-    ]
-    place = f" (line {lines[-1]})" if lines else ""
-    return " ".join(f"{type(error).__name__}: {error}".split()) + place
-
-
 def without_own_frames(error: BaseException) -> str:
     """The traceback of `error` from the user's code on."""
     step: TracebackType | None = error.__traceback__
-    while step is not None and step.tb_frame.f_code.co_filename == __file__:
+    own_files = (__file__, user_code.__file__)
+    while step is not None and step.tb_frame.f_code.co_filename in own_files:
         step = step.tb_next
     return "".join(traceback.format_exception(type(error), error, step or error.__traceback__))
 
@@ -111,7 +84,9 @@ def answer(
         try:
             value = plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
         except BaseException as error:
-            connection.send(("error", (summarise(error, file), without_own_frames(error))))
+            connection.send(
+                ("error", (user_code.summarise_error(error, file), without_own_frames(error)))
+            )
             return
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -131,13 +106,10 @@ def main() -> None:
     try:
         sys.path[:] = [str(file.parent), *connection.recv()]
         try:
-            function = load(file, name)
-        except LoadError as error:
-            connection.send(("error", (str(error), "")))
-            return
-        except BaseException as error:
-            message = f"{file} cannot be imported: {summarise(error, file)}"
-            connection.send(("error", (message, without_own_frames(error))))
+            function = user_code.load_function(file, name, PARAMETERS, by_name=True)
+        except user_code.UserCodeError as error:
+            trace = "" if error.__cause__ is None else without_own_frames(error.__cause__)
+            connection.send(("error", (str(error), trace)))
             return
         connection.send(("ready", None))
         while True:

@@ -1,19 +1,19 @@
 """From rewards to advantages and returns, by the estimator that a name stands for.
 
-Advantages leave this file as they are: whitening (of those in `WHITENED`) needs the moments of the
-whole batch and is the caller's second step. This file does not know how the rewards were made; what
-needs no critic is in `group_advantages`.
+The advantages are not yet whitened. Whitening (for the estimators in `WHITENED`) needs the moments
+of the whole batch and is the caller's second step. This file does not know how the rewards were
+made. The estimators that need no critic are in `group_advantages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mrlhf.errors import ConfigError
 from mrlhf.rl.group_advantages import (
     AdvantagesAndReturns,
     gpg,
@@ -25,41 +25,26 @@ from mrlhf.rl.group_advantages import (
     remax,
     rloo,
 )
-
-AdvantageEstimator = Literal[
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
-
-WHITENED: frozenset[AdvantageEstimator] = frozenset(
-    {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-)
+from mrlhf.rl.names import AdvantageEstimator
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What estimators see of a batch; a group must be whole in it, and for `gpg` the batch must be.
+    """What estimators see of a batch; it holds whole prompt groups, and for `gpg` the whole batch.
 
     Attributes:
-        rewards: [batch, response_len], reward of each token.
+        rewards: [batch, response_len], the reward of each token.
         mask: bool [batch, response_len].
-        groups: int64 [batch], rows with the same number answer one prompt.
-        values: [batch, response_len], the critic's prediction before each token; `gae` alone needs
-            it.
-        greedy_scores: [batch], score of the greedy response to each row's prompt; `remax` alone
-            needs it.
+        prompt_groups: int64 [batch], rows with the same number answer one prompt.
+        values: [batch, response_len], the critic's prediction before each token; None without a
+            critic. `gae` needs it.
+        greedy_scores: [batch], the score of the greedy response to each row's prompt; only for
+            `remax`, which needs it.
     """
 
     rewards: Tensor
     mask: Tensor
-    groups: Tensor
+    prompt_groups: Tensor
     values: Tensor | None = None
     greedy_scores: Tensor | None = None
 
@@ -67,20 +52,20 @@ class AdvantageInputs:
         assert self.rewards.shape == self.mask.shape, (
             f"{tuple(self.rewards.shape)}, {tuple(self.mask.shape)}"
         )
-        assert self.groups.shape == self.rewards.shape[:1], (
-            f"{tuple(self.groups.shape)}, {tuple(self.rewards.shape)}"
+        assert self.prompt_groups.shape == self.rewards.shape[:1], (
+            f"{tuple(self.prompt_groups.shape)}, {tuple(self.rewards.shape)}"
         )
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """Numbers that estimators take; each says which.
+    """The numbers that estimators take; each one says who reads it.
 
     Attributes:
         gamma: discount of `gae` and `reinforce_plus_plus`.
-        lam: lambda of `gae`, one for all or [batch].
-        critic_lam: lambda of the returns that the critic learns in `gae`; None: as `lam`.
-        norm_by_std: whether `grpo` and `grpo_passk` divide by the group's std.
+        lam: lambda of `gae`, one for all responses or [batch].
+        critic_lam: lambda of the returns that the critic learns in `gae`; None: the same as `lam`.
+        norm_by_std: whether `grpo` and `grpo_passk` divide by the std of the prompt group.
         f_norm: divisor of `gpg`.
     """
 
@@ -91,19 +76,33 @@ class AdvantageOptions:
     f_norm: float = 1.0
 
 
+Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
+
+
 def estimate_advantages(
-    name: AdvantageEstimator, inputs: AdvantageInputs, options: AdvantageOptions
+    estimator: Estimator, inputs: AdvantageInputs, options: AdvantageOptions
 ) -> AdvantagesAndReturns:
-    """Advantages, not yet whitened, and returns by the estimator `name`.
+    """Advantages, not yet whitened, and returns by `estimator`.
 
     Returns:
-        Both [batch, response_len], 0 where the mask is.
+        Both [batch, response_len], 0 outside the mask.
 
     Raises:
         ValueError: `gae` without values, `remax` without greedy scores, `grpo_passk` with a
-            response alone in its group.
+            response alone in its prompt group.
+        ConfigError: a user's function did not return two tensors of the shape of the rewards.
     """
-    return ADVANTAGE_ESTIMATORS[name](inputs, options)
+    result = estimator(inputs, options)
+    shape = inputs.rewards.shape
+    if not isinstance(result, tuple) or [x.shape for x in result] != [shape, shape]:
+        raise ConfigError(
+            "the advantage estimator must return (advantages, returns), two tensors of the shape "
+            f"of the rewards, {tuple(shape)}"
+        )
+
+    advantages, returns = result
+    outside = ~inputs.mask
+    return advantages.masked_fill(outside, 0), returns.masked_fill(outside, 0)
 
 
 def gae(
@@ -112,11 +111,11 @@ def gae(
     """Generalised advantage estimation, https://arxiv.org/abs/1506.02438.
 
     A masked-out position is skipped: the value and the advantage after it are handed unchanged to
-    the one before it. After the last position both are 0, for a response ends the episode, whether
-    it stopped or was cut.
+    the position before it. After the last position both are 0, because a response ends the episode,
+    whether it stopped by itself or was cut.
 
     Args:
-        rewards: [batch, response_len], reward of each token.
+        rewards: [batch, response_len], the reward of each token.
         values: [batch, response_len], the critic's prediction before each token.
         mask: bool [batch, response_len].
         gamma: discount.
@@ -124,7 +123,7 @@ def gae(
             [batch].
 
     Returns:
-        Advantages and returns (advantage + value), both [batch, response_len], 0 where the mask is.
+        Advantages and returns (advantage + value), both [batch, response_len], 0 outside the mask.
     """
     assert rewards.shape == values.shape == mask.shape, (
         f"{rewards.shape}, {values.shape}, {mask.shape}"
@@ -135,6 +134,7 @@ def gae(
             f"lam {tuple(lam.shape)} against values {tuple(values.shape)}"
         )
         lam = lam.to(values.dtype)
+
     next_value = values.new_zeros(len(values))
     last = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -144,16 +144,19 @@ def gae(
         last = torch.where(valid, delta + gamma * lam * last, last)
         next_value = torch.where(valid, values[:, t], next_value)
         advantages[:, t] = torch.where(valid, last, 0)
+
     returns = torch.where(mask, advantages + values, 0)
     return advantages, returns
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
-    """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late; VAPO,
-    arXiv 2504.05118.
+    """Lambda of each response, 1 - 1 / (alpha * length), so that long ones bootstrap late.
+
+    The formula is that of VAPO, https://arxiv.org/abs/2504.05118.
 
     Args:
-        mask: bool [batch, response_len].
+        mask: bool [batch, response_len]; the length is the number of its tokens, those that train,
+            since `gae` takes its steps from one of them to the next.
         alpha: above 0; the sum of the weights of all steps back is about alpha * length.
 
     Returns:
@@ -170,13 +173,11 @@ def _decoupled_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> Advant
         raise ValueError(
             "gae needs values: give the run a critic, or set algorithm.adv_estimator to one without"
         )
-    advantages, returns = gae(
-        inputs.rewards, inputs.values, inputs.mask, options.gamma, options.lam
-    )
+    rewards = inputs.rewards
+    mask = inputs.mask
+    advantages, returns = gae(rewards, inputs.values, mask, options.gamma, options.lam)
     if options.critic_lam is not None:
-        _, returns = gae(
-            inputs.rewards, inputs.values, inputs.mask, options.gamma, options.critic_lam
-        )
+        _, returns = gae(rewards, inputs.values, mask, options.gamma, options.critic_lam)
     return advantages, returns
 
 
@@ -188,24 +189,18 @@ def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndR
     return remax(inputs.rewards, inputs.mask, inputs.greedy_scores)
 
 
-Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
-
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gae": _decoupled_gae,
-    "grpo": lambda inputs, options: grpo(
-        inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std
+    "grpo": lambda x, options: grpo(x.rewards, x.mask, x.prompt_groups, options.norm_by_std),
+    "grpo_passk": lambda x, options: grpo_passk(
+        x.rewards, x.mask, x.prompt_groups, options.norm_by_std
     ),
-    "grpo_passk": lambda inputs, options: grpo_passk(
-        inputs.rewards, inputs.mask, inputs.groups, options.norm_by_std
-    ),
-    "rloo": lambda inputs, options: rloo(inputs.rewards, inputs.mask, inputs.groups),
-    "opo": lambda inputs, options: opo(inputs.rewards, inputs.mask, inputs.groups),
-    "gpg": lambda inputs, options: gpg(inputs.rewards, inputs.mask, inputs.groups, options.f_norm),
-    "reinforce_plus_plus": lambda inputs, options: reinforce_plus_plus(
-        inputs.rewards, inputs.mask, options.gamma
-    ),
-    "reinforce_plus_plus_baseline": lambda inputs, options: reinforce_plus_plus_baseline(
-        inputs.rewards, inputs.mask, inputs.groups
+    "rloo": lambda x, options: rloo(x.rewards, x.mask, x.prompt_groups),
+    "opo": lambda x, options: opo(x.rewards, x.mask, x.prompt_groups),
+    "gpg": lambda x, options: gpg(x.rewards, x.mask, x.prompt_groups, options.f_norm),
+    "reinforce_plus_plus": lambda x, options: reinforce_plus_plus(x.rewards, x.mask, options.gamma),
+    "reinforce_plus_plus_baseline": lambda x, options: reinforce_plus_plus_baseline(
+        x.rewards, x.mask, x.prompt_groups
     ),
     "remax": _remax,
 }

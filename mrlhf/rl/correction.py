@@ -11,28 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
 from mrlhf.rl.masking import masked_mean, masked_sum
-
-WeightLevel = Literal["token", "sequence"]
-Statistic = Literal[
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-]
+from mrlhf.rl.names import Statistic, WeightLevel
 
 NO_WEIGHT = 1e-8
 GEOMETRIC_EPS = 1e-10

@@ -9,31 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-KlKind = Literal[
-    "k1",
-    "kl",
-    "abs",
-    "k2",
-    "mse",
-    "k3",
-    "low_var_kl",
-    "k1_clamped",
-    "full",
-    "k1+",
-    "kl+",
-    "abs+",
-    "k2+",
-    "mse+",
-    "k3+",
-    "low_var_kl+",
-    "k1_clamped+",
-]
-KlControllerKind = Literal["fixed", "adaptive"]
+from mrlhf.rl.names import KlControllerKind, KlKind
 
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0

@@ -10,20 +10,12 @@ the split, nor which terms a role adds up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mrlhf.rl.masking import masked_mean, masked_sum
-
-LossAggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-]
+from mrlhf.rl.names import LossAggMode
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mrlhf.errors import ConfigError
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
 from mrlhf.rl.masking import masked_mean
+from mrlhf.rl.names import PolicyLossName
 from mrlhf.rl.trust_region import inside_binary_kl, inside_total_variation
-
-PolicyLossName = Literal[
-    "vanilla",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gpg",
-    "geo_mean",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-    "surrogate",
-    "reinforce",
-]
-# Those aggregated as seq-mean-token-mean unless configured otherwise, and those that need
-# `selected`.
-SEQUENCE_LEVEL: frozenset[PolicyLossName] = frozenset({"gspo", "sapo", "geo_mean"})
-COVARIANCE: frozenset[PolicyLossName] = frozenset({"clip_cov", "kl_cov"})
 
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 
@@ -67,6 +49,11 @@ class PolicyLossInputs:
         assert shape == self.old_logprob.shape == self.advantages.shape == self.mask.shape
         assert self.selected is None or self.selected.shape == shape
         assert self.mask.dtype == torch.bool, f"masks are bool, this one is {self.mask.dtype}"
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """logprob - old_logprob, clamped to +-20; [batch, response_len]."""
+        return (self.logprob - self.old_logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -109,13 +96,40 @@ class PolicyLoss:
     clipped_lower: Tensor
 
 
-def policy_loss(
-    name: PolicyLossName, inputs: PolicyLossInputs, options: PolicyLossOptions
+def make_policy_loss(
+    inputs: PolicyLossInputs,
+    per_token: Tensor,
+    clipped: Tensor | None = None,
+    clipped_lower: Tensor | None = None,
 ) -> PolicyLoss:
-    """The loss called `name`, whatever stands outside the mask, NaN included.
+    """The result of a policy loss; where a clip is left out, it was taken nowhere.
+
+    Args:
+        inputs: what the loss was given.
+        per_token: [batch, response_len], the loss of each token.
+        clipped: bool [batch, response_len], where the clip of the loss was taken.
+        clipped_lower: bool [batch, response_len], where its second clip was taken.
+    """
+    nowhere = torch.zeros_like(inputs.mask)
+    return PolicyLoss(
+        per_token=per_token,
+        approx_kl=-inputs.log_ratio.detach(),
+        clipped=nowhere if clipped is None else clipped,
+        clipped_lower=nowhere if clipped_lower is None else clipped_lower,
+    )
+
+
+PolicyLossFunction = Callable[[PolicyLossInputs, PolicyLossOptions], PolicyLoss]
+
+
+def policy_loss(
+    function: PolicyLossFunction, inputs: PolicyLossInputs, options: PolicyLossOptions
+) -> PolicyLoss:
+    """The loss that `function` computes, whatever stands outside the mask, NaN included.
 
     Raises:
         ValueError: the loss needs `inputs.selected`, which is None.
+        ConfigError: a user's function did not return a PolicyLoss of the shape of its inputs.
     """
     mask = inputs.mask
     clean = replace(
@@ -125,7 +139,19 @@ def policy_loss(
         advantages=torch.where(mask, inputs.advantages, 0),
         selected=None if inputs.selected is None else inputs.selected & mask,
     )
-    return POLICY_LOSSES[name](clean, options)
+
+    result = function(clean, options)
+    if not isinstance(result, PolicyLoss):
+        raise ConfigError(
+            f"the policy loss returned a {type(result).__name__}, not a PolicyLoss; end the "
+            "function with `return make_policy_loss(inputs, per_token)`"
+        )
+    if result.per_token.shape != mask.shape:
+        raise ConfigError(
+            f"the policy loss returned per_token of shape {tuple(result.per_token.shape)}; it must "
+            f"have the shape of its inputs, {tuple(mask.shape)}"
+        )
+    return result
 
 
 def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -139,12 +165,12 @@ def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     assert options.clip_c > 1, (
         f"clip_c {options.clip_c} <= 1 would cut into the region that PPO leaves unclipped"
     )
-    ratio = _log_ratio(inputs).exp()
+    ratio = inputs.log_ratio.exp()
     surrogate, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
     bound = -inputs.advantages * options.clip_c
     negative = inputs.advantages < 0
     per_token = torch.where(negative, torch.minimum(surrogate, bound), surrogate)
-    return _told(inputs, per_token, clipped, negative & (surrogate > bound))
+    return make_policy_loss(inputs, per_token, clipped, negative & (surrogate > bound))
 
 
 def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -154,48 +180,48 @@ def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     The gradient reaches each token by logp - sg(logp), so that a token's own advantage weights its
     own gradient.
     """
-    sequence = masked_mean(_log_ratio(inputs), inputs.mask, dim=1).detach()
+    sequence = masked_mean(inputs.log_ratio, inputs.mask, dim=1).detach()
     log_ratio = (inputs.logprob - inputs.logprob.detach() + sequence[:, None]).clamp(
         max=SEQUENCE_LOG_RATIO_LIMIT
     )
     ratio = log_ratio.exp()
     per_token, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
-    return _told(inputs, per_token, clipped)
+    return make_policy_loss(inputs, per_token, clipped)
 
 
 def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r, which
     stops no gradient.
     """
-    ratio = _log_ratio(inputs).exp().detach()
+    ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    return _told(inputs, -weight * inputs.advantages * inputs.logprob, ratio != weight)
+    return make_policy_loss(inputs, -weight * inputs.advantages * inputs.logprob, ratio != weight)
 
 
 def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, a gate instead of a clip,
     https://arxiv.org/abs/2511.20347.
     """
-    ratio = _log_ratio(inputs).exp()
+    ratio = inputs.log_ratio.exp()
     tau = torch.full_like(inputs.advantages, options.tau_neg).masked_fill(
         inputs.advantages > 0, options.tau_pos
     )
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-    return _told(inputs, -gate * inputs.advantages)
+    return make_policy_loss(inputs, -gate * inputs.advantages)
 
 
 def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-A logp, which the caller's importance weights make exact off-policy; also GPG,
     https://arxiv.org/abs/2504.02546.
     """
-    return _told(inputs, -inputs.advantages * inputs.logprob)
+    return make_policy_loss(inputs, -inputs.advantages * inputs.logprob)
 
 
 def surrogate(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-A r, unclipped: the conservative policy iteration objective of
     https://arxiv.org/abs/1502.05477.
     """
-    return _told(inputs, -inputs.advantages * _log_ratio(inputs).exp())
+    return make_policy_loss(inputs, -inputs.advantages * inputs.log_ratio.exp())
 
 
 def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -205,7 +231,7 @@ def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
     d is clipped to [-clip_low, clip_high] where that lowers A d, and A is its mean over the row.
     `clipped`: the clamp changed d where A > 0; `clipped_lower`: where A < 0.
     """
-    log_ratio = _log_ratio(inputs)
+    log_ratio = inputs.log_ratio
     clamped = log_ratio.clamp(-options.clip_low, options.clip_high)
     sign = inputs.advantages.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
@@ -214,7 +240,7 @@ def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
     shape = inputs.mask.shape
     per_token = torch.where(inputs.mask, (-advantage * ratio)[:, None].expand(shape), 0)
     changed = log_ratio != clamped
-    return _told(
+    return make_policy_loss(
         inputs, per_token, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0)
     )
 
@@ -226,17 +252,17 @@ def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
     `clipped`: the selected tokens alone, not those that PPO's clip took.
     """
     selected = _selected(inputs, "clip_cov")
-    ratio = _log_ratio(inputs).exp()
+    ratio = inputs.log_ratio.exp()
     loss, _ = _clipped_surrogate(inputs.advantages, ratio, options)
-    return _told(inputs, loss.masked_fill(selected, 0), selected)
+    return make_policy_loss(inputs, loss.masked_fill(selected, 0), selected)
 
 
 def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
     """-A r, plus ppo_kl_coef |d| at the selected tokens (KL-Cov), https://arxiv.org/abs/2505.22617."""
     selected = _selected(inputs, "kl_cov")
-    log_ratio = _log_ratio(inputs)
+    log_ratio = inputs.log_ratio
     penalty = torch.where(selected, options.ppo_kl_coef * log_ratio.abs(), 0)
-    return _told(inputs, -inputs.advantages * log_ratio.exp() + penalty)
+    return make_policy_loss(inputs, -inputs.advantages * log_ratio.exp() + penalty)
 
 
 def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
@@ -305,11 +331,11 @@ def clip_cov_excluded(inputs: PolicyLossInputs, options: PolicyLossOptions) -> T
     """The tokens that PPO's clip already takes, among which Clip-Cov chooses none; bool [batch,
     response_len].
     """
-    _, clipped = _clipped_surrogate(inputs.advantages, _log_ratio(inputs).exp(), options)
+    _, clipped = _clipped_surrogate(inputs.advantages, inputs.log_ratio.exp(), options)
     return clipped & inputs.mask
 
 
-POLICY_LOSSES: dict[PolicyLossName, Callable[[PolicyLossInputs, PolicyLossOptions], PolicyLoss]] = {
+POLICY_LOSSES: dict[PolicyLossName, PolicyLossFunction] = {
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
@@ -325,10 +351,6 @@ POLICY_LOSSES: dict[PolicyLossName, Callable[[PolicyLossInputs, PolicyLossOption
 }
 
 
-def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
-    return (inputs.logprob - inputs.old_logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
 def _clipped_surrogate(
     advantages: Tensor, ratio: Tensor, options: PolicyLossOptions
 ) -> tuple[Tensor, Tensor]:
@@ -341,9 +363,11 @@ def _clipped_surrogate(
 def _inside_trust_region(
     inputs: PolicyLossInputs, options: PolicyLossOptions, valid: Tensor
 ) -> PolicyLoss:
-    ratio = _log_ratio(inputs).exp().detach()
+    ratio = inputs.log_ratio.exp().detach()
     loss = -inputs.advantages * ratio.clamp(max=options.clip_c) * inputs.logprob
-    return _told(inputs, torch.where(valid, loss, 0), ~valid, valid & (ratio > options.clip_c))
+    return make_policy_loss(
+        inputs, torch.where(valid, loss, 0), ~valid, valid & (ratio > options.clip_c)
+    )
 
 
 def _selected(inputs: PolicyLossInputs, name: PolicyLossName) -> Tensor:
@@ -352,18 +376,3 @@ def _selected(inputs: PolicyLossInputs, name: PolicyLossName) -> Tensor:
             f"policy loss '{name}' needs `selected`: give it what select_by_covariance chose"
         )
     return inputs.selected
-
-
-def _told(
-    inputs: PolicyLossInputs,
-    per_token: Tensor,
-    clipped: Tensor | None = None,
-    clipped_lower: Tensor | None = None,
-) -> PolicyLoss:
-    nowhere = torch.zeros_like(inputs.mask)
-    return PolicyLoss(
-        per_token=per_token,
-        approx_kl=-_log_ratio(inputs).detach(),
-        clipped=nowhere if clipped is None else clipped,
-        clipped_lower=nowhere if clipped_lower is None else clipped_lower,
-    )

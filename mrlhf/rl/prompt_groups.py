@@ -1,7 +1,7 @@
 """Statistics of a score within the rows of a batch that answer the same prompt.
 
-Rows of one group carry the same number; they may stand anywhere in the batch, and groups may differ
-in size. This file does not know what the scores mean.
+Rows of one prompt group carry the same number. They may stand anywhere in the batch, and prompt
+groups may differ in size. This file does not know what the scores mean.
 """
 
 from __future__ import annotations
@@ -15,62 +15,61 @@ STD_EPS = 1e-6
 
 
 class PromptGroups:
-    """Rows of a batch by the prompt that they answer; each reduction hands every row the figure of
-    its group.
+    """Rows of a batch by the prompt that they answer; a reduction gives each row its group's figure.
 
-    Sums are taken in float64 and after the lowest score of the group is taken off, so that scores
+    The lowest score of the prompt group is taken off before sums are taken, in float64. So scores
     with a large common offset lose no digits, and equal scores are exactly at their mean.
 
     Attributes:
-        size: int64 [batch], rows in the group of each row.
-        single: bool [batch], whether a row is alone in its group.
+        size: int64 [batch], rows in the prompt group of each row.
+        single: bool [batch], whether a row is alone in its prompt group.
     """
 
-    def __init__(self, groups: Tensor) -> None:
-        assert groups.dim() == 1, f"one group number a row, not {tuple(groups.shape)}"
-        unique, self._index, sizes = groups.unique(return_inverse=True, return_counts=True)
+    def __init__(self, prompt_groups: Tensor) -> None:
+        assert prompt_groups.dim() == 1, f"one number a row, not {tuple(prompt_groups.shape)}"
+        unique, self._index, sizes = prompt_groups.unique(return_inverse=True, return_counts=True)
         self._count = unique.numel()
         self.size = sizes[self._index]
         self.single = self.size == 1
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum of `x` [batch] over each row's group, [batch]."""
-        assert x.shape == self._index.shape, (
-            f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
-        )
+        """Sum of `x` [batch] over each row's prompt group, [batch]."""
+        self._check_rows(x)
         return x.new_zeros(self._count).index_add(0, self._index, x)[self._index]
 
     def lowest(self, x: Tensor) -> Tensor:
-        """Smallest `x` [batch] of each row's group, [batch]."""
+        """Smallest `x` [batch] of each row's prompt group, [batch]."""
         return self._extreme(x, "amin")
 
     def highest(self, x: Tensor) -> Tensor:
-        """Largest `x` [batch] of each row's group, [batch]."""
+        """Largest `x` [batch] of each row's prompt group, [batch]."""
         return self._extreme(x, "amax")
 
     def centred(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Each score less the mean of its group; a row alone keeps its score.
+        """Each score less the mean of its prompt group; a row alone keeps its score.
 
         Args:
             scores: [batch].
-            weights: [batch], at least 0, of each row in the mean; None counts rows alike. Where a
-                group's are all 0, its lowest score stands for the mean.
+            weights: [batch], at least 0, the weight of each row in the mean; None: all alike. Where
+                all weights of a prompt group are 0, its lowest score stands for the mean.
 
         Returns:
             float64 [batch]
         """
         scores = scores.double()
         above = scores - self.lowest(scores)
+
         weights = torch.ones_like(above) if weights is None else weights.double()
         weight = self.total(weights)
         mean = torch.where(weight > 0, self.total(above * weights) / weight, 0)
+
         return torch.where(self.single, scores, above - mean)
 
     def std(self, centred: Tensor) -> Tensor:
-        """Unbiased standard deviation of each row's group, 1 for a row alone.
+        """Unbiased standard deviation of each row's prompt group, 1 for a row alone.
 
         Args:
-            centred: float64 [batch], scores less the mean of their group.
+            centred: float64 [batch], scores less the mean of their prompt group.
 
         Returns:
             float64 [batch]
@@ -79,18 +78,21 @@ class PromptGroups:
         return torch.where(self.single, 1, deviation)
 
     def _extreme(self, x: Tensor, reduction: Literal["amin", "amax"]) -> Tensor:
+        self._check_rows(x)
+        empty = x.new_zeros(self._count)
+        reduced = empty.scatter_reduce(0, self._index, x, reduction, include_self=False)
+        return reduced[self._index]
+
+    def _check_rows(self, x: Tensor) -> None:
         assert x.shape == self._index.shape, (
             f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
         )
-        reduced = x.new_zeros(self._count).scatter_reduce(
-            0, self._index, x, reduction, include_self=False
-        )
-        return reduced[self._index]
 
 
-def standardise_in_groups(scores: Tensor, groups: PromptGroups) -> Tensor:
-    """(score - group mean) / (unbiased group std + 1e-6), float64 [batch]; a row alone: mean 0, std
-    1.
+def standardise_by_prompt(scores: Tensor, by_prompt: PromptGroups) -> Tensor:
+    """(score - mean of the prompt group) / (its unbiased std + 1e-6), float64 [batch].
+
+    A row alone in its prompt group has mean 0 and std 1.
     """
-    centred = groups.centred(scores)
-    return centred / (groups.std(centred) + STD_EPS)
+    centred = by_prompt.centred(scores)
+    return centred / (by_prompt.std(centred) + STD_EPS)

@@ -5,24 +5,21 @@ This file does not know who gave the score or how the KL was estimated.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from mrlhf.rl.masking import Moments, masked_sum
-from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_in_groups
-
-KlPlacement = Literal["token", "terminal"]
+from mrlhf.rl.names import KlPlacement
+from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_by_prompt
 
 
 def token_rewards(
     scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float, placement: KlPlacement
 ) -> Tensor:
-    """Place each score on the last valid token of its response and take the KL penalty off.
+    """Place each score on the last token of its mask and take the KL penalty off.
 
     The penalised reward of https://arxiv.org/abs/1909.08593, equation 2, spread over tokens as in
-    https://arxiv.org/abs/2203.02155. A response without valid tokens gets no reward.
+    https://arxiv.org/abs/2203.02155. A response whose mask is empty gets no reward.
 
     Args:
         scores: [batch], one a response.
@@ -92,12 +89,12 @@ def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
     return ((scores.double() - moments.mean) / (moments.variance**0.5 + STD_EPS)).to(scores.dtype)
 
 
-def normalise_in_groups(scores: Tensor, groups: Tensor) -> Tensor:
+def normalise_by_prompt(scores: Tensor, prompt_groups: Tensor) -> Tensor:
     """(score - group mean) / (group std + 1e-6), [batch]; a response alone in its group has mean 0
     and std 1.
 
     Args:
         scores: [batch].
-        groups: int64 [batch], rows with the same number answer one prompt.
+        prompt_groups: int64 [batch], rows with the same number answer one prompt.
     """
-    return standardise_in_groups(scores, PromptGroups(groups)).to(scores.dtype)
+    return standardise_by_prompt(scores, PromptGroups(prompt_groups)).to(scores.dtype)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts, Rollout, versions_of_one_policy
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineStats, InferenceEngine, Sample, SamplingParams
 from mrlhf.parallel.collectives import all_gather_ragged
@@ -191,9 +191,10 @@ class Generator:
             sample_index=[row % n for row in range(total)],
             response_ids=response_ids,
             response_mask=mask,
+            loss_mask=mask,
             rollout_logprobs=rollout_logprobs,
+            versions=versions_of_one_policy(mask, self.engine.version),
             stopped=torch.zeros(total, dtype=torch.bool).index_put((rows,), stopped.bool()),
-            version=self.engine.version,
         )
 
 

@@ -9,16 +9,18 @@ import torch.distributed as dist
 
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.models.families import save_config
-from mrlhf.roles.base import Role
+from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
 
 
-def export_checkpoint(role: Role, tokenizer: Tokenizer, directory: Path, max_shard_mb: int) -> None:
-    """Write a role as a complete Hugging Face checkpoint; every rank calls it.
+def export_checkpoint(
+    engine: ModelEngine, tokenizer: Tokenizer, directory: Path, max_shard_mb: int
+) -> None:
+    """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
     Args:
-        role: the model.
+        engine: holds the model.
         tokenizer: is saved beside it.
         directory: where the files go; created if it does not exist.
         max_shard_mb: largest safetensors file, MB.
@@ -28,10 +30,10 @@ def export_checkpoint(role: Role, tokenizer: Tokenizer, directory: Path, max_sha
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
 
-    role.export(directory, max_shard_mb * 10**6)
+    engine.export(directory, max_shard_mb * 10**6)
 
     if is_main_rank:
-        save_config(role.spec, directory, role.dtype, tokenizer.pad_id)
+        save_config(engine.spec, directory, engine.dtype, tokenizer.pad_id)
         tokenizer.save_pretrained(directory)
         logger.info("wrote the Hugging Face checkpoint %s", directory)
     dist.barrier()

@@ -42,8 +42,15 @@ def dump_rollout(
 
 
 def save_batch(path: Path, experience: Experience) -> None:
-    """Write a training batch for study: plain tensors and lists, read by `torch.load(path)`."""
+    """Write a training batch for study: plain tensors and lists, read by `torch.load(path)`.
+
+    Its `loss_mask` is the experience's; `versions` tells which tokens the policy drew.
+    """
     rollout = experience.rollout
-    tables = {name: value for name, value in vars(experience).items() if name != "rollout"}
-    tables |= {name: value for name, value in vars(rollout).items() if name != "prompts"}
-    torch.save(tables | {"prompts": rollout.prompts.token_ids, "uid": rollout.prompts.uid}, path)
+
+    tables = vars(rollout) | vars(experience)  # of two loss masks, the experience's
+    del tables["prompts"]
+    del tables["rollout"]
+    tables["prompts"] = rollout.prompts.token_ids
+    tables["uid"] = rollout.prompts.uid
+    torch.save(tables, path)

@@ -51,7 +51,7 @@ def _as_lists(rollout: Any) -> dict[str, Any]:
         + float((rollout.rollout_logprobs * ~rollout.response_mask).abs().sum()),
         "width": rollout.response_ids.shape[1],
         "stopped": rollout.stopped.tolist(),
-        "version": rollout.version,
+        "versions": [row[row >= 0].tolist() for row in rollout.versions],
     }
 
 
@@ -147,7 +147,8 @@ def test_rows_are_those_of_their_prompt_and_sample(ranks: list[dict[str, Any]], 
         assert rows["responses"] == wanted
         assert rows["logprobs"] == [[-(token % 1024) / 1024 for token in row] for row in wanted]
         assert rows["stopped"] == [len(row) < LIMIT for row in wanted]
-        assert (rows["padding"], rows["width"], rows["version"]) == (0, max(map(len, wanted)), 5)
+        assert (rows["padding"], rows["width"]) == (0, max(map(len, wanted)))
+        assert rows["versions"] == [[5] * len(row) for row in wanted]
         assert rank[name]["few"]["responses"] == [response(mix_seed(SEED, "validation"), 9, 0, LIMIT)]
 
 

@@ -16,6 +16,7 @@ from mrlhf.trainers.evaluate import summarise
 from mrlhf.rollout.scoring import Scorer
 from tests.padding import pad_responses
 from tests.ranks import run_ranks
+from tests.rollouts import make_rollout
 
 RESPONSES = ["#### 7", "#### 8", "none", "so #### 8.", "#### 1,000", "#### 7"]
 TRUTHS = ["7", "7", "8", "8", "1000", "1000"]
@@ -27,7 +28,8 @@ def rollout() -> Rollout:
     ids, mask = pad_responses([[float(ord(letter)) for letter in text] for text in RESPONSES], torch.int64)
     prompts = Prompts([[1]] * size, [0] * size, ["q"] * size, ["openai/gsm8k"] * size, TRUTHS, [{}] * size)
     zeros = torch.zeros(mask.shape)
-    return Rollout(prompts, [0, 1] * (size // 2), ids, mask, zeros, torch.ones(size, dtype=torch.bool), version=1)
+    stopped = torch.ones(size, dtype=torch.bool)
+    return make_rollout(prompts, [0, 1] * (size // 2), ids, mask, zeros, stopped)
 
 
 def score(rank: int, world_size: int) -> dict[str, Any]:

@@ -10,17 +10,22 @@ from typing import Any, get_args
 import pytest
 
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.config.algorithm import (
-    AdvEstimator,
-    FilterMetric,
-    KlControl,
-    KlPenalty,
-    KlPlacement,
-    RewardNorm,
-)
-from mrlhf.config.correction import PRESETS, BypassLoss, CorrectionPreset, Statistic, WeightLevel
+from mrlhf.config.correction import PRESETS, CorrectionPreset
 from mrlhf.config.schema import keys
-from mrlhf.config.sections import KlLoss, LossAggMode, PolicyLossName
+from mrlhf.rl.names import (
+    AdvantageEstimator,
+    BypassLoss,
+    FilterMetric,
+    KlControllerKind,
+    KlKind,
+    KlPlacement,
+    LossAggMode,
+    LossMode,
+    RewardKlKind,
+    RewardNorm,
+    Statistic,
+    WeightLevel,
+)
 from tests.e2e.programs import ROOT, run_program, succeed
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -28,13 +33,13 @@ SECTIONS = {section.split("\n")[0]: section for section in PAGE.split("\n## ")[1
 KEYS = {key.name: key for key in keys(PPOConfig)}
 FULL_KEY = re.compile(r"`((?:algorithm|actor|critic|rollout|data|trainer)(?:\.\w+)+)`")
 CHOICES: list[Any] = [
-    AdvEstimator,
-    PolicyLossName,
+    AdvantageEstimator,
+    LossMode,
     LossAggMode,
-    KlPenalty,
-    KlLoss,
+    RewardKlKind,
+    KlKind,
     KlPlacement,
-    KlControl,
+    KlControllerKind,
     RewardNorm,
     FilterMetric,
     Statistic,
@@ -94,10 +99,10 @@ def test_it_names_every_choice(choice: Any) -> None:
 @pytest.mark.parametrize(
     ("start", "choice"),
     [
-        ("Advantage estimators", AdvEstimator),
-        ("Policy losses", PolicyLossName),
+        ("Advantage estimators", AdvantageEstimator),
+        ("Policy losses", LossMode),
         ("Loss aggregation", LossAggMode),
-        ("KL to the reference", KlLoss),
+        ("KL to the reference", KlKind),
         ("Rollout correction", CorrectionPreset),
     ],
 )

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
-    WHITENED,
-    AdvantageEstimator,
     AdvantageInputs,
     AdvantageOptions,
     estimate_advantages,
     gae,
     length_adaptive_lam,
 )
+from mrlhf.rl.names import WHITENED, AdvantageEstimator
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
@@ -30,7 +29,7 @@ MASK = torch.tensor([[False, False, True, True]])
 BATCH = AdvantageInputs(
     rewards=torch.tensor([[1.0, 2.0], [1.0, NAN], [0.0, 2.0], [NAN, 4.0]]),
     mask=torch.tensor([[True, True], [True, False], [True, True], [False, True]]),
-    groups=torch.tensor([8, 8, 8, 2]),
+    prompt_groups=torch.tensor([8, 8, 8, 2]),
     values=torch.tensor([[0.5, 1.0], [0.0, NAN], [1.0, 0.5], [NAN, 3.0]]),
     greedy_scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
 )
@@ -74,10 +73,12 @@ def test_each_row_may_have_its_own_lambda():
 def test_the_critic_may_have_a_lambda_of_its_own():
     inputs = AdvantageInputs(REWARDS, MASK, torch.tensor([0]), VALUES)
     options = AdvantageOptions(gamma=0.99, lam=0.95, critic_lam=1.0)
-    advantages, returns = estimate_advantages("gae", inputs, options)
+    advantages, returns = estimate_advantages(ADVANTAGE_ESTIMATORS["gae"], inputs, options)
     torch.testing.assert_close(advantages, torch.tensor([[0.0, 0.0, 0.56525, 0.5]]))
     torch.testing.assert_close(returns, torch.tensor([[0.0, 0.0, 0.99, 1.0]]))
-    _, coupled = estimate_advantages("gae", inputs, replace(options, critic_lam=None))
+    _, coupled = estimate_advantages(
+        ADVANTAGE_ESTIMATORS["gae"], inputs, replace(options, critic_lam=None)
+    )
     torch.testing.assert_close(coupled, torch.tensor([[0.0, 0.0, 0.96525, 1.0]]))
 
 
@@ -145,7 +146,7 @@ def test_what_stands_in_padding_does_not_matter():
 )
 def test_each_name_stands_for_its_estimator_with_its_options(name, expected):
     options = AdvantageOptions(gamma=0.5, lam=0.5, norm_by_std=False, f_norm=4.0)
-    advantages, returns = estimate_advantages(name, BATCH, options)
+    advantages, returns = estimate_advantages(ADVANTAGE_ESTIMATORS[name], BATCH, options)
     torch.testing.assert_close(advantages, torch.tensor(expected))
     to_go = torch.tensor([[3.0, 2.0], [1.0, 0.0], [2.0, 2.0], [0.0, 4.0]])
     values = BATCH.values.masked_fill(~BATCH.mask, 0)
@@ -157,9 +158,13 @@ def test_grpo_passk_by_name():
     pair = AdvantageInputs(
         torch.tensor([[1.0], [3.0]]), torch.ones(2, 1, dtype=torch.bool), torch.tensor([5, 5])
     )
-    advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions(norm_by_std=False))
+    advantages, _ = estimate_advantages(
+        ADVANTAGE_ESTIMATORS["grpo_passk"], pair, AdvantageOptions(norm_by_std=False)
+    )
     assert advantages.tolist() == [[0.0], [2.0]]
-    advantages, _ = estimate_advantages("grpo_passk", pair, AdvantageOptions())
+    advantages, _ = estimate_advantages(
+        ADVANTAGE_ESTIMATORS["grpo_passk"], pair, AdvantageOptions()
+    )
     torch.testing.assert_close(
         advantages, torch.tensor([[0.0], [1.41421256]])
     )  # 2 over sqrt(2) + 1e-6
@@ -175,18 +180,20 @@ def test_what_an_estimator_lacks_is_named():
     bare = replace(BATCH, values=None, greedy_scores=None)
     for name, message in (("gae", "gae needs values"), ("remax", "remax needs greedy_scores")):
         with pytest.raises(ValueError, match=message):
-            estimate_advantages(name, bare, AdvantageOptions())
+            estimate_advantages(ADVANTAGE_ESTIMATORS[name], bare, AdvantageOptions())
     with pytest.raises(ValueError, match="grpo_passk needs at least 2"):
-        estimate_advantages("grpo_passk", BATCH, AdvantageOptions())
+        estimate_advantages(ADVANTAGE_ESTIMATORS["grpo_passk"], BATCH, AdvantageOptions())
 
 
 def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(AssertionError, match=r"\(4, 2\), \(4, 1\)"):
         replace(BATCH, mask=BATCH.mask[:, :1])
     with pytest.raises(AssertionError, match=r"\(3,\), \(4, 2\)"):
-        replace(BATCH, groups=BATCH.groups[:3])
+        replace(BATCH, prompt_groups=BATCH.prompt_groups[:3])
     with pytest.raises(AssertionError, match="bool"):
-        estimate_advantages("rloo", replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions())
+        estimate_advantages(
+            ADVANTAGE_ESTIMATORS["rloo"], replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions()
+        )
 
 
 def test_each_named_estimator_exists():
@@ -197,10 +204,10 @@ def test_each_named_estimator_exists():
 
 def _by_name(name, batch):
     inputs = AdvantageInputs(
-        batch.rewards, batch.mask, batch.groups, batch.values, batch.greedy_scores
+        batch.rewards, batch.mask, batch.prompt_groups, batch.values, batch.greedy_scores
     )
     options = AdvantageOptions(gamma=0.9, lam=0.8, critic_lam=0.7, f_norm=2.5)
-    return estimate_advantages(name, inputs, options)
+    return estimate_advantages(ADVANTAGE_ESTIMATORS[name], inputs, options)
 
 
 @pytest.mark.parametrize("name", get_args(AdvantageEstimator))
@@ -211,20 +218,20 @@ def test_order_numbering_and_padding_change_nothing(name, batch):
     assert advantages[~batch.mask].abs().sum() == returns[~batch.mask].abs().sum() == 0
     assert advantages.isfinite().all() and returns.isfinite().all()
 
-    order = torch.randperm(len(batch.groups), generator=torch.Generator().manual_seed(11))
+    order = torch.randperm(len(batch.prompt_groups), generator=torch.Generator().manual_seed(11))
     for moved, result in zip(_by_name(name, batch.rows(order)), (advantages, returns), strict=True):
         torch.testing.assert_close(moved, result[order], rtol=1e-12, atol=1e-12)
 
-    renumbered = replace(batch, groups=-3 * batch.groups + 1)
+    renumbered = replace(batch, prompt_groups=-3 * batch.prompt_groups + 1)
     for other, result in zip(_by_name(name, renumbered), (advantages, returns), strict=True):
         torch.testing.assert_close(other, result, rtol=1e-12, atol=1e-12)
 
     width = batch.mask.shape[1] + 2
     columns = torch.arange(1, width - 1)  # one column of padding before, one after
     spread = {
-        name_of: torch.full((len(batch.groups), width), filler, dtype=tensor.dtype).index_copy(
-            1, columns, tensor
-        )
+        name_of: torch.full(
+            (len(batch.prompt_groups), width), filler, dtype=tensor.dtype
+        ).index_copy(1, columns, tensor)
         for name_of, tensor, filler in (
             ("mask", batch.mask, False),
             ("rewards", batch.rewards, float("inf")),

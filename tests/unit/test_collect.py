@@ -8,33 +8,42 @@ from itertools import count
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection, FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
-from mrlhf.rollout.collector import Collector, choose_groups, groups_that_differ
+from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.dynamic_sampling import (
+    DynamicSampler,
+    choose_prompt_groups,
+    prompt_groups_that_differ,
+)
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
+from tests.rollouts import make_rollout
 
 N = 2
 
 
 def test_a_group_differs_when_not_all_its_values_are_the_same():
     values = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.5, -1.0, 0.0])
-    assert groups_that_differ(values, 2) == [False, True, False, True]
-    assert groups_that_differ(values, 4) == [True, True]
-    assert groups_that_differ(values, 1) == [False] * 8
+    assert prompt_groups_that_differ(values, 2) == [False, True, False, True]
+    assert prompt_groups_that_differ(values, 4) == [True, True]
+    assert prompt_groups_that_differ(values, 1) == [False] * 8
 
 
 def test_what_has_no_value_does_not_differ():
     nan = float("nan")
-    assert groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [
+    assert prompt_groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [
         False,
         False,
         True,
     ]
-    assert groups_that_differ(torch.tensor([nan, 1.0, 1.0, nan, 0.0, 1.0]), 3) == [False, True]
+    assert prompt_groups_that_differ(torch.tensor([nan, 1.0, 1.0, nan, 0.0, 1.0]), 3) == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +56,7 @@ def test_what_has_no_value_does_not_differ():
     ],
 )
 def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen):
-    assert choose_groups(differs, 3) == chosen
+    assert choose_prompt_groups(differs, 3) == chosen
 
 
 class _Generator:
@@ -72,9 +81,9 @@ class _Generator:
             for row, uid in enumerate(repeated.uid)
         ]
         rows = len(repeated)
-        return Rollout(
+        return make_rollout(
             repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],
-            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool), version=0,
+            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool),
         )  # fmt: skip
 
     def rest(self):
@@ -102,13 +111,18 @@ def _prompts(size):
 
 
 def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, **filters):
+    generator = _Generator(informative)
+    scorer = _Scorer()
+    shaper = RewardShaper(AlgorithmSection(), max_response_length=5)
+    prompts = _prompts(gen_batch_size)
+    section = FilterGroupsSection(**filters)
+    sampler = DynamicSampler(generator, scorer, shaper, prompts, train_batch_size, section)
     return Collector(
-        generator=_Generator(informative),
-        scorer=_Scorer(),
-        shaper=RewardShaper(AlgorithmSection(), max_response_length=5),
-        prompts=_prompts(gen_batch_size),
-        train_batch_size=train_batch_size,
-        filters=FilterGroupsSection(**filters),
+        generator=generator,
+        scorer=scorer,
+        shaper=shaper,
+        prompts=prompts,
+        dynamic_sampler=sampler if section.enable else None,
         greedy_baseline=greedy,
     )
 
@@ -164,7 +178,7 @@ def test_at_the_limit_the_batch_is_filled_with_what_there_is_and_says_so(caplog)
     assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 6, 6]
     assert collected.metrics["training/uninformative_groups"] == 3
     assert collected.metrics["training/filtered_groups"] == 4
-    assert "3 of 4 groups have equal rewards after 2 batches" in caplog.text
+    assert "3 of 4 prompt groups have equal rewards after 2 batches" in caplog.text
 
 
 def test_without_filtering_each_step_is_one_batch():

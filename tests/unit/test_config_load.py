@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
 from mrlhf.errors import ConfigError
+from mrlhf.roles.policy_loss import PolicyLossSettings
 
 PPO = """
 seed: 7
@@ -149,7 +150,9 @@ def test_critic_is_built_for_gae_alone(ppo_file):
     ],
 )
 def test_which_statistics_need_a_pass_over_the_mini_batch(ppo_file, overrides, needed):
-    assert load_config(PPOConfig, ppo_file, overrides).needs_mini_batch_pass is needed
+    config = load_config(PPOConfig, ppo_file, overrides)
+    loss = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
+    assert loss.needs_mini_batch_pass is needed
 
 
 @pytest.mark.parametrize(

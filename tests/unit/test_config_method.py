@@ -424,11 +424,11 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         "kl_cov_ratio",
     }
 
-    for name in POLICY_LOSSES:
-        loss = policy_loss(name, inputs, PolicyLossOptions()).per_token
+    for name, function in POLICY_LOSSES.items():
+        loss = policy_loss(function, inputs, PolicyLossOptions()).per_token
         for key, option in OPTIONS.items():
             moved = replace(PolicyLossOptions(), **{option: 1.5})
-            read = not torch.equal(policy_loss(name, inputs, moved).per_token, loss)
+            read = not torch.equal(policy_loss(function, inputs, moved).per_token, loss)
             assert read == (name in table[key]), (name, key)
 
 

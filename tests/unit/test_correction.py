@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.correction import Correction, Criterion, Statistic, correct, geometric_mean_weights
+from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
+from mrlhf.rl.names import Statistic
 from tests.masks import masks
 
 STATISTICS = get_args(Statistic)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mrlhf.batch import Prompts, Rollout
-from mrlhf.rollout.scoring import Scorer, Scores, _answers, _correctness
+from mrlhf.rollout.scoring import Scorer, Scores, _correctness_column, _join_answers
 from mrlhf.trainers.evaluate import majority, measure, summarise, validation_metrics
 
 
@@ -124,17 +124,17 @@ def test_answers_are_asked_for_only_to_vote(n: int, expected: set[str]) -> None:
 
 
 def test_the_answers_are_those_of_the_term_that_tells() -> None:
-    assert _correctness(["bonus", "bonus/acc", "gsm8k"]) == "bonus/acc"
-    assert _correctness(["bonus", "format"]) is None
+    assert _correctness_column(["bonus", "bonus/acc", "gsm8k"]) == "bonus/acc"
+    assert _correctness_column(["bonus", "format"]) is None
     # three ranks hold rows 0 3, 1 4 and 2; the second found no answer at all
     parts: list[dict[str, list[str | None]]] = [
         {"mine": ["a", "d"], "gsm8k": ["1", "4"]},
         {},
         {"mine": ["c"]},
     ]
-    assert _answers(parts, "mine/acc", 5) == ["a", None, "c", "d", None]
-    assert _answers(parts, "gsm8k", 5) == ["1", None, None, "4", None]
-    assert _answers(parts, None, 5) is None and _answers([{}, {}], "gsm8k", 5) is None
+    assert _join_answers(parts, "mine/acc", 5) == ["a", None, "c", "d", None]
+    assert _join_answers(parts, "gsm8k", 5) == ["1", None, None, "4", None]
+    assert _join_answers(parts, None, 5) is None and _join_answers([{}, {}], "gsm8k", 5) is None
 
 
 def test_answers_go_with_their_rows() -> None:

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
+from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from tests.rollouts import make_rollout
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
 ENGINE = torch.tensor([[-1.0, -2.0, -1.0], [-0.5, -3.0, 0.0]])
@@ -22,9 +23,7 @@ VALUES = torch.tensor([[0.25, 0.5, 0.5], [0.0, 0.75, 0.0]])
 
 def _collected(scores=(1.0, 0.0)):
     prompts = Prompts([[1], [1]], [0, 0], ["", ""], ["", ""], ["", ""], [{}, {}])
-    rollout = Rollout(
-        prompts, [0, 1], MASK.long(), MASK, ENGINE, torch.tensor([True, True]), version=0
-    )
+    rollout = make_rollout(prompts, [0, 1], MASK.long(), MASK, ENGINE, torch.tensor([True, True]))
     return Collected(
         rollout, Scores(torch.tensor(scores), {"exact_match": [1.0, 0.0]}), None, 5, {}
     )
@@ -32,11 +31,10 @@ def _collected(scores=(1.0, 0.0)):
 
 def _experience(algorithm, old=TRAINER, values=VALUES, ref=None):
     collected = _collected()
-    opinions = Opinions(
-        None if old is None else Evaluation(old, torch.zeros(2, 3), None), ref, values
-    )
+    policy = None if old is None else Evaluation(old, torch.zeros(2, 3), None)
+    outputs = ModelOutputs(policy, ref, values)
     return make_experience(
-        collected, collected.scores.total, opinions, AlgorithmSection.model_validate(algorithm), 0.1
+        collected, collected.scores.total, outputs, AlgorithmSection.model_validate(algorithm), 0.1
     )
 
 

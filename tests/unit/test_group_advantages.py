@@ -1,5 +1,5 @@
-"""Advantages without a critic: numbers worked out by hand, slow loops over groups, and what must
-not change them.
+"""Advantages without a critic against numbers worked out by hand and slow loops over prompt groups,
+and what must not change them.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from tests.masked_batches import masked_batches
 NAN = float("nan")
 # Scores 1, 2, 6 in group 7 (mean 3, variance 7), 0, 4 in group 3 (mean 2, variance 8), 5 alone in
 # group 9.
-GROUPS = torch.tensor([7, 3, 7, 3, 7, 9])
+PROMPT_GROUPS = torch.tensor([7, 3, 7, 3, 7, 9])
 SCORES = [1.0, 0.0, 2.0, 4.0, 6.0, 5.0]
 REWARDS = torch.tensor(
     [
@@ -37,7 +37,7 @@ REWARDS = torch.tensor(
     dtype=torch.float64,
 )
 MASK = ~REWARDS.isnan()
-PAIRS = GROUPS != 9
+PAIRS = PROMPT_GROUPS != 9
 LESS_THE_MEAN = [-2.0, -2.0, -1.0, 2.0, 3.0, 5.0]
 
 
@@ -60,17 +60,19 @@ def test_grpo_literal_numbers():
         1.13389299046,
         4.99999500001,
     ]
-    _assert_tiled(grpo(REWARDS, MASK, GROUPS, norm_by_std=True), expected)
-    _assert_tiled(grpo(REWARDS, MASK, GROUPS, norm_by_std=False), LESS_THE_MEAN)
+    _assert_tiled(grpo(REWARDS, MASK, PROMPT_GROUPS, norm_by_std=True), expected)
+    _assert_tiled(grpo(REWARDS, MASK, PROMPT_GROUPS, norm_by_std=False), LESS_THE_MEAN)
 
 
 def test_grpo_passk_literal_numbers():
     # 6 - 2 over sqrt(7) + 1e-6, 4 - 0 over sqrt(8) + 1e-6.
-    rewards, mask, groups = REWARDS[PAIRS], MASK[PAIRS], GROUPS[PAIRS]
+    rewards = REWARDS[PAIRS]
+    mask = MASK[PAIRS]
+    prompt_groups = PROMPT_GROUPS[PAIRS]
     expected = [0.0, 0.0, 0.0, 1.41421306237, 1.51185732061]
-    _assert_tiled(grpo_passk(rewards, mask, groups, norm_by_std=True), expected, mask)
+    _assert_tiled(grpo_passk(rewards, mask, prompt_groups, norm_by_std=True), expected, mask)
     _assert_tiled(
-        grpo_passk(rewards, mask, groups, norm_by_std=False), [0.0, 0.0, 0.0, 4.0, 4.0], mask
+        grpo_passk(rewards, mask, prompt_groups, norm_by_std=False), [0.0, 0.0, 0.0, 4.0, 4.0], mask
     )
 
 
@@ -86,22 +88,22 @@ def test_grpo_passk_gives_nothing_where_two_are_best_and_refuses_a_response_alon
 
 def test_rloo_literal_numbers():
     # 1 - (2 + 6)/2, 0 - 4, 2 - (1 + 6)/2, 4 - 0, 6 - (1 + 2)/2, 5.
-    _assert_tiled(rloo(REWARDS, MASK, GROUPS), [-3.0, -4.0, -1.5, 4.0, 4.5, 5.0])
+    _assert_tiled(rloo(REWARDS, MASK, PROMPT_GROUPS), [-3.0, -4.0, -1.5, 4.0, 4.5, 5.0])
 
 
 def test_opo_literal_numbers():
     # Lengths 1, 2, 5: baseline (1 + 4 + 30)/8 = 4.375. Lengths 3, 1: baseline 4/4.
-    _assert_tiled(opo(REWARDS, MASK, GROUPS), [-3.375, -1.0, -2.375, 3.0, 1.625, 5.0])
+    _assert_tiled(opo(REWARDS, MASK, PROMPT_GROUPS), [-3.375, -1.0, -2.375, 3.0, 1.625, 5.0])
 
 
 def test_gpg_literal_numbers():
     # Five of six scores are not 0: alpha 6/5, over f_norm 2.
-    _assert_tiled(gpg(REWARDS, MASK, GROUPS, f_norm=2.0), [-1.2, -1.2, -0.6, 1.2, 1.8, 3.0])
-    _assert_tiled(gpg(0 * REWARDS, MASK, GROUPS, f_norm=2.0), [0.0] * 6)
+    _assert_tiled(gpg(REWARDS, MASK, PROMPT_GROUPS, f_norm=2.0), [-1.2, -1.2, -0.6, 1.2, 1.8, 3.0])
+    _assert_tiled(gpg(0 * REWARDS, MASK, PROMPT_GROUPS, f_norm=2.0), [0.0] * 6)
 
 
 def test_reinforce_plus_plus_baseline_literal_numbers():
-    _assert_tiled(reinforce_plus_plus_baseline(REWARDS, MASK, GROUPS), LESS_THE_MEAN)
+    _assert_tiled(reinforce_plus_plus_baseline(REWARDS, MASK, PROMPT_GROUPS), LESS_THE_MEAN)
 
 
 def test_reinforce_plus_plus_literal_numbers():
@@ -120,7 +122,11 @@ def test_remax_literal_numbers():
 
 
 def _members(batch, row):
-    return [other for other in range(len(batch.groups)) if batch.groups[other] == batch.groups[row]]
+    return [
+        other
+        for other in range(len(batch.prompt_groups))
+        if batch.prompt_groups[other] == batch.prompt_groups[row]
+    ]
 
 
 def _score(batch, row):
@@ -166,7 +172,7 @@ def _slow_rloo(batch, row):
 
 
 def _slow_gpg(batch, row):
-    rows = range(len(batch.groups))
+    rows = range(len(batch.prompt_groups))
     alpha = len(rows) / max(1, sum(_score(batch, i) != 0 for i in rows))
     return alpha * _slow_baseline_difference(batch, row, _mean) / 2.5
 
@@ -174,31 +180,39 @@ def _slow_gpg(batch, row):
 @given(batch=masked_batches())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_equal_the_slow_loops_under_any_mask(batch):
-    rewards, mask, groups = batch.rewards, batch.mask, batch.groups
-    rows = range(len(groups))
+    rewards = batch.rewards
+    mask = batch.mask
+    prompt_groups = batch.prompt_groups
+    rows = range(len(prompt_groups))
     less_the_mean = [_slow_baseline_difference(batch, row, _mean) for row in rows]
     standardised = [less_the_mean[row] / (_slow_std(batch, row) + 1e-6) for row in rows]
     weighted = [_slow_baseline_difference(batch, row, _length_weighted_mean) for row in rows]
-    _assert_tiled(grpo(rewards, mask, groups, norm_by_std=True), standardised, mask)
-    _assert_tiled(grpo(rewards, mask, groups, norm_by_std=False), less_the_mean, mask)
-    _assert_tiled(reinforce_plus_plus_baseline(rewards, mask, groups), less_the_mean, mask)
-    _assert_tiled(opo(rewards, mask, groups), weighted, mask)
-    _assert_tiled(rloo(rewards, mask, groups), [_slow_rloo(batch, row) for row in rows], mask)
+    _assert_tiled(grpo(rewards, mask, prompt_groups, norm_by_std=True), standardised, mask)
+    _assert_tiled(grpo(rewards, mask, prompt_groups, norm_by_std=False), less_the_mean, mask)
+    _assert_tiled(reinforce_plus_plus_baseline(rewards, mask, prompt_groups), less_the_mean, mask)
+    _assert_tiled(opo(rewards, mask, prompt_groups), weighted, mask)
     _assert_tiled(
-        gpg(rewards, mask, groups, f_norm=2.5), [_slow_gpg(batch, row) for row in rows], mask
+        rloo(rewards, mask, prompt_groups), [_slow_rloo(batch, row) for row in rows], mask
+    )
+    _assert_tiled(
+        gpg(rewards, mask, prompt_groups, f_norm=2.5), [_slow_gpg(batch, row) for row in rows], mask
     )
 
 
 @given(batch=masked_batches(smallest_group=2))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_grpo_passk_equals_the_slow_loop(batch):
-    leads = [_slow_lead(batch, row) for row in range(len(batch.groups))]
+    leads = [_slow_lead(batch, row) for row in range(len(batch.prompt_groups))]
     divided = [lead / (_slow_std(batch, row) + 1e-6) for row, lead in enumerate(leads)]
     _assert_tiled(
-        grpo_passk(batch.rewards, batch.mask, batch.groups, norm_by_std=False), leads, batch.mask
+        grpo_passk(batch.rewards, batch.mask, batch.prompt_groups, norm_by_std=False),
+        leads,
+        batch.mask,
     )
     _assert_tiled(
-        grpo_passk(batch.rewards, batch.mask, batch.groups, norm_by_std=True), divided, batch.mask
+        grpo_passk(batch.rewards, batch.mask, batch.prompt_groups, norm_by_std=True),
+        divided,
+        batch.mask,
     )
 
 
@@ -222,22 +236,24 @@ def test_reinforce_plus_plus_and_remax_equal_the_slow_loops(batch):
 @given(batch=masked_batches(row_kinds=("one token", "full")))
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_shift_of_a_groups_scores_changes_nothing_and_the_advantages_of_a_group_sum_to_0(batch):
-    alone = torch.tensor([len(_members(batch, row)) == 1 for row in range(len(batch.groups))])
-    shift = (batch.groups % 7 + 1).double()[:, None]  # one number a group
+    alone = torch.tensor(
+        [len(_members(batch, row)) == 1 for row in range(len(batch.prompt_groups))]
+    )
+    shift = (batch.prompt_groups % 7 + 1).double()[:, None]  # one number a group
     is_first = batch.mask & (batch.mask.cumsum(1) == 1)
     shifted = torch.where(is_first, batch.rewards + shift, batch.rewards)
     estimators = (
-        lambda rewards: grpo(rewards, batch.mask, batch.groups, norm_by_std=True)[0],
-        lambda rewards: grpo(rewards, batch.mask, batch.groups, norm_by_std=False)[0],
-        lambda rewards: rloo(rewards, batch.mask, batch.groups)[0],
-        lambda rewards: reinforce_plus_plus_baseline(rewards, batch.mask, batch.groups)[0],
+        lambda rewards: grpo(rewards, batch.mask, batch.prompt_groups, norm_by_std=True)[0],
+        lambda rewards: grpo(rewards, batch.mask, batch.prompt_groups, norm_by_std=False)[0],
+        lambda rewards: rloo(rewards, batch.mask, batch.prompt_groups)[0],
+        lambda rewards: reinforce_plus_plus_baseline(rewards, batch.mask, batch.prompt_groups)[0],
     )
     for estimator in estimators:
         advantages, moved = estimator(batch.rewards), estimator(shifted)
         torch.testing.assert_close(moved[~alone], advantages[~alone])
         assert not (is_first & alone[:, None] & (moved == advantages)).any()
         a_row = torch.where(is_first, advantages, 0).sum(dim=1)
-        for row in range(len(batch.groups)):
+        for row in range(len(batch.prompt_groups)):
             if not alone[row]:
                 assert a_row[_members(batch, row)].sum().item() == pytest.approx(0, abs=1e-9)
 
@@ -245,11 +261,11 @@ def test_a_shift_of_a_groups_scores_changes_nothing_and_the_advantages_of_a_grou
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, 2.0**20), (torch.float64, 2.0**40)])
 def test_a_large_common_offset_costs_no_digits(dtype, offset):
     scores = torch.tensor([[0.0], [0.25], [0.5], [3.0], [1.0], [1.0]], dtype=dtype)
-    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    prompt_groups = torch.tensor([0, 0, 0, 0, 1, 1])
     mask = torch.ones(6, 1, dtype=torch.bool)
     for norm_by_std in (True, False):
-        near, _ = grpo(scores, mask, groups, norm_by_std)
-        far, _ = grpo(scores + offset, mask, groups, norm_by_std)
+        near, _ = grpo(scores, mask, prompt_groups, norm_by_std)
+        far, _ = grpo(scores + offset, mask, prompt_groups, norm_by_std)
         assert far.dtype == dtype
         torch.testing.assert_close(
             far, near, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0
@@ -265,18 +281,18 @@ def test_equal_scores_that_binary_fractions_cannot_hold_are_exactly_at_their_mea
 def test_batches_and_groups_without_tokens_are_defined():
     nothing = torch.full((3, 2), NAN)
     mask = torch.zeros(3, 2, dtype=torch.bool)
-    groups = torch.tensor([1, 1, 4])
+    prompt_groups = torch.tensor([1, 1, 4])
     results = [
-        grpo(nothing, mask, groups, norm_by_std=True),
-        rloo(nothing, mask, groups),
-        opo(nothing, mask, groups),
-        gpg(nothing, mask, groups, f_norm=1.0),
+        grpo(nothing, mask, prompt_groups, norm_by_std=True),
+        rloo(nothing, mask, prompt_groups),
+        opo(nothing, mask, prompt_groups),
+        gpg(nothing, mask, prompt_groups, f_norm=1.0),
         reinforce_plus_plus(nothing, mask, 1.0),
-        reinforce_plus_plus_baseline(nothing, mask, groups),
+        reinforce_plus_plus_baseline(nothing, mask, prompt_groups),
         remax(nothing, mask, torch.ones(3)),
-        grpo_passk(nothing[:2], mask[:2], groups[:2], norm_by_std=True),
-        opo(nothing[:0], mask[:0], groups[:0]),
-        gpg(nothing[:0], mask[:0], groups[:0], f_norm=1.0),
+        grpo_passk(nothing[:2], mask[:2], prompt_groups[:2], norm_by_std=True),
+        opo(nothing[:0], mask[:0], prompt_groups[:0]),
+        gpg(nothing[:0], mask[:0], prompt_groups[:0], f_norm=1.0),
     ]
     for advantages, returns in results:
         assert advantages.dtype == torch.float32

@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from mrlhf.rl.kl import KlKind, kl_penalty, make_kl_controller
+from mrlhf.rl.kl import kl_penalty, make_kl_controller
+from mrlhf.rl.names import KlKind
 
 PLUS_KINDS = [kind for kind in get_args(KlKind) if kind.endswith("+")]
 LOGPROB = torch.tensor([[-2.0, -1.0, -3.0]])

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrlhf.batch import Experience, Prompts, Rollout
+from mrlhf.batch import Experience, Prompts
 from mrlhf.metrics import PhaseTimer, Tally, data_metrics, explained_variance, throughput_metrics
+from tests.rollouts import make_rollout
 
 
 def test_means_are_weighted_by_counts_and_do_not_depend_on_the_split():
@@ -75,7 +76,7 @@ def _experience():
     """
     rubbish = 1e9
     prompts = Prompts([[5, 6], [7, 8, 9]], [0, 1], ["a", "b"], ["x", "x"], ["1", "2"], [{}, {}])
-    rollout = Rollout(
+    rollout = make_rollout(
         prompts=prompts,
         sample_index=[0, 0],
         response_ids=torch.tensor([[3, 4, 2], [3, 0, 0]]),

@@ -11,13 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.losses import LossAggMode, aggregate
+from mrlhf.rl.losses import aggregate
+from mrlhf.rl.names import COVARIANCE, SEQUENCE_LEVEL, LossAggMode, PolicyLossName
 from mrlhf.rl.policy_losses import (
-    COVARIANCE,
     POLICY_LOSSES,
-    SEQUENCE_LEVEL,
     PolicyLossInputs,
-    PolicyLossName,
     PolicyLossOptions,
     policy_loss,
 )
@@ -85,14 +83,14 @@ def _random_inputs(seed, mask):
     ],
 )
 def test_numbers_of_one_token(name, advantage, options, loss, clipped, clipped_lower):
-    found = policy_loss(name, _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
+    found = policy_loss(POLICY_LOSSES[name], _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
     assert found.per_token.item() == pytest.approx(loss, abs=2e-7)
     assert (found.clipped.item(), found.clipped_lower.item()) == (clipped, clipped_lower)
     assert found.approx_kl.item() == -0.5
 
 
 def test_dual_clip_of_the_worked_example():
-    found = policy_loss("vanilla", _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
+    found = policy_loss(POLICY_LOSSES["vanilla"], _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
     assert found.per_token.item() == 1.5 and found.clipped_lower.item() and not found.clipped.item()
 
 
@@ -101,7 +99,7 @@ def test_the_ratio_of_a_sequence_is_capped():
     inputs = PolicyLossInputs(
         logprob, logprob.detach() - 12, logprob.detach() - 1, torch.tensor([[True]])
     )
-    found = policy_loss("gspo", inputs, DEFAULTS)
+    found = policy_loss(POLICY_LOSSES["gspo"], inputs, DEFAULTS)
     found.per_token.sum().backward()
     assert found.per_token.item() == pytest.approx(math.exp(10)) and logprob.grad.item() == 0.0
 
@@ -120,7 +118,9 @@ def test_the_ratio_of_a_sequence_is_capped():
 )
 def test_the_binary_kl_of_certain_and_impossible_tokens(logprob, old, advantage, loss):
     options = PolicyLossOptions(clip_low=0.2, clip_high=0.7)
-    found = policy_loss("dppo_kl", _inputs([[logprob]], [[old]], [[advantage]]), options)
+    found = policy_loss(
+        POLICY_LOSSES["dppo_kl"], _inputs([[logprob]], [[old]], [[advantage]]), options
+    )
     assert found.per_token.item() == pytest.approx(loss, abs=1e-6)
 
 
@@ -141,7 +141,7 @@ def test_a_sequence_weighs_each_of_its_tokens_alike():
         ("geo_mean", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [True, False, False]),
     }
     for (name, inputs), (loss, clipped, clipped_lower) in expected.items():
-        found = policy_loss(name, inputs, DEFAULTS)
+        found = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
         torch.testing.assert_close(
             found.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0
         )
@@ -152,7 +152,7 @@ def test_a_sequence_weighs_each_of_its_tokens_alike():
 
 def test_geo_mean_averages_the_advantages_of_a_row():
     found = policy_loss(
-        "geo_mean", _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS
+        POLICY_LOSSES["geo_mean"], _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS
     )
     torch.testing.assert_close(found.per_token, torch.tensor([[-0.3, -0.3]], dtype=torch.float64))
 
@@ -161,7 +161,9 @@ def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
     inputs = _inputs(
         [[-1.5, -1.5]], [[-2.0, -2.0]], [[0.5, 0.5]], selected=torch.tensor([[True, False]])
     )
-    clip_cov, kl_cov = (policy_loss(name, inputs, DEFAULTS) for name in ("clip_cov", "kl_cov"))
+    clip_cov, kl_cov = (
+        policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS) for name in ("clip_cov", "kl_cov")
+    )
     torch.testing.assert_close(clip_cov.per_token, torch.tensor([[0.0, -0.6]], dtype=torch.float64))
     assert clip_cov.clipped.tolist() == [[True, False]]
     expected = torch.tensor([[-0.8243606 + 0.05, -0.8243606]], dtype=torch.float64)
@@ -172,7 +174,7 @@ def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
 @pytest.mark.parametrize("name", sorted(COVARIANCE))
 def test_a_covariance_loss_asks_for_its_selection(name):
     with pytest.raises(ValueError, match=f"policy loss '{name}' needs `selected`"):
-        policy_loss(name, _inputs([[0.0]], [[0.0]], [[1.0]]), DEFAULTS)
+        policy_loss(POLICY_LOSSES[name], _inputs([[0.0]], [[0.0]], [[1.0]]), DEFAULTS)
 
 
 def test_first_update_has_ratio_one_and_the_surrogate_objective():
@@ -183,7 +185,7 @@ def test_first_update_has_ratio_one_and_the_surrogate_objective():
             [[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]], dtype=torch.float64, requires_grad=True
         )
         inputs = PolicyLossInputs(logprob, logprob.detach(), advantages, everything, ~everything)
-        found = policy_loss(name, inputs, DEFAULTS)
+        found = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
         mean = aggregate(found.per_token, everything, "token-mean", 1.0) / 6
         mean.backward()
         assert mean.item() == pytest.approx(-0.44 / 6, rel=1e-12)
@@ -201,7 +203,11 @@ def test_the_tables_name_every_loss():
 
 def test_a_dual_clip_inside_the_trusted_region_is_refused():
     with pytest.raises(AssertionError, match="clip_c"):
-        policy_loss("vanilla", _inputs([[0.0]], [[0.0]], [[0.0]]), PolicyLossOptions(clip_c=1.0))
+        policy_loss(
+            POLICY_LOSSES["vanilla"],
+            _inputs([[0.0]], [[0.0]], [[0.0]]),
+            PolicyLossOptions(clip_c=1.0),
+        )
 
 
 # ---- slow loops: of the tokens of one row that count, (d, logp, old, A, selected) -> (loss,
@@ -309,7 +315,7 @@ def _slow(name, inputs, options):
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_slow_loop(name):
     inputs = _random_inputs(1, torch.rand(40, 9, generator=torch.Generator().manual_seed(2)) < 0.7)
-    found = policy_loss(name, inputs, OPTIONS)
+    found = policy_loss(POLICY_LOSSES[name], inputs, OPTIONS)
     loss, clipped, lower = _slow(name, inputs, OPTIONS)
     torch.testing.assert_close(found.per_token, loss, rtol=1e-12, atol=1e-12)
     assert torch.equal(found.clipped & inputs.mask, clipped)
@@ -336,7 +342,7 @@ def test_the_gradient_is_that_of_the_formula(name):
     assert _away_from_kinks(inputs)
 
     def loss(logprob):
-        return policy_loss(name, replace(inputs, logprob=logprob), OPTIONS).per_token
+        return policy_loss(POLICY_LOSSES[name], replace(inputs, logprob=logprob), OPTIONS).per_token
 
     assert torch.autograd.gradcheck(
         loss, inputs.logprob.clone().requires_grad_(), eps=1e-6, atol=1e-6
@@ -347,7 +353,9 @@ def test_the_gradient_is_that_of_the_formula(name):
 def test_a_stopped_gradient_flows_through_logp_alone(name):
     inputs = _random_inputs(6, torch.rand(8, 7, generator=torch.Generator().manual_seed(7)) < 0.7)
     logprob = inputs.logprob.clone().requires_grad_()
-    policy_loss(name, replace(inputs, logprob=logprob), OPTIONS).per_token.sum().backward()
+    policy_loss(
+        POLICY_LOSSES[name], replace(inputs, logprob=logprob), OPTIONS
+    ).per_token.sum().backward()
     ratio = (inputs.logprob - inputs.old_logprob).exp()
     clipped = _slow(name, inputs, OPTIONS)[1]
     if name == "gspo":
@@ -380,7 +388,7 @@ def test_clipped_tokens_pass_no_gradient(name, old):
         torch.tensor([[True]]),
         torch.tensor([[True]]),
     )
-    policy_loss(name, inputs, DEFAULTS).per_token.sum().backward()
+    policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS).per_token.sum().backward()
     assert logprob.grad.item() == 0.0
 
 
@@ -388,7 +396,9 @@ def test_clipped_tokens_pass_no_gradient(name, old):
 
 
 def _summed(name, inputs, mode):
-    return aggregate(policy_loss(name, inputs, OPTIONS).per_token, inputs.mask, mode, 7.0)
+    return aggregate(
+        policy_loss(POLICY_LOSSES[name], inputs, OPTIONS).per_token, inputs.mask, mode, 7.0
+    )
 
 
 def _rows(inputs, rows):
@@ -434,7 +444,7 @@ def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
             torch.nn.functional.pad(inputs.selected | ~mask, (0, width), value=True),
         )
         logprob = wide.logprob.clone().requires_grad_()
-        found = policy_loss(name, replace(wide, logprob=logprob), OPTIONS)
+        found = policy_loss(POLICY_LOSSES[name], replace(wide, logprob=logprob), OPTIONS)
         assert not found.per_token[~wide.mask].any() and not found.clipped[~wide.mask].any()
         found.per_token.sum().backward()  # summed without the mask: nothing may hide behind it
         assert not logprob.grad[~wide.mask].any()
@@ -457,7 +467,9 @@ def test_extremes_stay_finite(name, dtype):
     mask[::5] = False
     for keep in (mask, ~mask, torch.ones_like(mask), torch.zeros_like(mask)):
         leaf = logprob.clone().requires_grad_()
-        found = policy_loss(name, PolicyLossInputs(leaf, old, advantages, keep, mask), DEFAULTS)
+        found = policy_loss(
+            POLICY_LOSSES[name], PolicyLossInputs(leaf, old, advantages, keep, mask), DEFAULTS
+        )
         found.per_token.sum().backward()
         assert found.per_token.dtype == dtype
         for numbers in (found.per_token, leaf.grad, found.approx_kl):

@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.rollout.reward_shaping import RewardShaper
+from tests.rollouts import make_rollout
 
 
 def _rollout(lengths, stopped, n=2):
     mask = torch.arange(10) < torch.tensor(lengths)[:, None]
     rows = len(lengths)
     prompts = Prompts([[1]] * rows, [0] * rows, [""] * rows, [""] * rows, [""] * rows, [{}] * rows)
-    return Rollout(
+    return make_rollout(
         prompts,
         [row % n for row in range(rows)],
         mask.long(),
         mask,
         mask.float(),
         torch.tensor(stopped),
-        version=0,
     )
 
 
@@ -67,7 +67,7 @@ def test_alone_a_score_is_clipped_unless_normalisation_comes_first():
     scores, rollout = torch.tensor([5.0, 8.0]), _rollout([1, 1], [True, False])
     for norm, wanted in ((None, [1.0, 0.5]), ("group", [5.0, 7.5])):
         algorithm = AlgorithmSection(reward_clip=1.0, missing_eos_penalty=0.5, reward_norm=norm)
-        assert RewardShaper(algorithm, 10).shape_alone(scores, rollout).tolist() == wanted
+        assert RewardShaper(algorithm, 10).shape_each(scores, rollout).tolist() == wanted
 
 
 def test_running_normalisation_knows_all_scores_so_far_and_goes_on_from_a_state():

@@ -10,7 +10,7 @@ from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import Moments
 from mrlhf.rl.shaping import (
     missing_eos_penalty,
-    normalise_in_groups,
+    normalise_by_prompt,
     normalise_scores,
     overlong_penalty,
     token_rewards,
@@ -143,30 +143,30 @@ def test_normalised_scores_of_a_set_without_spread_stay_finite():
 def test_scores_normalised_in_groups_literal_numbers():
     # Mean 3, variance 7 in group 7; alone in group 3; no spread in group 0.
     scores = torch.tensor([1.0, 5.0, 2.0, 4.0, 6.0, 4.0], dtype=torch.float64)
-    normalised = normalise_in_groups(scores, torch.tensor([7, 3, 7, 0, 7, 0]))
+    normalised = normalise_by_prompt(scores, torch.tensor([7, 3, 7, 0, 7, 0]))
     expected = [-0.75592866030, 4.99999500001, -0.37796433015, 0.0, 1.13389299046, 0.0]
     torch.testing.assert_close(
         normalised, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10
     )
     assert (
-        normalise_in_groups(scores.float(), torch.tensor([7, 3, 7, 0, 7, 0])).dtype == torch.float32
+        normalise_by_prompt(scores.float(), torch.tensor([7, 3, 7, 0, 7, 0])).dtype == torch.float32
     )
 
 
 @given(batch=masked_batches())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_scores_normalised_in_groups_equal_the_slow_loop(batch):
-    scores, groups = batch.greedy_scores.tolist(), batch.groups.tolist()
+    scores, prompt_groups = batch.greedy_scores.tolist(), batch.prompt_groups.tolist()
     expected = []
-    for score, group in zip(scores, groups, strict=True):
-        members = [other for other, its in zip(scores, groups, strict=True) if its == group]
+    for score, group in zip(scores, prompt_groups, strict=True):
+        members = [other for other, its in zip(scores, prompt_groups, strict=True) if its == group]
         mean, std = (
             (statistics.fmean(members), statistics.stdev(members))
             if len(members) > 1
             else (0.0, 1.0)
         )
         expected.append((score - mean) / (std + 1e-6))
-    normalised = normalise_in_groups(batch.greedy_scores, batch.groups)
+    normalised = normalise_by_prompt(batch.greedy_scores, batch.prompt_groups)
     torch.testing.assert_close(
         normalised, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9
     )

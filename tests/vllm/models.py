@@ -59,7 +59,7 @@ def hf_model(name: str, seed: int = 0) -> Any:
 
 
 def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
 
 
 @torch.no_grad()

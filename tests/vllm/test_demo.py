@@ -19,7 +19,7 @@ from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine
-from mrlhf.models.families import load_spec, tensor_shapes
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.weights.hf import read_weights
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
 from tests.ranks import run_ranks
@@ -103,7 +103,7 @@ def _greedy(
     for name, build in (("native", NativeEngine), ("vllm", VllmEngine)):
         engine = build(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, limits)
         engine.wake()
-        read_weights(f"{root}/sft/model", engine.weight_slots(), tensor_shapes(spec))
+        read_weights(f"{root}/sft/model", engine.weight_slots(), family_of(spec).tensor_shapes(spec))
         engine.commit(1)
         samples = engine.generate(prompts.token_ids, prompts.uid, sampling)
         answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.errors import EngineError
-from mrlhf.models.families import tensor_shapes
+from mrlhf.models.families import family_of
 from mrlhf.models.parameters import engine_rules
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot, local_shape, pieces_of
@@ -25,7 +25,8 @@ class Parameters:
         self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._device, self._dtype = device, dtype
-        rules, shapes = engine_rules(spec, tp_size), tensor_shapes(spec)
+        rules = engine_rules(spec)
+        shapes = family_of(spec).tensor_shapes(spec)
         self.pieces: dict[str, tuple[Piece, ...]] = {
             name: pieces_of(name, rule, shapes, tp_rank, tp_size) for name, rule in rules.items()
         }

@@ -26,17 +26,11 @@ from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
 from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes
 from mrlhf.inference.vllm.requests import Requests
-from mrlhf.models.families import save_config
+from mrlhf.models.families import family_of, save_config
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
 
 _CPU_BLOCK = 32
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 class VllmEngine:
@@ -218,7 +212,7 @@ class VllmEngine:
             save_config(self._spec, directory, self._dtype, pad_token_id=0)
             return LLM(
                 model=directory,
-                hf_overrides={"architectures": [_ARCHITECTURES[self._spec.family]]},
+                hf_overrides={"architectures": [family_of(self._spec).class_name("lm")]},
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 dtype=str(self._dtype).removeprefix("torch."),

@@ -1,0 +1,129 @@
+"""A user's own function, named "path/to/file.py:function": reads the name, imports the file, finds
+the function.
+
+Uses the standard library alone, so that the process of a reward function can load this file by its
+path without the package, which would bring torch. It does not know what the function is for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class UserCodeError(Exception):
+    """The function cannot be used; the message says why, on one line."""
+
+
+def is_reference(name: str) -> bool:
+    """Whether `name` has the form "path/to/file.py:function"."""
+    path, _, function = name.rpartition(":")
+    return path.endswith(".py") and function.isidentifier()
+
+
+def check_name(name: object, known: Sequence[str]) -> str:
+    """`name`, which must be one of `known` or have the form "path/to/file.py:function".
+
+    Raises:
+        ValueError: it is neither; the message names the nearest known one.
+    """
+    if isinstance(name, str) and (name in known or is_reference(name)):
+        return name
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    raise ValueError(f"should be {', '.join(known)} or path/to/file.py:function{hint}")
+
+
+def read_reference(reference: str) -> tuple[Path, str]:
+    """The existing file and the name of the function in "path/to/file.py:function".
+
+    Raises:
+        UserCodeError: it has another form, or there is no such file.
+    """
+    path, _, name = reference.rpartition(":")
+    if not path or not name:
+        raise UserCodeError("write it as path/to/file.py:function")
+    file = Path(path)
+    if not file.is_file():
+        others = [str(other) for other in file.parent.glob("*.py")]
+        near = difflib.get_close_matches(path, others, n=3)
+        hint = f"did you mean {near}?" if near else "the path is relative to the working directory"
+        raise UserCodeError(f"there is no file {path}; {hint}")
+    return file, name
+
+
+def load_function(
+    file: Path, name: str, parameters: Sequence[str], *, by_name: bool
+) -> Callable[..., Any]:
+    """The function `name` of `file`, which is imported once a process, as any module is.
+
+    Args:
+        file: an existing Python file, as an absolute path.
+        name: the function.
+        parameters: what the function must accept.
+        by_name: whether it is called with keyword arguments of these names, else by position.
+
+    Raises:
+        UserCodeError: the file cannot be imported, has no such function, or the function takes
+            other arguments. Where the file raised an error, that is the cause.
+    """
+    members = vars(_import_file(file))
+    function = members.get(name)
+    if not callable(function):
+        functions = [
+            key for key, value in members.items() if callable(value) and not key.startswith("_")
+        ]
+        near = difflib.get_close_matches(name, functions, n=3)
+        hint = f"did you mean {near}?" if near else f"it has {functions}"
+        raise UserCodeError(f"{file} has no function {name!r}; {hint}")
+
+    signature = inspect.signature(function)
+    try:
+        if by_name:
+            signature.bind(**dict.fromkeys(parameters))
+        else:
+            signature.bind(*parameters)
+    except TypeError as error:
+        needed = ", ".join(parameters)
+        raise UserCodeError(f"{name} in {file} must accept {needed}: {error}") from None
+    return function
+
+
+def summarise_error(error: BaseException, file: Path) -> str:
+    """Type, message and line in `file` of `error`, on one line."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(file)
+    ]
+    place = f" (line {lines[-1]})" if lines else ""
+    return " ".join(f"{type(error).__name__}: {error}".split()) + place
+
+
+def _import_file(file: Path) -> ModuleType:
+    name = "user_file_" + re.sub(r"\W", "_", str(file))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserCodeError(f"{file} is not a Python file")
+
+    # The file may import its neighbours; last in the list, they hide no package.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UserCodeError(f"{file} cannot be imported: {summarise_error(error, file)}") from error
+    return module

@@ -1,0 +1,226 @@
+"""A policy loss and an advantage estimator from a user's file: what is accepted, handed over and
+refused.
+"""
+
+import sys
+
+import pytest
+import torch
+
+from mrlhf.errors import ConfigError
+from mrlhf.methods import find_method
+from mrlhf.preflight import describe, dry_run
+from mrlhf.rl.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOptions,
+    estimate_advantages,
+)
+from mrlhf.rl.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    PolicyLossOptions,
+    policy_loss,
+    surrogate,
+)
+from tests.unit.configurations import ppo, problems
+
+LOSS = "actor.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+FILE = """
+import neighbour_of_methods
+from mrlhf.rl.policy_losses import make_policy_loss
+
+imports = []
+imports.append(neighbour_of_methods.NUMBER)
+
+def doubled(inputs, options):
+    return make_policy_loss(inputs, -2 * inputs.advantages * inputs.log_ratio.exp())
+
+def score_per_token(batch, numbers):
+    advantages = numbers.gamma * batch.rewards.cumsum(1)
+    return advantages, advantages + 1
+
+def tensor(inputs, options):
+    return inputs.advantages
+
+def misshapen(inputs, options):
+    return make_policy_loss(inputs, inputs.advantages.sum())
+
+def one_tensor(inputs, options):
+    return inputs.rewards
+
+def of_one(inputs):
+    return inputs
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "neighbour_of_methods.py").write_text("NUMBER = 7\n")
+    path = tmp_path / "methods_of_mine.py"
+    path.write_text(FILE)
+    yield path
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+    sys.modules.pop("neighbour_of_methods", None)
+
+
+def inputs_of_two_tokens():
+    return PolicyLossInputs(
+        logprob=torch.tensor([[-1.0, torch.nan]]),
+        old_logprob=torch.tensor([[-1.5, 0.0]]),
+        advantages=torch.tensor([[2.0, 5.0]]),
+        mask=torch.tensor([[True, False]]),
+    )
+
+
+def batch_of_two_tokens():
+    return AdvantageInputs(
+        rewards=torch.tensor([[1.0, 2.0]]),
+        mask=torch.tensor([[True, False]]),
+        prompt_groups=torch.tensor([0]),
+    )
+
+
+def test_our_own_names_come_first():
+    assert find_method(LOSS, "surrogate", POLICY_LOSSES) is surrogate
+
+
+def test_a_file_is_imported_once(file):
+    first = find_method(LOSS, f"{file}:doubled", POLICY_LOSSES)
+    again = find_method(ESTIMATOR, f"{file}:doubled", {})
+    assert first is again and first.__globals__["imports"] == [7]
+
+
+def test_a_users_loss_is_given_clean_inputs(file):
+    function = find_method(LOSS, f"{file}:doubled", POLICY_LOSSES)
+    result = policy_loss(function, inputs_of_two_tokens(), PolicyLossOptions())
+    torch.testing.assert_close(result.per_token, torch.tensor([[-4 * 1.6487213, 0.0]]))
+    torch.testing.assert_close(result.approx_kl, torch.tensor([[-0.5, 0.0]]))
+    assert not result.clipped.any() and not result.clipped_lower.any()
+
+
+def test_a_users_estimator_counts_inside_the_mask_alone(file):
+    function = find_method(ESTIMATOR, f"{file}:score_per_token", ADVANTAGE_ESTIMATORS)
+    advantages, returns = estimate_advantages(
+        function, batch_of_two_tokens(), AdvantageOptions(gamma=0.5)
+    )
+    assert advantages.tolist() == [[0.5, 0.0]] and returns.tolist() == [[1.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensor", "returned a Tensor, not a PolicyLoss; end the function with"),
+        ("misshapen", r"per_token of shape \(\); it must have the shape of its inputs, \(1, 2\)"),
+    ],
+)
+def test_a_loss_of_another_kind_is_refused(file, name, message):
+    function = find_method(LOSS, f"{file}:{name}", POLICY_LOSSES)
+    with pytest.raises(ConfigError, match=message):
+        policy_loss(function, inputs_of_two_tokens(), PolicyLossOptions())
+
+
+def test_an_estimator_that_returns_one_tensor_is_refused(file):
+    function = find_method(ESTIMATOR, f"{file}:one_tensor", ADVANTAGE_ESTIMATORS)
+    with pytest.raises(ConfigError, match=r"must return \(advantages, returns\), .* \(1, 2\)"):
+        estimate_advantages(function, batch_of_two_tokens(), AdvantageOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("methods_of_mine.py:doubbled", "has no function 'doubbled'; did you mean ['doubled']?"),
+        ("methods_of_mine.py:of_one", "of_one in {file} must accept inputs, options: too many"),
+        ("method_of_mine.py:doubled", "there is no file {directory}/method_of_mine.py; did you"),
+        (
+            "broken.py:f",
+            "broken.py cannot be imported: ZeroDivisionError: division by zero (line 2)",
+        ),
+        ("leaves.py:f", "leaves.py cannot be imported: SystemExit: 3 (line 1)"),
+        ("unfinished.py:f", "unfinished.py cannot be imported: SyntaxError: "),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_of_the_dry_run(tmp_path, file, name, message):
+    (tmp_path / "broken.py").write_text("x = 0\ny = 1 / x\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "unfinished.py").write_text("def f(inputs, options\n")
+    reference = f"{tmp_path}/{name}"
+    config = ppo(actor__policy_loss__loss_mode=reference)
+    for _ in range(2):  # a file that failed is not taken for imported
+        with pytest.raises(ConfigError) as caught:
+            dry_run(config, 8)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(f"bad value '{reference}' for '{LOSS}': ")
+        assert message.format(file=file, directory=tmp_path) in line
+
+
+def test_every_function_that_cannot_be_loaded_has_a_line():
+    config = ppo(
+        actor__policy_loss__loss_mode="none/a.py:f", algorithm__adv_estimator="none/b.py:g"
+    )
+    with pytest.raises(ConfigError) as caught:
+        dry_run(config, 8)
+    assert str(caught.value).splitlines() == [
+        f"bad value 'none/a.py:f' for '{LOSS}': there is no file none/a.py; the path is relative to "
+        "the working directory",
+        f"bad value 'none/b.py:g' for '{ESTIMATOR}': there is no file none/b.py; the path is "
+        "relative to the working directory",
+    ]
+
+
+def test_a_users_estimator_may_read_every_number():
+    config = ppo(
+        algorithm={
+            "adv_estimator": "mine.py:f",
+            "gamma": 0.9,
+            "lam": 0.95,
+            "lam_critic": 1.0,
+            "norm_adv_by_std_in_grpo": False,
+            "f_norm": 2.0,
+            "whiten_rewards": True,
+        },
+        actor__policy_loss__loss_mode="mine.py:g",
+        actor__clip_ratio=0.3,
+    )
+    lines = describe(config, 8).splitlines()
+    assert "  no critic: algorithm.use_critic is false" in lines
+    assert "  advantages: mine.py:f, your own, not whitened" in lines
+    assert "  policy loss: mine.py:g, your own, given clip -0.3 +0.3" in lines
+    assert "  aggregation: token-mean" in lines
+
+
+def test_a_users_estimator_has_a_critic_where_the_configuration_says_so():
+    assert not ppo(algorithm__adv_estimator="mine.py:f").needs_critic
+    config = ppo(algorithm={"adv_estimator": "mine.py:f", "use_critic": True})
+    assert config.needs_critic and "critic" in config.roles()
+    assert "no critic" not in describe(config, 8)
+    for name in ("gae", "grpo"):
+        assert problems(ppo(algorithm={"adv_estimator": name, "use_critic": True}), 8) == [
+            f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave it "
+            "at false, or use an estimator of your own (path/to/file.py:function)"
+        ]
+
+
+def test_two_lambdas_are_refused_for_a_users_estimator_too():
+    both = {"adv_estimator": "mine.py:f", "lam": 0.9, "lam_length_alpha": 0.05}
+    assert problems(ppo(algorithm=both), 8) == [
+        "algorithm.lam 0.9 and algorithm.lam_length_alpha 0.05 both set the lambda of the "
+        "advantages; leave lam at 1.0 or lam_length_alpha at null"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"actor__policy_loss__loss_mode": "vanila"}, "did you mean 'vanilla'?"),
+        ({"actor__policy_loss__loss_mode": "mine.py"}, "or path/to/file.py:function"),
+        ({"actor__policy_loss__loss_mode": 3}, "should be vanilla, gspo, "),
+        ({"algorithm__adv_estimator": "mine.txt:f"}, "should be gae, grpo, "),
+        ({"algorithm__adv_estimator": "mine.py:not a name"}, "or path/to/file.py:function"),
+    ],
+)
+def test_other_names_are_refused(change, message):
+    with pytest.raises(ValueError, match=r"1 validation error") as caught:
+        ppo(**change)
+    assert message in str(caught.value)
