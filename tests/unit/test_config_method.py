@@ -188,6 +188,21 @@ TRUNCATED = (
             "clip_cov; leave it at 0.1, or use kl_cov",
         ),
         (
+            {"actor__policy_loss": {"loss_mode": "mine.py:loss", "kl_cov_ratio": 0.1}},
+            "actor.policy_loss.kl_cov_ratio 0.1 has no effect with actor.policy_loss.loss_mode "
+            "mine.py:loss; leave it at 0.0002, or use kl_cov",
+        ),
+        (
+            {
+                "actor__policy_loss__loss_mode": "mine.py:loss",
+                "actor__clip_ratio": 0.1,
+                "actor__clip_ratio_low": 0.2,
+                "actor__clip_ratio_high": 0.28,
+            },
+            "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and "
+            "actor.clip_ratio_high 0.28; leave it at 0.2, or set one of these to null",
+        ),
+        (
             {"actor__policy_loss__loss_mode": "gspo", "actor__clip_ratio_c": 10.0},
             "actor.clip_ratio_c 10.0 has no effect with actor.policy_loss.loss_mode gspo; leave it "
             "at 3.0, or use vanilla, dppo_tv or dppo_kl",
@@ -361,6 +376,11 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         },
         {"actor__policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}},
         {"actor__policy_loss__loss_mode": "dppo_tv", "actor__clip_ratio_c": 10000.0},
+        {
+            "actor__policy_loss": {"loss_mode": "mine.py:loss", "ppo_kl_coef": 1.0},
+            "actor__tau_pos": 2.0,
+            "actor__clip_ratio_c": 10.0,
+        },
         # numbers of what a key of its own switches off
         {"actor__kl_loss_coef": 0.3, "actor__kl_loss_type": "k2"},
         {"algorithm__kl_penalty": "k3", "algorithm__kl_placement": "terminal"},
