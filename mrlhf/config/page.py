@@ -108,6 +108,7 @@ def _values(value: JsonSchema) -> str:
     if value["type"] == "array":
         items = value["items"]
         return "list" if "$ref" in items else f"list of {_values(items)}s"
+
     words = {
         "boolean": "`true`, `false`",
         "integer": "whole number",

@@ -53,15 +53,18 @@ def fits(schema, value, root):
         return fits(root["$defs"][schema["$ref"].rpartition("/")[2]], value, root)
     if "anyOf" in schema:
         return any(fits(choice, value, root) for choice in schema["anyOf"])
+
     if not isinstance(value, TYPES[schema["type"]]):
         return False
     if isinstance(value, bool) and schema["type"] != "boolean":
         return False
+
     if isinstance(value, dict):
         return fields_fit(schema, value, root)
     if isinstance(value, list):
         long_enough = len(value) >= schema.get("minItems", 0)
         return long_enough and all(fits(schema["items"], item, root) for item in value)
+
     if "enum" in schema and value not in schema["enum"]:
         return False
     limits = {
