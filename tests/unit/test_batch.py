@@ -94,6 +94,7 @@ def test_a_token_that_was_not_drawn_is_there_and_does_not_train():
         ("loss_mask", [[True, True, True]], "a token trains that is not there"),
         ("loss_mask", [[True, True]], r"\(1, 2\) against tokens \(1, 3\)"),
         ("loss_mask", [[True, False, False]], "exactly the tokens that train have a version"),
+        ("response_mask", [[True, False, True]], "a response has a gap"),
         ("rollout_logprobs", [[0.0, 0.0, -1.0]], "a token that does not train has a log-prob"),
         ("sample_index", [0, 1], "2 sample indices and 1 stop flags for 1 prompts"),
     ],
