@@ -75,8 +75,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Rollout:
-    """Trajectories: row i of every tensor continues `prompts` row i (prompts already repeated n
-    times).
+    """Trajectories: row i of every tensor continues row i of `prompts`, repeated n times.
 
     A response may hold tokens that the policy did not draw, such as a tool's answer. They are part
     of what the models read, and they do not train.

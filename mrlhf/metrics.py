@@ -1,5 +1,4 @@
-"""Computes the metrics of a step: sums merged over micro-batches and ranks, statistics of the
-batch, seconds of each phase.
+"""Computes the metrics of a step: merged sums, statistics of the batch, seconds of each phase.
 
 Every mean is over the tokens or sequences of the global batch, so that no metric depends on how the
 batch was split. This file does not know where metrics are written or which ranks there are: to

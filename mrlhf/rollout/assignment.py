@@ -1,5 +1,4 @@
-"""Decides which replica of the engine draws which samples, so that all replicas have about as much
-to do.
+"""Decides which replica of the engine draws which samples, so that all have about equal work.
 
 A replica's work is estimated from the lengths that its responses are expected to have. The
 assignment is fixed before generation begins. Handing out prompts as replicas come free would

@@ -1,7 +1,8 @@
-"""Scores a rollout: each rank runs rules and users' functions on its share of the responses, and
-all ranks together run the reward model.
+"""Scores a rollout with rules, users' functions and the reward model.
 
-This file knows how shares are cut and gathered. It does not know what a score means: see `rewards`.
+Each rank runs rules and users' functions on its share of the responses; all ranks together run the
+reward model. This file knows how shares are cut and gathered. It does not know what a score means:
+see `rewards`.
 """
 
 from __future__ import annotations

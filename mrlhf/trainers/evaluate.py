@@ -1,7 +1,6 @@
-"""Measures the policy on held-out prompts: mean reward and accuracy on each data set, with one
-answer or many to a prompt.
+"""Measures the policy on held-out prompts: mean reward and accuracy on each data set.
 
-This file does not know how responses are generated or scored.
+A prompt may have one answer or many. This file does not know how responses are generated or scored.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ def measure(scorer: Scorer, rollout: Rollout, n: int = 1) -> dict[str, float]:
 
 
 def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
-    """The metrics of `measure` from the scores; a response is right if its correctness is above one
-    half.
+    """The metrics of `measure` from the scores.
+
+    A response is right if its correctness is above one half.
 
     Args:
         scores: the scores of all responses [prompts * n], those of one prompt side by side.
@@ -76,11 +76,11 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> bool:
-    """Whether the most frequent answer to a prompt is right: self-consistency,
-    https://arxiv.org/abs/2203.11171.
+    """Whether the most frequent answer to a prompt is right.
 
-    If several answers are equally frequent, the one that was drawn first counts. A response without
-    an answer (None) has no vote; if no response has one, the prompt counts as wrong.
+    This is self-consistency, https://arxiv.org/abs/2203.11171. If several answers are equally
+    frequent, the one that was drawn first counts. A response without an answer (None) has no vote;
+    if no response has one, the prompt counts as wrong.
     """
     # A Counter keeps the order of first occurrence, also among equally frequent answers.
     votes = Counter(answer for answer in answers if answer is not None)

@@ -1,5 +1,4 @@
-"""Turns a scored rollout into what the updates need: token rewards with the KL, rollout correction,
-advantages, whitening.
+"""Turns a scored rollout into what the updates need: rewards, rollout correction, advantages.
 
 It works on the global batch, which every rank holds. So statistics of prompt groups, whitening and
 metrics need no communication and are the same on every layout. It does not know the models whose
