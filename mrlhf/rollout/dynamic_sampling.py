@@ -70,11 +70,11 @@ class DynamicSampler:
                 with timer("reshard"):
                     self.generator.take_weights(version=version)
 
-            batch, its_scores = self._draw_one_batch(step, len(batches), sampling, timer)
+            batch, batch_scores = self._draw_one_batch(step, len(batches), sampling, timer)
             batches.append(batch)
-            scores.append(its_scores)
+            scores.append(batch_scores)
 
-            compared = self._compared_values(batch.rollout, its_scores)
+            compared = self._compared_values(batch.rollout, batch_scores)
             differs += prompt_groups_that_differ(compared, sampling.n)
 
         self._check_accuracy_is_known(scores)
