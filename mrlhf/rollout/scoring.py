@@ -156,7 +156,7 @@ class Scorer:
         self._function.close()
 
     def _inputs(self, rollout: Rollout, rows: Sequence[int]) -> list[RewardInput]:
-        """What the terms are told of the responses at `rows`."""
+        """The input that the terms get for each of the responses at `rows`."""
         prompts = rollout.prompts
         lengths = rollout.response_lengths
 
