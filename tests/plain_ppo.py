@@ -137,9 +137,7 @@ def make_rollout() -> Rollout:
     )  # fmt: skip
     ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int64)
     stopped = torch.ones(count, dtype=torch.bool)
-    return rollouts.make_rollout(
-        prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped
-    )
+    return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
 
 
 def make_experience(model: Path) -> Experience:
@@ -254,7 +252,7 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         if settings.get("positive_lm_coef"):
             assert experience.positive is not None
             right = [
-                row.logprobs
+                row.logprobs[experience.rollout.loss_mask[number, : len(row.logprobs)]]
                 for number, row in zip(numbers, rows, strict=True)
                 if experience.positive[number]
             ]

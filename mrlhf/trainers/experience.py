@@ -1,5 +1,4 @@
-"""Turns a scored rollout into what the updates need: token rewards with the KL, rollout correction,
-advantages, whitening.
+"""Turns a scored rollout into what the updates need: rewards, rollout correction, advantages.
 
 It works on the global batch, which every rank holds. So statistics of prompt groups, whitening and
 metrics need no communication and are the same on every layout. It does not know the models whose
@@ -148,12 +147,12 @@ def correction_metrics(
     correction = make_correction(section)
     corrected = correct(log_ratio, mask, correction)
 
-    found = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
+    mismatch = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
     if correction.level is not None:
-        found |= weight_metrics(corrected, correction, log_ratio, mask)
+        mismatch |= weight_metrics(corrected, correction, log_ratio, mask)
     if correction.criteria:
-        found |= rejection_metrics(corrected, mask)
-    metrics = {f"rollout_corr/{name}": value for name, value in found.items()}
+        mismatch |= rejection_metrics(corrected, mask)
+    metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
 
     gap = (logprobs.double().exp() - rollout.rollout_logprobs.double().exp()).abs()
     moments = local_moments(gap, mask)
