@@ -10,7 +10,7 @@ from typing import get_args
 from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.config.fields import Count, Fraction, NotNegative, Positive, Section
+from mrlhf.config.fields import Count, Fraction, FunctionReference, NotNegative, Positive, Section
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -72,7 +72,7 @@ class FilterGroupsSection(Section):
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    adv_estimator: AdvantageEstimator | str = Field(
+    adv_estimator: AdvantageEstimator | FunctionReference = Field(
         "gae",
         description="advantage estimator; only gae needs a critic; "
         "path/to/file.py:function: your own",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -25,6 +25,14 @@ def _one_or_many(value: object) -> object:
 _ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
 Files = Annotated[list[str], _ONE_OR_MANY]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
+
+# how a user's own function is named; what it looks like in a JSON schema
+FunctionReference = Annotated[
+    str,
+    WithJsonSchema(
+        {"type": "string", "title": "path/to/file.py:function", "pattern": r"\.py:\w+$"}
+    ),
+]
 
 
 class Section(BaseModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -83,20 +83,15 @@ def _default_in_words(field: FieldInfo) -> str:
 def _type_in_words(annotation: Any) -> str:
     if annotation is None or annotation is type(None):
         return "null"
+    if get_origin(annotation) is Annotated:
+        return _type_in_words(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in get_args(annotation))
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return "section" if issubclass(annotation, Section) else annotation.__name__
     if get_origin(annotation) is list:
         return "list"
-    return " | ".join(
-        _type_in_words(part) for part in get_args(annotation) if not _is_constraint(part)
-    )
-
-
-def _is_constraint(part: Any) -> bool:
-    """Whether `part` is what Annotated adds to a type."""
-    return isinstance(part, FieldInfo)
+    return " | ".join(_type_in_words(part) for part in get_args(annotation))
 
 
 def help_text(root_class: type[Root]) -> str:

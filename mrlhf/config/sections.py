@@ -10,7 +10,15 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from mrlhf.config.fields import Count, CountOrZero, Fraction, NotNegative, Positive, Section
+from mrlhf.config.fields import (
+    Count,
+    CountOrZero,
+    Fraction,
+    FunctionReference,
+    NotNegative,
+    Positive,
+    Section,
+)
 from mrlhf.rl.names import SEQUENCE_LEVEL, KlKind, LossAggMode, LossMode, RewardName
 from mrlhf.user_code import check_name
 
@@ -99,7 +107,7 @@ class RoleSection(Section):
 class PolicyLossSection(Section):
     """The loss that trains the policy; a key that it does not read is refused."""
 
-    loss_mode: LossMode | str = Field(
+    loss_mode: LossMode | FunctionReference = Field(
         "vanilla",
         description="name of the policy loss; vanilla: PPO's clipped ratio with dual clip; "
         "path/to/file.py:function: your own",
@@ -243,15 +251,14 @@ class RewardModelSection(RoleSection):
 class RewardTermSection(Section):
     """One part of the reward."""
 
-    name: str = Field(
-        description="exact_match, gsm8k, gsm8k_flexible, format, reward_model, or "
-        "path/to/file.py:function"
+    name: RewardName | FunctionReference = Field(
+        description="a rule, reward_model, or path/to/file.py:function: your own"
     )
     weight: float = Field(1.0, description="factor of this term in the sum")
 
-    @field_validator("name")
+    @field_validator("name", mode="before")
     @classmethod
-    def _is_rule_or_function(cls, name: str) -> str:
+    def _is_rule_or_function(cls, name: object) -> str:
         return check_name(name, get_args(RewardName))
 
 
