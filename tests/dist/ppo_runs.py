@@ -43,6 +43,16 @@ KL_COEF = 0.2
 TARGET_KL = 1e-4
 HORIZON = 100
 
+_COMPARED = (
+    "scores",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "token_rewards",
+    "advantages",
+    "returns",
+)
+
 # Overrides that must not change a number.
 TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
 DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=2"]
@@ -195,15 +205,7 @@ def assert_close(value: Tensor, wanted: Tensor) -> None:
 
 
 def _assert_same_experience(experience: Experience, wanted: Experience, title: str) -> None:
-    for name in (
-        "scores",
-        "old_logprobs",
-        "ref_logprobs",
-        "values",
-        "token_rewards",
-        "advantages",
-        "returns",
-    ):
+    for name in _COMPARED:
         value = getattr(experience, name)
         expected = getattr(wanted, name)
         if expected is None:
@@ -218,15 +220,21 @@ def _base(root: Path) -> dict[str, Any]:
         "ppo_epochs": 2,
         "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS},
     }
+    terms = [{"name": "exact_match"}, {"name": "reward_model", "weight": REWARD_WEIGHT}]
+    kl_ctrl = {
+        "type": "adaptive",
+        "kl_coef": KL_COEF,
+        "target_kl": TARGET_KL,
+        "horizon": HORIZON,
+    }
+
     return {
         "seed": 3,
         "actor": {"path": str(root / MODEL), "use_kl_loss": True, "kl_loss_coef": 0.1, **trained},
         "critic": {"path": str(root / f"{MODEL}-critic"), **trained},
         "reference": {"path": str(root / f"{MODEL}-ref")},
         "reward_model": {"path": str(root / REWARD_MODEL)},
-        "reward": {
-            "terms": [{"name": "exact_match"}, {"name": "reward_model", "weight": REWARD_WEIGHT}]
-        },
+        "reward": {"terms": terms},
         "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "dump_freq": 1},
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
@@ -235,15 +243,7 @@ def _base(root: Path) -> dict[str, Any]:
             "max_prompt_length": 6,
             "max_response_length": 5,
         },
-        "algorithm": {
-            "use_kl_in_reward": True,
-            "kl_ctrl": {
-                "type": "adaptive",
-                "kl_coef": KL_COEF,
-                "target_kl": TARGET_KL,
-                "horizon": HORIZON,
-            },
-        },
+        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl},
         "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
     }
 

@@ -97,6 +97,7 @@ def test_bypass_takes_the_engines_log_probs_and_still_measures_the_mismatch(runs
         assert torch.equal(experience.old_logprobs, experience.rollout.rollout_logprobs)
         assert "timing_s/old_log_prob" not in metrics
         assert metrics["actor/entropy"] > 1.0
+
         # The first of two mini-batches sees the policy that generated, the second one that has been
         # trained once.
         assert 0 < metrics["rollout_corr/k3_kl"] < 1e-2

@@ -103,6 +103,7 @@ def test_the_mismatch_is_measured_in_every_step(runs: Runs) -> None:
         "chi2_token",
         "chi2_seq",
     )
+
     for step in runs.steps(WIDE):
         values = [step.metrics[f"rollout_corr/{name}"] for name in names]
         perplexity = values[2]

@@ -60,12 +60,14 @@ def ranks(request: pytest.FixtureRequest, root: Path) -> list[dict[str, Any]]:
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     results: dict[str, Any] = {"evaluated": {}, "first update": {}, "bfloat16": None}
+
     for setting in settings(Path(root), world_size, tuple(FORM_MODELS)):
         for model in FORM_MODELS[setting.form]:
             label = f"{setting.name}, {model}"
             tables = evaluate(setting, EVALUATED[model])
             results["evaluated"][label] = {name: table.tolist() for name, table in tables.items()}
             results["first update"][label], _ = _first_update(setting, UPDATED[model])
+
         if setting.layout == (4, 2, 2) and setting.form is SEQUENCE_PARALLEL:
             metrics, logprobs = _first_update(setting, UPDATED["llama"], dtype="bfloat16")
             results["bfloat16"] = metrics, logprobs.tolist()
@@ -107,6 +109,7 @@ def _with_transformers(root: Path, model: str) -> dict[str, Tensor]:
     policy = plain_ppo.load(root / model)
     reference = plain_ppo.load(root / f"{model}-ref")
     critic = plain_ppo.load(root / f"{model}-critic")
+
     logprobs, entropy = plain_ppo.evaluate(policy, rollout)
     assert experience.ref_logprobs is not None
     return {
