@@ -21,7 +21,7 @@ TRUTHS = ["7", "7", "8", "8", "1000", "1000"]
 
 
 def rollout() -> Rollout:
-    """The responses, each character a token."""
+    """The responses; each character is a token."""
     size = len(RESPONSES)
     ids, mask = pad_responses(
         [[float(ord(letter)) for letter in text] for text in RESPONSES], torch.int64
@@ -76,3 +76,4 @@ def test_answers_come_together_in_order() -> None:
     assert {name: round(value, 6) for name, value in first["metrics"].items()} == {
         name: round(value, 6) for name, value in wanted.items()
     }
+    assert {name: round(value, 6) for name, value in first["metrics"].items()} == wanted
