@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests.padding import pad_responses
-from tests.plain_losses import Row, Told, bypass, geometric_mean, token_losses
+from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -277,7 +277,7 @@ def _row(experience: Experience, number: int, log_p: Tensor) -> Row:
     )
 
 
-def _told(rows: list[Row], told: list[Told]) -> Tables:
+def _told(rows: list[Row], told: list[RowLoss]) -> Tables:
     return {
         "actor/ppo_kl": [row.old - row.logprobs for row in rows],
         "actor/pg_clipfrac": [t.clipped.float() for t in told],

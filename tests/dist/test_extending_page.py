@@ -87,10 +87,11 @@ def _configuration(root: Path, reward: str) -> dict[str, Any]:
             "ppo_mini_batch_size": 4,
             "ppo_epochs": 2,
             "clip_ratio": 0.02,
-            "optim": {"lr": plain_ppo.LR, "adam_eps": plain_ppo.EPS},
+            "optim": {"lr": 3e-3, "adam_eps": plain_ppo.EPS},
         },
-        "reward": {"terms": [{"name": reward, "weight": 40.0}]},
-        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE},
+        "reward": {"terms": [{"name": reward, "weight": 20.0}]},
+        # Responses of different lengths, so that their rewards differ.
+        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "stop": list("12345+")},
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
             "tokenizer": str(root / "data" / "tokenizer"),
