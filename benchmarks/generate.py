@@ -1,18 +1,21 @@
-"""Tokens a second of generation: the native engine, vLLM and `transformers`, on the same weights
-and prompts.
+"""Compares how many tokens a second the native engine, vLLM and `transformers` generate.
 
     python benchmarks/generate.py [--quick] [--json FILE]
 
-Each model size, dtype and number of threads runs in a process of its own, in which the contenders
-alternate; the tables give medians. Random weights, prompts of 64 random tokens, temperature 1. With
-"~N" the responses end at random, after N tokens in the mean, which spreads their lengths more than
-tenfold. Shares are of the seconds that the workload would take if nothing but matrix products, or
-nothing but reading weights and cache, cost time, at the speed measured in that run.
+All have the same weights and prompts: random weights, prompts of 64 random tokens, temperature 1.
+Each model size, dtype and number of threads runs in its own process, in which the contenders take
+turns; the tables give medians. In a workload "~N" the responses end at random, after N tokens in
+the mean, so that the longest is more than ten times the shortest.
+
+The two limits are the speeds at which the workload would run if only matrix products, or only
+reading weights and cache, took time. Both are measured in the same run. This file knows no engine:
+`generation_case.py` measures.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -35,6 +38,28 @@ WORKLOADS = {
 SLOW = {"8 x 16": (8, 16, None)}
 QUICK = {"8 x 16": (8, 16, None), "32 x ~8": (32, 32, 8)}
 NAMES = ("native", "vllm", "transformers")
+SPEED_HEADS = (
+    "model",
+    "dtype",
+    "threads",
+    "workload",
+    "native, tokens/s",
+    "vLLM",
+    "transformers",
+    "native / vLLM",
+    "native / transformers",
+    "native of GEMM limit",
+    "of memory limit",
+)
+LIMIT_HEADS = (
+    "model",
+    "parameters",
+    "dtype",
+    "threads",
+    "GEMM, GFLOP/s",
+    "read, GB/s",
+    "greedy tokens as transformers",
+)
 
 
 def main() -> None:
@@ -53,38 +78,50 @@ def main() -> None:
     parser.add_argument("--workloads", default="", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+
     results = []
     for case in _cases(arguments):
         sys.stderr.write(f"{case['size']} {case['dtype']} {case['threads']} threads\n")
         results.append(_run(case))
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
+
     print("\n".join([*_speed_table(results), "", *_limit_table(results), *_notes(results)]))
 
 
 def _cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One a process."""
-    gpu = torch.cuda.is_available()
-    sizes, dtypes = arguments.sizes.split(","), arguments.dtypes.split(",")
-    threads, repeats = [int(n) for n in arguments.threads.split(",")], arguments.repeats
+    """The cases to measure, each in its own process."""
+    sizes = arguments.sizes.split(",")
+    dtypes = arguments.dtypes.split(",")
+    threads = [int(count) for count in arguments.threads.split(",")]
+    repeats = arguments.repeats
+    if torch.cuda.is_available():
+        threads = threads[:1]
     if arguments.quick:
-        sizes, dtypes, threads, repeats = ["3M"], ["float32"], [1], 2
-    for size in sizes:
-        for dtype in dtypes:
-            for count in threads[:1] if gpu else threads:
-                slow = size == "110M" and dtype == "bfloat16" and not gpu and not _has_bfloat16()
-                chosen = QUICK if arguments.quick else SLOW if slow else WORKLOADS
-                names = [name for name in arguments.workloads.split(",") if name] or list(chosen)
-                yield {
-                    "size": size,
-                    "dtype": dtype,
-                    "threads": count,
-                    "contenders": arguments.contenders.split(","),
-                    "repeats": repeats,
-                    "workloads": [
-                        _workload(name, *chosen[name]) for name in names if name in chosen
-                    ],
-                }
+        sizes = ["3M"]
+        dtypes = ["float32"]
+        threads = [1]
+        repeats = 2
+
+    for size, dtype, count in itertools.product(sizes, dtypes, threads):
+        workloads = QUICK if arguments.quick else _workloads_for(size, dtype)
+        names = [name for name in arguments.workloads.split(",") if name] or list(workloads)
+        yield {
+            "size": size,
+            "dtype": dtype,
+            "threads": count,
+            "contenders": arguments.contenders.split(","),
+            "repeats": repeats,
+            "workloads": [_workload(name, *workloads[name]) for name in names if name in workloads],
+        }
+
+
+def _workloads_for(size: str, dtype: str) -> dict[str, tuple[int, int, int | None]]:
+    """All workloads, or a short one where they would take minutes."""
+    slow = size == "110M" and dtype == "bfloat16"
+    if slow and not torch.cuda.is_available() and not _has_bfloat16():
+        return SLOW
+    return WORKLOADS
 
 
 def _workload(name: str, prompts: int, max_tokens: int, mean_tokens: int | None) -> dict[str, Any]:
@@ -98,20 +135,20 @@ def _workload(name: str, prompts: int, max_tokens: int, mean_tokens: int | None)
 
 
 def _has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself."""
+    """Whether the CPU has instructions that multiply bfloat16."""
     file = Path("/proc/cpuinfo")
     flags = file.read_text() if file.is_file() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _run(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure a case in a process of its own."""
+    """Measure a case in its own process."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(case["threads"])}
     script = Path(__file__).with_name("generation_case.py")
+
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "result.json"
-        # What the contenders print goes to standard error, so that standard output has the tables
-        # alone.
+        # Standard output is for the tables alone: what the contenders print goes to standard error.
         subprocess.run(
             [sys.executable, str(script), json.dumps(case), str(out)],
             env=environment,
@@ -119,54 +156,71 @@ def _run(case: Mapping[str, Any]) -> dict[str, Any]:
             check=True,
         )
         result: dict[str, Any] = json.loads(out.read_text())
+
     return result
 
 
 def _speed_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| model | dtype | threads | workload | native, tokens/s | vLLM | transformers | native / vLLM | native / transformers | native of GEMM limit | of memory limit |"  # noqa: E501
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    yield _row(SPEED_HEADS)
+    yield "|---" * len(SPEED_HEADS) + "|"
     for result in results:
         for workload in result["workloads"]:
-            found = workload["contenders"]
-            speeds = {
-                name: found[name]["tokens_per_second"] if name in found else None for name in NAMES
-            }
+            measured = workload["contenders"]
+            native = measured.get("native", {})
+            speeds = {}
+            for name in NAMES:
+                speeds[name] = measured[name]["tokens_per_second"] if name in measured else None
+
             cells = [result["size"], result["dtype"], str(result["threads"]), workload["name"]]
             cells += [_number(speeds[name], ",.0f") for name in NAMES]
             cells += [_number(_ratio(speeds["native"], speeds[name]), ".2f") for name in NAMES[1:]]
-            native = found.get("native", {})
             cells += [_number(native.get(share), ".0%") for share in ("gemm_share", "memory_share")]
-            yield f"| {' | '.join(cells)} |"
+            yield _row(cells)
 
 
 def _limit_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| model | parameters | dtype | threads | GEMM, GFLOP/s | read, GB/s | greedy tokens as transformers |"
-    yield "|---|---|---|---|---|---|---|"
+    yield _row(LIMIT_HEADS)
+    yield "|---" * len(LIMIT_HEADS) + "|"
     for result in results:
         limits = result["limits"]
-        agreement = ", ".join(
-            f"{name} {share:.1%}" for name, share in result["greedy_agreement"].items()
-        )
-        yield (
-            f"| {result['size']} | {result['parameters'] / 1e6:.1f}M | {result['dtype']} | {result['threads']} | "
-            f"{limits['gemm_flops'] / 1e9:.1f} | {limits['read_bandwidth'] / 1e9:.1f} | {agreement} |"
-        )
+        shares = result["greedy_agreement"].items()
+        cells = [
+            result["size"],
+            f"{result['parameters'] / 1e6:.1f}M",
+            result["dtype"],
+            str(result["threads"]),
+            f"{limits['gemm_flops'] / 1e9:.1f}",
+            f"{limits['read_bandwidth'] / 1e9:.1f}",
+            ", ".join(f"{name} {share:.1%}" for name, share in shares),
+        ]
+        yield _row(cells)
 
 
 def _notes(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield ""
     yield f"{results[0]['device']}, torch {torch.__version__}; medians of {results[0]['repeats']}."
+
     for result in results:
+        case = f"{result['size']} {result['dtype']} {result['threads']} threads"
         for workload in result["workloads"]:
-            if workload["mean_tokens"] is not None:
-                spread = "; ".join(
-                    f"{name} {found['shortest']} to {found['longest']}, {found['tokens']} in all"
-                    for name, found in workload["contenders"].items()
-                )
-                case = f"{result['size']} {result['dtype']} {result['threads']} threads, {workload['name']}"
-                yield f"Response tokens in the median run of {case}: {spread}."
-    for name, reason in {item for result in results for item in result["failed"].items()}:
+            if workload["mean_tokens"] is None:
+                continue
+            spread = []
+            for name, run in workload["contenders"].items():
+                lengths = f"{run['shortest']} to {run['longest']}"
+                spread.append(f"{name} {lengths}, {run['tokens']} in all")
+            title = f"Response tokens in the median run of {case}, {workload['name']}"
+            yield f"{title}: {'; '.join(spread)}."
+
+    failed = set()
+    for result in results:
+        failed.update(result["failed"].items())
+    for name, reason in failed:
         yield f"{name} was left out: {reason}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:

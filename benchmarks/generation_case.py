@@ -1,6 +1,7 @@
-"""Measures one model size, dtype and number of threads: all contenders in one process, alternating.
+"""Measures one model size, dtype and number of threads: all contenders take turns in one process.
 
-Started by `generate.py`, since threads are fixed when a process starts. Case and result are JSON.
+`generate.py` starts it for each case, since the number of threads is fixed when a process starts.
+Case and result are JSON. It knows no engine by name.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("case", help="JSON: size, dtype, threads, workloads, contenders, repeats")
     parser.add_argument("out", help="JSON file to write")
     arguments = parser.parse_args()
+
     case = json.loads(arguments.case)
     torch.set_num_threads(case["threads"])
     with tempfile.TemporaryDirectory() as directory:
@@ -56,35 +58,48 @@ def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     dtype = DTYPES[case["dtype"]]
     config = _write_model(case["size"], dtype, directory)
     workloads = case["workloads"]
-    longest = max(workload["prompt_length"] + workload["max_tokens"] for workload in workloads)
-    setting = Setting(
-        directory, device, dtype, max(workload["prompts"] for workload in workloads), longest
-    )
+
     # Where the processor has no bfloat16 instructions, float32 is what it multiplies fastest.
     speeds = [
         gemm_flops(config, workloads[0]["prompts"], device, kind) for kind in (dtype, torch.float32)
     ]
-    limits = {"gemm_flops": max(speeds)}
-    limits["read_bandwidth"] = read_bandwidth(device)
-    contenders, failed = {}, {}
-    for name in case["contenders"]:
-        try:
-            contenders[name] = CONTENDERS[name](setting)
-        except Exception as error:  # a contender that is absent or cannot run here is told, the others are measured
-            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            sys.stderr.write(f"{name} is left out: {failed[name]}\n")
+    limits = {"gemm_flops": max(speeds), "read_bandwidth": read_bandwidth(device)}
+
+    setting = Setting(
+        directory,
+        device,
+        dtype,
+        max_num_seqs=max(workload["prompts"] for workload in workloads),
+        max_length=max(item["prompt_length"] + item["max_tokens"] for item in workloads),
+    )
+    contenders, failed = _build(case["contenders"], setting)
+
+    agreement = _agreement(contenders, workloads[0], config)
+    compared = [
+        _compare(contenders, workload, config, limits, case["repeats"]) for workload in workloads
+    ]
     return {
         **case,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "parameters": sum(p.numel() for p in LlamaForCausalLM(config).parameters()),
         "limits": limits,
         "failed": failed,
-        "greedy_agreement": _agreement(contenders, workloads[0], config),
-        "workloads": [
-            _compare(contenders, workload, config, limits, case["repeats"])
-            for workload in workloads
-        ],
+        "greedy_agreement": agreement,
+        "workloads": compared,
     }
+
+
+def _build(names: list[str], setting: Setting) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders, and the reason for each that is absent or cannot run here."""
+    contenders: dict[str, Contender] = {}
+    failed = {}
+    for name in names:
+        try:
+            contenders[name] = CONTENDERS[name](setting)
+        except Exception as error:  # the others are measured all the same
+            failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            sys.stderr.write(f"{name} is left out: {failed[name]}\n")
+    return contenders, failed
 
 
 def _write_model(size: str, dtype: torch.dtype, directory: Path) -> LlamaConfig:
@@ -110,8 +125,9 @@ def _prompts(workload: Mapping[str, Any], config: LlamaConfig) -> list[list[int]
 
 
 def _sampling(workload: Mapping[str, Any], config: LlamaConfig) -> SamplingParams:
-    """Temperature 1; with a mean length, so many stop tokens that each token is one with
-    probability 1 / mean.
+    """Temperature 1, and stop tokens that end responses at the workload's mean length.
+
+    There are as many stop tokens as make each drawn token one of them with probability 1 / mean.
     """
     stops: tuple[int, ...] = ()
     if workload["mean_tokens"] is not None:
@@ -126,26 +142,31 @@ def _sampling(workload: Mapping[str, Any], config: LlamaConfig) -> SamplingParam
 def _agreement(
     contenders: Mapping[str, Contender], workload: Mapping[str, Any], config: LlamaConfig
 ) -> dict[str, float]:
-    """Share of the first greedy tokens that are those of transformers, up to each response's first
-    difference.
-    """
+    """Share of the greedy tokens before a response first differs from that of transformers."""
     prompts = _prompts(workload, config)
     sampling = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, seed=0)
-    found = {}
+
+    responses = {}
     for name, contender in contenders.items():
         contender.prepare()
-        found[name] = contender.generate(prompts, sampling)
-    if "transformers" not in found:
+        responses[name] = contender.generate(prompts, sampling)
+
+    if "transformers" not in responses:
         return {}
     return {
-        name: statistics.fmean(map(_common, rows, found["transformers"]))
-        for name, rows in found.items()
+        name: statistics.fmean(map(_common, rows, responses["transformers"]))
+        for name, rows in responses.items()
     }
 
 
 def _common(one: list[int], other: list[int]) -> float:
-    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
-    return same / len(other)
+    """Share of the tokens before the first difference."""
+    equal = 0
+    for a, b in zip(one, other, strict=True):
+        if a != b:
+            break
+        equal += 1
+    return equal / len(other)
 
 
 def _compare(
@@ -155,27 +176,32 @@ def _compare(
     limits: Mapping[str, float],
     repeats: int,
 ) -> dict[str, Any]:
-    """Tokens a second of each contender; every repeat has other random numbers and all contenders
-    in turn.
-    """
-    prompts, sampling = _prompts(workload, config), _sampling(workload, config)
+    """Tokens a second of each contender; in each repeat they take turns with new random numbers."""
+    prompts = _prompts(workload, config)
+    sampling = _sampling(workload, config)
+
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for repeat in range(repeats):
         for name, contender in contenders.items():
             contender.prepare()
             torch.manual_seed(repeat)
+
             began = time.perf_counter()
             responses = contender.generate(prompts, replace(sampling, seed=repeat))
             seconds = time.perf_counter() - began
+
             lengths = [len(tokens) for tokens in responses]
             _check(name, lengths, workload)
             runs[name].append(_summary(lengths, seconds, workload, config, limits))
-    return {**workload, "contenders": {name: _median(found) for name, found in runs.items()}}
+
+    medians = {name: _median(own) for name, own in runs.items()}
+    return {**workload, "contenders": medians}
 
 
 def _check(name: str, lengths: list[int], workload: Mapping[str, Any]) -> None:
-    """All contenders do the work that the workload asks for."""
-    longest, spread = workload["max_tokens"], max(lengths) / min(lengths)
+    """Stop if a contender did not do the work that the workload asks for."""
+    longest = workload["max_tokens"]
+    spread = max(lengths) / min(lengths)
     if workload["mean_tokens"] is None and set(lengths) != {longest}:
         raise SystemExit(f"{name} stopped early: {min(lengths)} of {longest} tokens")
     if workload["mean_tokens"] is not None and spread < 10:
@@ -205,7 +231,7 @@ def _summary(
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of median speed, with the speeds of all."""
+    """The run of median speed, and the speeds of all runs."""
     speeds = [run["tokens_per_second"] for run in runs]
     middle = sorted(runs, key=lambda run: run["tokens_per_second"])[len(runs) // 2]
     return {**middle, "tokens_per_second": statistics.median(speeds), "all": speeds}

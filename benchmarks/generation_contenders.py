@@ -1,8 +1,8 @@
-"""The engines that `generate.py` compares, behind one call: prompts in, tokens out. It measures
-nothing.
+"""The engines that `generate.py` compares, behind one call: prompts in, tokens out.
 
-All hold the weights of one Hugging Face directory. Ours and vLLM give the log-prob of each token
-that they draw, as training needs it; `transformers` gives tokens alone.
+All hold the weights of one Hugging Face directory. Ours and vLLM also compute the log-prob of each
+token that they draw, as training needs it; `transformers` gives tokens alone. This file measures
+nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from mrlhf.inference.base import EngineLimits, SamplingParams
+from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
-from mrlhf.models.families import load_spec, tensor_shapes
+from mrlhf.models.families import family_of, load_spec
 from mrlhf.weights.hf import read_weights
 
 MAX_PREFILL_TOKENS = 8192
@@ -33,11 +33,11 @@ class Setting:
     """What a contender is built for.
 
     Attributes:
-        directory: of config.json and safetensors.
+        directory: holds config.json and safetensors.
         device: "cpu" or "cuda".
-        dtype: of weights, activations and cache.
+        dtype: dtype of weights, activations and cache.
         max_num_seqs: sequences decoded at once.
-        max_length: longest prompt and response together, tokens.
+        max_length: tokens of the longest prompt and response together.
     """
 
     directory: Path
@@ -51,7 +51,7 @@ class Contender(Protocol):
     """An engine that holds the weights."""
 
     def prepare(self) -> None:
-        """Forget what was computed for earlier calls; not measured."""
+        """Forget what was computed for earlier calls; its time is not measured."""
         ...
 
     def generate(
@@ -74,7 +74,8 @@ class Native:
         )
         self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
         self._engine.wake()
-        read_weights(setting.directory, self._engine.weight_slots(), tensor_shapes(spec))
+        shapes = family_of(spec).tensor_shapes(spec)
+        read_weights(setting.directory, self._engine.weight_slots(), shapes)
 
     def prepare(self) -> None:
         """A new version of the weights drops what was cached."""
@@ -84,43 +85,49 @@ class Native:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[list[int]]:
         """Responses, stop token included."""
-        return [s.token_ids for s in self._engine.generate(prompts, range(len(prompts)), sampling)]
+        requests = requests_for(prompts, range(len(prompts)), sampling)
+        return [sample.token_ids for sample in generate(self._engine, requests).samples]
 
 
 class Transformers:
-    """`generate` of transformers: one padded batch that lasts as long as its longest response."""
+    """`generate` of transformers: one padded batch, which ends with its longest response."""
 
     def __init__(self, setting: Setting) -> None:
         model = AutoModelForCausalLM.from_pretrained(setting.directory, dtype=setting.dtype)
-        self._model, self._device = model.to(setting.device).eval(), setting.device
+        self._model = model.to(setting.device).eval()
+        self._device = setting.device
 
     def prepare(self) -> None:
-        """It keeps nothing."""
+        """Do nothing: no call keeps anything."""
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[list[int]]:
-        """Responses, stop token included; prompts are of one length."""
+        """Responses, stop token included; all prompts have one length."""
         ids = torch.tensor(prompts, device=self._device)
         stops = list(sampling.stop_token_ids)
-        how: dict[str, Any] = {"do_sample": False}
+
+        settings: dict[str, Any] = {"do_sample": False}
         if sampling.temperature:
-            how = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
+            settings = {"do_sample": True, "top_k": 0, "top_p": 1.0}
+            settings["temperature"] = sampling.temperature
+
         output = self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stops or None,
             pad_token_id=0,
-            **how,
+            **settings,
         )
         return [_until(row, set(stops)) for row in output[:, ids.shape[1] :].tolist()]
 
 
 class VLLM:
-    """vLLM's own `LLM`, in process, without compilation on a CPU (it gains some 6 % for half a
-    minute of start).
+    """vLLM's own `LLM`, in this process.
+
+    On a CPU it does not compile: that makes it some 6 % faster and its start half a minute longer.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -129,16 +136,17 @@ class VLLM:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
-        # Threads are those of OMP_NUM_THREADS, as for the others.
+        # It then uses the threads of OMP_NUM_THREADS, as the others do.
         os.environ.update(quiet, VLLM_CPU_OMP_THREADS_BIND="nobind")
         logging.getLogger("vllm").setLevel(logging.ERROR)
         import vllm
 
-        self._vllm = vllm
         on_cpu = setting.device.type == "cpu"
         memory: dict[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
         if on_cpu:
             memory = {"kv_cache_memory_bytes": CACHE_BYTES}
+
+        self._vllm = vllm
         self._llm = vllm.LLM(
             model=str(setting.directory),
             skip_tokenizer_init=True,
@@ -159,7 +167,7 @@ class VLLM:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams
     ) -> list[list[int]]:
         """Responses, stop token included."""
-        asked = self._vllm.SamplingParams(
+        params = self._vllm.SamplingParams(
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
@@ -167,9 +175,8 @@ class VLLM:
             logprobs=0,
             detokenize=False,
         )
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False
-        )
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._llm.generate(requests, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -182,6 +189,7 @@ CONTENDERS: dict[str, type[Native] | type[VLLM] | type[Transformers]] = {
 
 def _until(tokens: list[int], stops: set[int]) -> list[int]:
     """The tokens up to and including the first stop token."""
-    return next(
-        (tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens
-    )
+    for place, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: place + 1]
+    return tokens

@@ -1,7 +1,7 @@
-"""What the machine allows a generation: its speed of matrix products at the decode shape, its
-memory bandwidth.
+"""What the machine allows a generation: the speed of its matrix products, its memory bandwidth.
 
-Both are measured, and turned into the least seconds that a workload can take. It knows no engine.
+Both are measured here, matrix products at the shape of decoding. `work` counts what a workload asks
+of them. This file knows no engine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _STREAM_BYTES = 2**28
 def gemm_flops(
     config: PretrainedConfig, batch: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """Floating-point operations a second of [batch, hidden] x [hidden, intermediate], the weight as
-    hot as it gets.
+    """Floating-point operations a second of [batch, hidden] x [hidden, intermediate].
+
+    The weight is in the cache as far as it fits, since every call uses it.
     """
     x = torch.randn(batch, config.hidden_size, device=device).to(dtype)
     weight = torch.randn(config.intermediate_size, config.hidden_size, device=device).to(dtype)
@@ -30,25 +31,26 @@ def gemm_flops(
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second of reading more than the caches hold; the faster of a sum and a product with a
-    vector.
+    """Bytes a second of reading more than the caches hold.
+
+    It is the speed of a sum or of a product with a vector, whichever is faster.
     """
     numbers = torch.ones(_STREAM_BYTES // 4 // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)
-    ways: list[Callable[[], Tensor]] = [numbers.sum, lambda: numbers @ vector]
-    return numbers.nbytes / min(_fastest(way, device) for way in ways)
+    reads: list[Callable[[], Tensor]] = [numbers.sum, lambda: numbers @ vector]
+    return numbers.nbytes / min(_fastest(read, device) for read in reads)
 
 
 def work(
     config: PretrainedConfig, prompt_length: int, responses: Sequence[int], itemsize: int
 ) -> tuple[float, float]:
-    """Operations, and bytes to be read, for one workload.
+    """Floating-point operations of one workload, and the bytes that it has to read.
 
-    Each weight is read once a step, all responses advancing together; the embedding is read as the
-    output layer.
+    Each weight is read once a step, in which all responses advance together. The embedding is read
+    as the output layer.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         prompt_length: tokens of each prompt.
         responses: tokens of each response.
         itemsize: bytes of a number.
@@ -58,21 +60,27 @@ def work(
     layer = config.hidden_size * (
         2 * config.hidden_size + 2 * kv_width + 3 * config.intermediate_size
     )
-    body, output = config.num_hidden_layers * layer, config.vocab_size * config.hidden_size
-    operations = read = 0.0
+    body = config.num_hidden_layers * layer
+    output = config.vocab_size * config.hidden_size
+
+    operations = 0.0
+    read = 0.0
     for length in responses:
         tokens = prompt_length + length - 1  # the last token is drawn and not computed
         seen = tokens * (tokens + 1) / 2
         operations += 2 * body * tokens + 2 * output * length
         operations += 4 * config.num_hidden_layers * config.hidden_size * seen
+
         decoded = seen - prompt_length * (prompt_length + 1) / 2
         read += 2 * config.num_hidden_layers * kv_width * itemsize * decoded
+
     return operations, read + max(responses) * (body + output) * itemsize
 
 
 def _fastest(call: Callable[[], Tensor], device: torch.device) -> float:
     """Seconds of the fastest of many calls."""
-    end, best = time.perf_counter() + _SECONDS, float("inf")
+    end = time.perf_counter() + _SECONDS
+    best = float("inf")
     while time.perf_counter() < end:
         began = time.perf_counter()
         for _ in range(4):

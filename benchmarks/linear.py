@@ -1,10 +1,9 @@
-"""GFLOP/s of x @ weight.T on this machine: torch's plain product, oneDNN's packed weights, and
-bfloat16.
+"""GFLOP/s of x @ weight.T on this machine.
 
     OMP_NUM_THREADS=1 python benchmarks/linear.py
 
-The engine's choices in `mrlhf/inference/native/linear.py` rest on this table. The three take turns;
-medians.
+It compares torch's plain product, oneDNN's product with packed weights, and bfloat16. They take
+turns, and the table gives medians. The choices in `mrlhf/inference/native/linear.py` rest on it.
 """
 
 from __future__ import annotations
@@ -29,31 +28,34 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
-    print(
-        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}\n"
-    )
+
+    processor = torch.backends.cpu.get_cpu_capability()
+    print(f"{torch.get_num_threads()} threads, {processor}, torch {torch.__version__}\n")
     print("| in | out | rows | plain | packed | packed / plain | plain bfloat16 |")
     print("|---|---|---|---|---|---|---|")
+
     for size, columns in SHAPES:
         weight = torch.randn(columns, size)
         for rows in ROWS:
-            speeds = measure(weight, torch.randn(rows, size), arguments.repeats)
-            plain, packed, half = (2 * rows * size * columns / seconds / 1e9 for seconds in speeds)
-            print(
-                f"| {size} | {columns} | {rows} | {plain:.0f} | {packed:.0f} | {packed / plain:.2f} | {half:.0f} |"
-            )
+            operations = 2 * rows * size * columns
+            medians = measure(weight, torch.randn(rows, size), arguments.repeats)
+            plain, packed, half = (operations / seconds / 1e9 for seconds in medians)
+            speeds = f"{plain:.0f} | {packed:.0f} | {packed / plain:.2f} | {half:.0f}"
+            print(f"| {size} | {columns} | {rows} | {speeds} |")
 
 
 @torch.inference_mode()
 def measure(weight: Tensor, x: Tensor, repeats: int) -> list[float]:
     """Median seconds of the plain, the packed and the bfloat16 product."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 32)
-    half_weight, half = weight.bfloat16(), x.bfloat16()
+    half_weight = weight.bfloat16()
+    half = x.bfloat16()
     contenders: list[Callable[[], Tensor]] = [
         lambda: F.linear(x, weight),
         lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""),
         lambda: F.linear(half, half_weight),
     ]
+
     seconds: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats + 1):
         for contender, measured in zip(contenders, seconds, strict=True):
@@ -61,6 +63,7 @@ def measure(weight: Tensor, x: Tensor, repeats: int) -> list[float]:
             contender()
             if turn > 0:  # the first turn warms up
                 measured.append(time.perf_counter() - began)
+
     return [statistics.median(measured) for measured in seconds]
 
 

@@ -1,17 +1,21 @@
-"""Seconds to bring training weights into an inference engine of another layout: ours against four
-others.
+"""Compares how long it takes to bring training weights into an inference engine of another layout.
 
-    full gather    every rank gathers each whole parameter (broadcast over pipeline stages, all-gather over
-                   tensor-parallel ranks) and copies its part: what most systems do
-    megatron       `megatron.core.resharding`, plan cached flat send      the bytes that had to
-    move, as one flat message a pair of ranks, over the same backend memcpy         each rank copies
-    as many bytes as it had to receive, in its own memory ours, sent     our executor without shared
-    memory (on a GPU, its only way)
+    python benchmarks/reshard.py [--sizes 3M] [--json FILE]
 
-The script starts its own ranks. All contenders take the same weights, alternate in one run, start
-at a barrier and count until the slowest rank has finished; the table gives medians. What ours and
-the full gather deliver is compared with the source, bit for bit. With one GPU there is one rank and
-every weight is shared: nothing is left to move.
+The contenders beside our own resharding:
+
+    full gather    every rank gathers each whole parameter (broadcast over pipeline stages,
+                   all-gather over tensor-parallel ranks) and copies its part: what most systems do
+    megatron       `megatron.core.resharding` with its plan cached
+    flat send      the bytes that had to move, as one flat message for each pair of ranks, over the
+                   same backend
+    memcpy         each rank copies as many bytes as it had to receive, in its own memory
+    ours, sent     our executor without shared memory; on a GPU it never has any
+
+The script starts its own ranks. All contenders take the same weights and take turns in one run.
+Each measurement starts at a barrier and ends with the slowest rank; the table gives medians. The
+weights that ours and the full gather deliver are compared, bit for bit. With one GPU there is one
+rank, which shares every weight, so nothing has to move.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,7 +82,8 @@ class Engine:
         self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._parameters = Parameters(spec, tp_rank, tp_size, device, dtype)
-        self.bind, self.weight_slots = self._parameters.bind, self._parameters.slots
+        self.bind = self._parameters.bind
+        self.weight_slots = self._parameters.slots
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces of each parameter."""
@@ -85,73 +91,101 @@ class Engine:
 
 
 class FullGather:
-    """Gathers one whole parameter at a time on every rank, and copies out what the engine needs."""
+    """Gathers one whole parameter at a time on every rank and copies what the engine needs."""
 
     def __init__(
         self, spec: ModelSpec, groups: RoleGroups, source: list[Slot], target: list[Slot], rank: int
     ) -> None:
         self._groups = groups
         self._stored = {slot.piece.parameter: slot.parameter.detach() for slot in source}
-        layout, at = groups.layout, groups.coordinates
-        tied_copy = spec.output_is_embedding and layout.pp > 1
-        self._steps = []
-        for stage in range(layout.pp):
-            owner = layout.rank_at(at.tp, at.dp, stage)
-            held: dict[str, list[Piece]] = {}
-            for tp in range(layout.tp):
-                for piece in role_pieces(spec, layout, layout.rank_at(tp, at.dp, stage)):
-                    held.setdefault(piece.parameter, []).append(replace(piece, parameter=str(tp)))
-            for name in parameter_names(spec, layout, stage):
-                if not (tied_copy and name == "output_layer.weight"):
-                    self._steps.append(
-                        (owner, name, list({piece.key: piece for piece in held[name]}.values()))
-                    )
         self._target = {slot.piece.key: slot for slot in target}
+
+        self._steps: list[tuple[int, str, list[Piece]]] = []
+        for stage in range(groups.layout.pp):
+            self._steps += _steps_of_stage(spec, groups, stage)
+
         needed = [slot.piece for slot in target]
         self._copies = [_copies(needed, pieces, rank) for _, _, pieces in self._steps]
         self._shapes = self._gather_shapes()
 
     def _gather_shapes(self) -> list[tuple[int, ...]]:
-        shapes: list[Any] = [
-            tuple(self._stored[name].shape) if o == dist.get_rank() else None
-            for o, name, _ in self._steps
-        ]
-        gathered: list[Any] = [None] * dist.get_world_size(self._groups.pp)
-        dist.all_gather_object(gathered, shapes, group=self._groups.pp)
-        return [
-            next(shape for shape in found if shape is not None)
-            for found in zip(*gathered, strict=True)
-        ]
+        """The shape of each step's parameter, which only the ranks of its stage know."""
+        own: list[Any] = []
+        for owner, name, _ in self._steps:
+            own.append(tuple(self._stored[name].shape) if owner == dist.get_rank() else None)
+
+        of_stages: list[Any] = [None] * dist.get_world_size(self._groups.pp)
+        dist.all_gather_object(of_stages, own, group=self._groups.pp)
+
+        shapes = []
+        for candidates in zip(*of_stages, strict=True):
+            (shape,) = (shape for shape in candidates if shape is not None)
+            shapes.append(shape)
+        return shapes
 
     @torch.no_grad()
     def run(self) -> None:
         """Gather and copy everything once."""
         like = next(iter(self._stored.values()))
-        tp, pp = self._groups.layout.tp, self._groups.layout.pp
+        tp = self._groups.layout.tp
+        pp = self._groups.layout.pp
+
         for (owner, name, pieces), shape, copies in zip(
             self._steps, self._shapes, self._copies, strict=True
         ):
             shard = self._stored[name] if owner == dist.get_rank() else like.new_empty(shape)
             if pp > 1:
                 dist.broadcast(shard, owner, group=self._groups.pp)
-            shards = [torch.empty_like(shard) for _ in range(tp)] if tp > 1 else [shard]
+
+            shards = [shard]
             if tp > 1:
+                shards = [torch.empty_like(shard) for _ in range(tp)]
                 dist.all_gather(shards, shard, group=self._groups.tp)
+
             views = Views([Slot(piece, shards[int(piece.parameter)]) for piece in pieces], {})
             for copy in copies:
                 view = self._target[copy.target.key].view(copy.start, copy.stop)
                 view.copy_(views(copy.source, copy.start, copy.stop).reshape(view.shape))
 
 
+def _steps_of_stage(
+    spec: ModelSpec, groups: RoleGroups, stage: int
+) -> list[tuple[int, str, list[Piece]]]:
+    """For each parameter of a stage: the rank that broadcasts it, its name, and its pieces.
+
+    `Piece.parameter` is the tensor-parallel rank whose shard holds the piece.
+    """
+    layout = groups.layout
+    coordinates = groups.coordinates
+    pieces: dict[str, dict[Any, Piece]] = {}
+    for tp in range(layout.tp):
+        for piece in role_pieces(spec, layout, layout.rank_at(tp, coordinates.dp, stage)):
+            pieces.setdefault(piece.parameter, {})[piece.key] = replace(piece, parameter=str(tp))
+
+    names = parameter_names(spec, layout, stage)
+    if spec.output_is_embedding and layout.pp > 1:  # the last stage's copy of the embedding
+        names = [name for name in names if name != "output_layer.weight"]
+
+    owner = layout.rank_at(coordinates.tp, coordinates.dp, stage)
+    return [(owner, name, list(pieces[name].values())) for name in names]
+
+
 def _copies(needed: list[Piece], held: list[Piece], rank: int) -> list[Move]:
-    """What to copy from the gathered pieces; what the plan would share is copied: the gathered are
-    thrown away.
+    """What to copy from the gathered pieces.
+
+    The plan would share some of them, but they are thrown away, so those are copied too.
     """
     by_key = {piece.key: piece for piece in held}
     names = {piece.name for piece in held}
-    way = plan({rank: held}, {rank: [piece for piece in needed if piece.name in names]}, itemsize=1)
-    shared = [piece for alias in way.aliases for piece in alias.pieces]
-    return [*way.copies, *(Move(rank, rank, by_key[p.key], p, p.start, p.stop) for p in shared)]
+    wanted = [piece for piece in needed if piece.name in names]
+    local_plan = plan({rank: held}, {rank: wanted}, itemsize=1)
+
+    copies = list(local_plan.copies)
+    for alias in local_plan.aliases:
+        for piece in alias.pieces:
+            source = by_key[piece.key]
+            copies.append(Move(rank, rank, source, piece, piece.start, piece.stop))
+    return copies
 
 
 @dataclass
@@ -162,21 +196,21 @@ class Flat:
     receives: list[tuple[int, Tensor]]
 
     @classmethod
-    def of(cls, way: ReshardPlan, rank: int, device: torch.device) -> Flat:
-        """Buffers of this rank's part of the plan."""
-        out: dict[int, int] = {}
-        into: dict[int, int] = {}
-        for move in way.moves:
+    def of(cls, whole_plan: ReshardPlan, rank: int, device: torch.device) -> Flat:
+        """Buffers for this rank's part of the plan."""
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for move in whole_plan.moves:
+            size = move.elements * whole_plan.itemsize
             if move.source_rank == rank:
-                out[move.target_rank] = out.get(move.target_rank, 0) + move.elements * way.itemsize
+                sent[move.target_rank] += size
             if move.target_rank == rank:
-                into[move.source_rank] = (
-                    into.get(move.source_rank, 0) + move.elements * way.itemsize
-                )
-        one = partial(torch.ones, dtype=torch.uint8, device=device)
+                received[move.source_rank] += size
+
+        ones = partial(torch.ones, dtype=torch.uint8, device=device)
         return cls(
-            [(peer, one(size)) for peer, size in out.items()],
-            [(peer, one(size)) for peer, size in into.items()],
+            [(peer, ones(size)) for peer, size in sent.items()],
+            [(peer, ones(size)) for peer, size in received.items()],
         )
 
     def send(self) -> None:
@@ -185,8 +219,8 @@ class Flat:
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    for to, by in pairs:
-        to.copy_(by)
+    for target, source in pairs:
+        target.copy_(source)
 
 
 def _spec(size: str) -> ModelSpec:
@@ -196,7 +230,7 @@ def _spec(size: str) -> ModelSpec:
         max_position_embeddings=1024,
         tie_word_embeddings=False,
     )
-    return FAMILIES["llama"](config.to_dict(), "lm")
+    return FAMILIES["llama"].read_config(config.to_dict(), "lm")
 
 
 def _random_source(
@@ -206,21 +240,21 @@ def _random_source(
         spec, groups, dtype=dtype, device=device, sequence_parallel=False, recompute="none"
     )
     slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
-    for slot in slots:  # the same on all ranks that hold the same
+
+    where = device.torch_device
+    for slot in slots:
         piece = slot.piece
-        seed = sum(map(ord, piece.name)) * 1009 + piece.start
+        seed = sum(map(ord, piece.name)) * 1009 + piece.start  # equal on all ranks that hold it
+        generator = torch.Generator(device=where).manual_seed(seed)
         view = slot.view(piece.start, piece.stop)
-        generator = torch.Generator(device=device.torch_device).manual_seed(seed)
-        view.copy_(
-            torch.randn(view.shape, generator=generator, dtype=dtype, device=device.torch_device)
-        )
+        view.copy_(torch.randn(view.shape, generator=generator, dtype=dtype, device=where))
     return built.module, slots
 
 
 def _megatron(
     module: Any, spec: ModelSpec, groups: RoleGroups, device: Device, dtype: torch.dtype
 ) -> Callable[[], None]:
-    """Their resharding, into a model of their own in the engine's layout."""
+    """Megatron-core's resharding, into another model in the engine's layout."""
     from megatron.core.resharding.refit import swap_model_weights
     from megatron.core.utils import unwrap_model
 
@@ -232,18 +266,21 @@ def _megatron(
 
 
 def _seconds(run: Callable[[], Any], device: Device) -> float:
-    """From a barrier to the end of the slowest rank."""
+    """Seconds from a barrier until the slowest rank has finished."""
     device.synchronize()
     dist.barrier()
+
     began = time.perf_counter()
     run()
     device.synchronize()
-    taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return float(taken)
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def _total(stats: ReshardStats) -> tuple[int, int, int]:
+    """Over all ranks: the bytes moved, the bytes that had to move, and the largest extra memory."""
     sums = torch.tensor(
         [stats.bytes_moved, stats.bytes_had_to_move, stats.peak_extra_bytes], dtype=torch.int64
     )
@@ -265,94 +302,113 @@ def _same(one: Engine, other: Engine) -> bool:
 def _case(
     factory: GroupFactory, device: Device, size: str, layout: ParallelLayout, tp: int, repeats: int
 ) -> dict[str, Any]:
-    """One row of the table."""
-    spec, rank, where = _spec(size), dist.get_rank(), device.torch_device
+    """Measure one row of the table."""
+    spec = _spec(size)
+    rank = dist.get_rank()
+    where = device.torch_device
     dtype = torch.bfloat16 if device.kind == "cuda" else torch.float32
-    groups, engines = factory.role_groups(layout), EngineLayout.inside(layout, tp)
+    groups = factory.role_groups(layout)
+    engines = EngineLayout.inside(layout, tp)
+
     module, source = _random_source(spec, groups, device, dtype)
-    ranks = next(group for group in layout.groups("tp", "pp") if rank in group)
-    way = plan(
+    (ranks,) = (ranks for ranks in layout.groups("tp", "pp") if rank in ranks)
+    whole_plan = plan(
         {r: role_pieces(spec, layout, r) for r in ranks},
         {r: engine_pieces(spec, engines, r) for r in ranks},
         dtype.itemsize,
     )
-    held = [Engine(spec, engines.place(rank)[1], tp, where, dtype) for _ in range(3)]
-    ours, sent = (
-        Resharder(
-            way,
-            source,
-            engine,
-            rank,
-            BUCKET_BYTES,
-            verify=False,
-            group=groups.mp,
-            shared_memory=shared,
-        )
-        for engine, shared in zip(held, (True, False), strict=False)
+
+    shared_engine, sent_engine, gathered_engine = (
+        Engine(spec, engines.place(rank)[1], tp, where, dtype) for _ in range(3)
     )
-    flat = Flat.of(way, rank, where)
+    resharder = partial(
+        Resharder,
+        whole_plan,
+        source,
+        rank=rank,
+        bucket_bytes=BUCKET_BYTES,
+        verify=False,
+        group=groups.mp,
+    )
+    ours = resharder(engine=shared_engine, shared_memory=True)
+    sent = resharder(engine=sent_engine, shared_memory=False)
+
+    flat = Flat.of(whole_plan, rank, where)
     connect(None, where)
     pairs = [(buffer, torch.ones_like(buffer)) for _, buffer in flat.receives]
     engine_side = factory.role_groups(ParallelLayout(tp=tp, pp=1, dp=dist.get_world_size() // tp))
     contenders: Contenders = {
         "ours": ours.run,
-        "full gather": FullGather(spec, groups, source, held[2].weight_slots(), rank).run,
+        "full gather": FullGather(spec, groups, source, gathered_engine.weight_slots(), rank).run,
         "megatron": _megatron(module, spec, engine_side, device, dtype),
         "flat send": flat.send,
         "memcpy": partial(_copy_all, pairs),
         "ours, sent": sent.run,
     }
-    for run in contenders.values():  # plans, connections and pages
+
+    for run in contenders.values():  # makes plans and connections, and touches memory
         run()
-    assert _same(held[0], held[2]) and _same(held[0], held[1]), "the contenders' weights differ"
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, run in contenders.items():
-            seconds[name].append(_seconds(run, device))
+    assert _same(shared_engine, gathered_engine) and _same(shared_engine, sent_engine), (
+        "the contenders' weights differ"
+    )
+
+    seconds = _measure(contenders, device, repeats)
     moved, minimum, peak = _total(ours.run())
     return {
         "case": f"{size} TP{layout.tp} PP{layout.pp} DP{layout.dp} → TP{tp}",
         "bytes_moved": moved,
         "lower_bound": minimum,
-        "bytes_copied_locally": way.bytes_local * layout.dp,
+        "bytes_copied_locally": whole_plan.bytes_local * layout.dp,
         "peak_extra_bytes": peak,
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "all_seconds": seconds,
     }
 
 
+def _measure(contenders: Contenders, device: Device, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run of each contender, who take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            seconds[name].append(_seconds(run, device))
+    return seconds
+
+
 def _rank(rank: int, world_size: int, port: int, arguments: argparse.Namespace) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     device = pick_device("auto", rank)
     init_distributed(device, 600.0)
+
     factory = GroupFactory(timeout_s=600.0)
     rows = []
     for size in arguments.sizes:
         for tp, pp in LAYOUTS if world_size > 1 else ((1, 1),):
             layout = ParallelLayout.for_world("actor", world_size, tp, pp)
-            for engine_tp in (n for n in (1, 2, 4) if tp * pp % n == 0):
+            for engine_tp in (1, 2, 4):
+                if tp * pp % engine_tp != 0:
+                    continue
                 rows.append(_case(factory, device, size, layout, engine_tp, arguments.repeats))
                 if rank == 0:
                     print(_line(rows[-1]), flush=True)
+
     if rank == 0 and arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row of the table: milliseconds, and in brackets how many times ours that is."""
+    """A row of the table: milliseconds, and in brackets the ratio to the milliseconds of ours."""
     seconds = row["seconds"]
     cells = [row["case"], f"{row['bytes_moved'] / 1e6:.2f}", f"{row['lower_bound'] / 1e6:.2f}"]
     cells.append(f"{row['bytes_copied_locally'] / 1e6:.2f}")
     cells.append(f"{seconds['ours'] * 1e3:.1f}")
-    ratio = [
-        f"{seconds[name] * 1e3:.1f} ({seconds[name] / seconds['ours']:.2f})" for name in OTHERS
-    ]
-    return "| " + " | ".join([*cells, *ratio, f"{row['peak_extra_bytes'] / 2**20:.2f}"]) + " |"
+    for name in OTHERS:
+        cells.append(f"{seconds[name] * 1e3:.1f} ({seconds[name] / seconds['ours']:.2f})")
+    cells.append(f"{row['peak_extra_bytes'] / 2**20:.2f}")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -362,13 +418,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each contender")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     arguments = parser.parse_args()
+
     gpus = torch.cuda.device_count()
-    world_size = 4 if gpus == 0 else 1 << min(2, gpus.bit_length() - 1)
+    world_size = 4 if gpus == 0 else 1 << min(2, gpus.bit_length() - 1)  # 1, 2 or 4
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    where = f"{world_size} ranks on {'CPU, float32' if gpus == 0 else torch.cuda.get_device_name() + ', bfloat16'}"
-    print(f"{where}; milliseconds, medians of {arguments.repeats}; in brackets: times ours\n")
+
+    machine = "CPU, float32"
+    if gpus > 0:
+        machine = f"{torch.cuda.get_device_name()}, bfloat16"
+    medians = f"milliseconds, medians of {arguments.repeats}; in brackets: times ours"
+    print(f"{world_size} ranks on {machine}; {medians}\n")
     heads = [
         "case",
         "moved, MB",

@@ -1,8 +1,8 @@
 """mrlhf: reinforcement learning from human feedback on Megatron-style model parallelism.
 
-Importing the package installs the CPU stand-ins for megatron-core where there is no GPU, so it must
-precede any import of megatron; the modules that use megatron are inside the package, which sees to
-that.
+Importing the package installs the CPU stand-ins for megatron-core if there is no GPU, so it must
+come before any import of megatron. All modules that use megatron are inside the package, so this is
+always so.
 """
 
 from mrlhf.device import install_cpu_stand_ins

@@ -1,10 +1,10 @@
-"""The device a rank computes on: choosing it, joining the process group, and megatron-core on a
-machine without a GPU.
+"""Chooses the device of a rank, joins the process group, and runs megatron-core without a GPU.
 
-megatron-core calls `torch.cuda` all over. Where there is no GPU, an import hook rewrites the source
-of `megatron.core` as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"` becomes
-`device="cpu"`, and so on. No attribute of torch changes, line numbers stay, no bytecode is written,
-nothing is imported before it is asked for. Where there is a GPU the hook is not installed.
+megatron-core calls `torch.cuda` in many places. If there is no GPU, an import hook rewrites the
+source of `megatron.core` as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"`
+becomes `device="cpu"`, and so on. No attribute of torch changes, line numbers stay the same, no
+bytecode is written, and nothing is imported earlier than without the hook. If there is a GPU, the
+hook is not installed.
 
 This is also the one file that reads the environment variables of the launcher. It knows neither
 models nor layouts.
@@ -38,9 +38,10 @@ T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
 
 # Dense TFLOP/s of matrix products in bfloat16 (tensor cores, sums in float32) and in float32 (no
-# TF32), by what `torch.cuda.get_device_name` says; the longer of two names that fit comes first.
-# From NVIDIA's data sheets of each card, and for GeForce cards the Ampere GA102, Ada and RTX
-# Blackwell whitepapers. Where only figures "with sparsity" are printed, half of them.
+# TF32), by the name that `torch.cuda.get_device_name` gives. If two names match, the longer one
+# must come first. The figures are from NVIDIA's data sheet of each card, and for GeForce cards from
+# the Ampere GA102, Ada and RTX Blackwell whitepapers. If only figures "with sparsity" are printed,
+# half of them is used.
 _PEAK_TFLOPS = {
     "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
@@ -67,7 +68,7 @@ _OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place, as the launcher gave it.
+    """The place of this process in the job, as the launcher gave it.
 
     Attributes:
         rank: number of the process in the whole job.
@@ -86,7 +87,7 @@ class Device:
 
     Attributes:
         kind: "cpu" or "cuda".
-        torch_device: for `torch.empty(device=...)`; a GPU's carries its index.
+        torch_device: for `torch.empty(device=...)`; for a GPU it includes the index.
         backend: backend of `torch.distributed` for tensors on the device.
     """
 
@@ -95,46 +96,46 @@ class Device:
     backend: Literal["gloo", "nccl"]
 
     def synchronize(self) -> None:
-        """Wait for all work queued on the device, so that a clock read next is right."""
+        """Wait for all work queued on the device, so that a clock that is read next is right."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch_device)
 
     def max_memory_allocated(self) -> int:
-        """Peak bytes so far: of tensors on a GPU, of the process's resident memory on a CPU."""
+        """Peak bytes so far: of tensors on a GPU, of resident memory on a CPU."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
     def peak_tflops(self, dtype: torch.dtype) -> float | None:
-        """What the device could do at best, as `peak_tflops` knows it; None on a CPU."""
-        return (
-            peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype)
-            if self.kind == "cuda"
-            else None
-        )
+        """The peak of the device, as the function `peak_tflops` knows it; None on a CPU."""
+        if self.kind == "cpu":
+            return None
+        return peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype)
 
 
 def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     """Dense peak of matrix products on one GPU, in 10^12 operations a second.
 
     Args:
-        name: what `torch.cuda.get_device_name` calls it.
-        dtype: of the operands.
+        name: the name that `torch.cuda.get_device_name` gives.
+        dtype: dtype of the operands.
 
     Returns:
-        None where the card, or the part of it that a MIG slice is, or the dtype is not known here.
+        The peak, or None if the card (or the MIG slice of a card) or the dtype is not known here.
     """
     column = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1}
     if dtype not in column or _OTHER_CARD.search(name):
         return None
-    known = (peak for card, peak in _PEAK_TFLOPS.items() if re.search(rf"\b{card}\b", name))
-    peak = next(known, None)
-    return None if peak is None else peak[column[dtype]]
+
+    for card, peak in _PEAK_TFLOPS.items():
+        if re.search(rf"\b{card}\b", name):
+            return peak[column[dtype]]
+    return None
 
 
 def read_launch() -> Launch:
-    """What torchrun put into the environment.
+    """The place of this process, from the environment variables that torchrun sets.
 
     Raises:
         ConfigError: the process was not started by torchrun.
@@ -151,24 +152,25 @@ def read_launch() -> Launch:
 
 
 def processes_on_this_machine() -> int:
-    """How many processes of the job share this machine; 1 where no launcher says."""
+    """Number of processes of the job on this machine; 1 if no launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one to tell what every process sees, such as a mistake on the
-    command line.
-    """
+    """Whether this process is the one to report what every process sees, such as a wrong option."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
-    """The device of the process with number `local_rank` on its machine; "auto" takes a GPU where
-    there is one.
+    """The device of one process; "auto" takes a GPU if there is one.
+
+    Args:
+        setting: the device that the configuration asks for.
+        local_rank: number of the process on its machine.
 
     Raises:
-        ConfigError: the machine has no GPU, or not enough, or has one that must be hidden to
-            compute on the CPU.
+        ConfigError: there is no GPU, or there are too few, or the CPU is asked for and a GPU is
+            visible.
     """
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
@@ -177,12 +179,13 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
         raise ConfigError(
             "distributed.device is cpu but torch sees a GPU; hide it with CUDA_VISIBLE_DEVICES=''"
         )
+
     if not available:
         return Device("cpu", torch.device("cpu"), "gloo")
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()}; "
-            f"start at most so many processes a machine"
+            f"local rank {local_rank} has no GPU of its own: torch sees "
+            f"{torch.cuda.device_count()}; start at most that many processes on each machine"
         )
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "nccl")
@@ -196,7 +199,11 @@ def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Devic
 
 
 def init_distributed(device: Device, timeout_s: float) -> tuple[int, int]:
-    """Join the job's process group: gloo for host tensors everywhere, NCCL too for those on a GPU.
+    """Join the job's process group: gloo for host tensors, and NCCL for tensors on a GPU.
+
+    Args:
+        device: the device of this process.
+        timeout_s: seconds after which a collective gives up.
 
     Returns:
         Rank and world size.
@@ -222,22 +229,22 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class _Nothing:
-    """A CUDA stream or event where there is none: every method does nothing and returns the object."""
+class _NoStream:
+    """Stands in for a CUDA stream or event: every method does nothing and returns the object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def _self(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def _self(self, *args: Any, **kwargs: Any) -> _NoStream:
         return self
 
     wait_stream = wait_event = wait = record_event = record = synchronize = _self
 
 
 class _CudaOnCpu:
-    """What rewritten megatron-core sees as `torch.cuda`; names not listed come from the real one."""
+    """What rewritten megatron-core sees as `torch.cuda`; other names come from the real module."""
 
-    Stream = Event = current_stream = default_stream = _Nothing
+    Stream = Event = current_stream = default_stream = _NoStream
     stream = contextlib.nullcontext
     manual_seed = staticmethod(torch.manual_seed)
 
@@ -272,10 +279,13 @@ CUDA_ON_CPU = _CudaOnCpu()
 
 
 def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T], T]:
-    """What rewritten megatron-core sees as `torch.compile`: no compiler is needed, or waited for,
-    on a CPU.
+    """What rewritten megatron-core sees as `torch.compile`: it returns the function as it is.
+
+    A CPU then needs no compiler, and nobody waits for one.
     """
-    return (lambda decorated: decorated) if function is None else function
+    if function is None:
+        return lambda decorated: decorated
+    return function
 
 
 class _Rewrite(ast.NodeTransformer):
@@ -291,14 +301,14 @@ class _Rewrite(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """'torch.cuda.FloatTensor', as compared with `Tensor.type()`, becomes 'torch.FloatTensor'."""
+        """'torch.cuda.FloatTensor', to which `Tensor.type()` is compared, loses its "cuda."."""
         value = node.value
         if isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor"):
             return ast.copy_location(ast.Constant(value.replace("torch.cuda.", "torch.")), node)
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        """`device="cuda"` becomes `device="cpu"`, and `pin_memory=True` False."""
+        """`device="cuda"` becomes `device="cpu"`, and `pin_memory` becomes False."""
         self.generic_visit(node)
         if isinstance(node.value, ast.Constant):
             if node.arg == "device" and node.value.value == "cuda":
@@ -310,51 +320,56 @@ class _Rewrite(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         """`x.cuda()` becomes `x`."""
         self.generic_visit(node)
-        return (
-            node.func.value
-            if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda"
-            else node
-        )
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            return node.func.value
+        return node
 
 
-def _mend_random(module: Any) -> None:
-    """The stock functions reach for a CUDA generator directly."""
+def _patch_random(module: Any) -> None:
+    """Replace the two functions that use a CUDA generator directly."""
     module._get_cuda_rng_state = CUDA_ON_CPU.get_rng_state
     module._set_cuda_rng_state = CUDA_ON_CPU.set_rng_state
 
 
-def _mend_moe(module: Any) -> None:
-    """The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes
-    as numbers.
+def _patch_moe(module: Any) -> None:
+    """Define what the router and the dispatcher of experts need on a CPU.
+
+    The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes as
+    numbers.
     """
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        if as_numpy and isinstance(tensor, torch.Tensor):
+            return tensor.numpy()
+        return tensor
 
     module.__dict__.setdefault("te_general_gemm", None)
     module.maybe_move_tensor_to_cpu = to_host
 
 
-_MENDED: dict[str, Callable[[Any], None]] = {
-    "megatron.core.tensor_parallel.random": _mend_random,
-    "megatron.core.transformer.moe.moe_utils": _mend_moe,
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe,
 }
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
     """Loads one rewritten module, never through the bytecode cache."""
 
-    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+    def source_to_code(  # type: ignore[override]
+        self, data: Any, path: Any, *, _optimize: int = -1
+    ) -> CodeType:
         tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__["_mrlhf_device"] = sys.modules[__name__]
-        with warnings.catch_warnings():  # on a CPU nobody misses Apex and TransformerEngine
+        with warnings.catch_warnings():
+            # megatron-core warns that Apex and TransformerEngine are missing; a CPU needs neither.
             warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
             super().exec_module(module)
-        if module.__name__ in _MENDED:
-            _MENDED[module.__name__](module)
+        if module.__name__ in _PATCHES:
+            _PATCHES[module.__name__](module)
 
     def path_stats(self, path: Any) -> Any:
         raise OSError("rewritten modules have no bytecode cache")
@@ -364,13 +379,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of megatron.core as usual, and hands their source to `_Loader`."""
+    """Finds the modules of megatron.core as usual, and gives their source to `_Loader`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
             return None
+
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
@@ -378,8 +394,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install_cpu_stand_ins() -> None:
-    """Have megatron-core imported without CUDA from now on. Does nothing where there is a GPU, or
-    the second time.
+    """Rewrite megatron-core for the CPU when it is imported.
+
+    This does nothing if there is a GPU, or if it has been called before.
     """
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

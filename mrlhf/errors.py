@@ -1,12 +1,12 @@
-"""The errors that mrlhf raises for its users, each also the builtin it resembles.
+"""The errors that mrlhf raises for its users; each is also the builtin error that it resembles.
 
-Every message is one line that says what is wrong and what to do. This file knows nothing of what
-raises them; our own bugs are `assert`s, not errors from here.
+Every message is one line that says what is wrong and what to do. Our own bugs are `assert`s, not
+errors from here. This file does not know the code that raises the errors.
 """
 
 
 class MrlhfError(Exception):
-    """Base of every error that a user of mrlhf can cause and mend."""
+    """Base of every error that a user of mrlhf can cause and correct."""
 
 
 class ConfigError(MrlhfError, ValueError):
@@ -18,16 +18,16 @@ class DataError(MrlhfError, ValueError):
 
 
 class WeightError(MrlhfError, ValueError):
-    """A checkpoint's tensors do not fit the model that shall hold them."""
+    """Weights do not fit the model that is to hold them, or could not be handed over."""
 
 
 class RewardError(MrlhfError, RuntimeError):
-    """A reward function cannot be loaded, failed, hung, or returned no number."""
+    """A reward function cannot be loaded, failed, took too long, or returned no number."""
 
 
 class EngineError(MrlhfError, RuntimeError):
-    """The inference engine cannot serve what it was asked for."""
+    """The inference engine cannot do what it was asked for."""
 
 
 class TrainingError(MrlhfError, RuntimeError):
-    """Training cannot go on: its gradients are not usable."""
+    """Training cannot continue, because its gradients are not usable."""

@@ -1,7 +1,7 @@
-"""What a run tells: log lines with the rank in front, metrics files, a progress display, curves.
+"""The output of a run: log lines with the rank in front, metrics files, progress and curves.
 
-Rank 0 speaks; other ranks only warn, and construct no writer. This file knows the names of metrics
-only as far as its caller gives them.
+Rank 0 writes all of it; other ranks only log warnings, and construct no writer. Apart from
+`PPO_COLUMNS`, this file knows only those names of metrics that its caller gives it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ PPO_COLUMNS = (
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever standard error is at that moment, so that a line never tears a live
-    progress bar.
-    """
+    """Looks up standard error for each line, so that a line does not break a live progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -53,35 +51,38 @@ class _StderrHandler(logging.Handler):
 
 
 def configure_logging(rank: int) -> None:
-    """Send log lines to standard error with the rank in front; may be called again.
+    """Send log lines to standard error with the rank in front; a second call replaces the first.
 
-    Our own lines are shown from INFO on rank 0 and from WARNING elsewhere, those of other packages
-    from WARNING.
+    Our own lines are shown from INFO on rank 0 and from WARNING on other ranks, those of other
+    packages from WARNING.
     """
     handler = _StderrHandler()
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s")
     )
+
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, _StderrHandler)]:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    for third_party in (
-        r"torch\.distributed",
-        r"megatron\.core",
-    ):  # deprecations that are not our user's to mend
+
+    # Deprecation warnings of these packages are about our code, not about the user's.
+    for third_party in (r"torch\.distributed", r"megatron\.core"):
         warnings.filterwarnings("ignore", module=third_party)
+
     logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
 class MetricsWriter:
-    """Appends the metrics of each step to `metrics.jsonl` in the output directory, and to
-    tensorboard if asked.
-    """
+    """Appends the metrics of each step to `metrics.jsonl`, and to tensorboard if asked."""
 
     def __init__(self, output_dir: Path, tensorboard: bool = False) -> None:
         """Open the files; a resumed run appends.
+
+        Args:
+            output_dir: the directory of `metrics.jsonl`; created if it is missing.
+            tensorboard: also write tensorboard files, into a folder in `output_dir`.
 
         Raises:
             ConfigError: tensorboard is asked for and not installed.
@@ -91,15 +92,13 @@ class MetricsWriter:
         self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line, and flush it: a number that is not finite becomes null, since JSON has
-        none.
-        """
+        """Write one line and flush it; a number that is not finite becomes null."""
         assert "step" not in metrics, "'step' is the line's own key"
         numbers = {name: _json_number(value) for name, value in metrics.items()}
-        self._file.write(
-            json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False) + "\n"
-        )
+        line = json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False)
+        self._file.write(line + "\n")
         self._file.flush()
+
         if self._tensorboard is not None:
             for name, number in numbers.items():
                 if number is not None:
@@ -125,7 +124,7 @@ class MetricsWriter:
 
 
 class Progress:
-    """Shows how far a run is: a bar on a terminal, else one plain log line a step."""
+    """Shows the progress of a run: a bar on a terminal, otherwise one log line a step."""
 
     def __init__(
         self,
@@ -140,14 +139,16 @@ class Progress:
             total_steps: steps of the whole run.
             columns: label and metric of each number to show; a metric that a step lacks is left
                 out.
-            first_step: steps done before, where a run is resumed; the time left is told from the
-                steps done since.
-            stream: where the bar goes, standard error by default; no bar unless it is a terminal.
+            first_step: steps that were done before the run was resumed; the time left is estimated
+                from the steps done since.
+            stream: where the bar goes, standard error by default; there is no bar if it is not a
+                terminal.
         """
         self._total_steps = total_steps
         self._columns = columns
         self._first_step = first_step
         self._start = time.monotonic()
+
         stream = sys.stderr if stream is None else stream
         self._bar: Bar | None = None
         if stream.isatty():
@@ -187,17 +188,19 @@ class Progress:
 
 
 def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
-    """The records that `MetricsWriter` wrote, by step; of a step written twice (by a resumed run),
-    the later one.
+    """The records that `MetricsWriter` wrote, sorted by step.
+
+    If a resumed run has written a step again, its later record is returned.
 
     Raises:
-        DataError: the file is missing, or a line of it is no record.
+        DataError: the file is missing, or a line of it is not a record.
     """
-    records: dict[int, dict[str, Any]] = {}
     try:
         lines = metrics_jsonl.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"cannot read metrics: {error}") from error
+
+    records: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -210,7 +213,7 @@ def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
 
 
 def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> None:
-    """Draw the metrics named by `keys` over the steps into one PNG, a panel each.
+    """Draw the metrics named by `keys` over the steps into one PNG file, with a panel for each.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -222,8 +225,10 @@ def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> Non
     except ImportError as error:
         raise ConfigError("curves need matplotlib: pip install matplotlib") from error
     assert keys, "nothing to plot"
+
     records = read_metrics(metrics_jsonl)
     known = sorted({name for record in records for name in record})
+
     width = min(3, len(keys))
     height = math.ceil(len(keys) / width)
     figure = Figure(figsize=(4.5 * width, 3.2 * height), layout="constrained")
@@ -232,18 +237,19 @@ def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> Non
         points = [(record["step"], record[key]) for record in records if key in record]
         if not points:
             nearest = difflib.get_close_matches(key, known, n=1)
-            hint = (
-                f"; did you mean '{nearest[0]}'?"
-                if nearest
-                else f"; it has {', '.join(known) or 'no records'}"
-            )
-            raise DataError(f"{metrics_jsonl} has no metric '{key}'{hint}")
+            if nearest:
+                hint = f"did you mean '{nearest[0]}'?"
+            else:
+                hint = f"it has {', '.join(known) or 'no records'}"
+            raise DataError(f"{metrics_jsonl} has no metric '{key}'; {hint}")
+
         axes = figure.add_subplot(height, width, panel)
         steps, numbers = zip(*points, strict=True)
         axes.plot(steps, [math.nan if number is None else number for number in numbers], marker=".")
         axes.set_xlabel("step")
         axes.set_ylabel(key)
         axes.grid(alpha=0.3)
+
     png_path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png_path, dpi=120)
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 
-from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.base import (
+    EngineLimits,
+    InferenceEngine,
+    Sample,
+    SamplingParams,
+    generate,
+    requests_for,
+)
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
@@ -49,9 +57,11 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
         "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16),
     }
+
     model = transformers.AutoModelForCausalLM.from_config(
         configs[name](), attn_implementation="eager"
     ).eval()
+
     generator = torch.Generator().manual_seed(seed)
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -60,7 +70,7 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
 
 
 def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
 
 
 def fill(slots: list[Slot], model: Any) -> None:
@@ -68,9 +78,7 @@ def fill(slots: list[Slot], model: Any) -> None:
     state = model.state_dict()
     for slot in slots:
         piece = slot.piece
-        part = state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
-        view = slot.view(piece.start, piece.stop)
-        view.copy_(part.reshape(view.shape))
+        slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))
 
 
 def empty_engine(
@@ -92,6 +100,17 @@ def make_engine(model: Any, group: dist.ProcessGroup | None = None, **changes: A
     fill(engine.weight_slots(), model)
     engine.commit(1)
     return engine
+
+
+def answer(
+    engine: InferenceEngine,
+    prompts: Sequence[Sequence[int]],
+    uids: Sequence[int],
+    sampling: SamplingParams,
+    samples: Sequence[range] | None = None,
+) -> list[Sample]:
+    """The samples of all prompts, by prompt, then by sample."""
+    return generate(engine, requests_for(prompts, uids, sampling, samples)).samples
 
 
 def make_prompts(count: int = 9) -> list[list[int]]:

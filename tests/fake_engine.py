@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from mrlhf.inference.base import EngineStats, Sample, SamplingParams
+from mrlhf.inference.base import EngineStats, Finished, Request, Sample
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.weights.shard import Piece, Slot
 
@@ -27,6 +27,15 @@ def response(seed: int, uid: int, sample: int, max_tokens: int) -> list[int]:
     ]
 
 
+def answer(request: Request, index: int) -> Sample:
+    """The sample `index` of a request, whose log-probs are numbers that float32 holds exactly."""
+    sampling = request.sampling
+    tokens = response(sampling.seed, request.uid, index, sampling.max_tokens)
+    logprobs = [-(token % 1024) / 1024 for token in tokens]
+    stopped = len(tokens) < sampling.max_tokens
+    return Sample(request.id, index, tokens, logprobs, stopped)
+
+
 class FakeEngine:
     """Keeps a list of the calls it got."""
 
@@ -34,7 +43,7 @@ class FakeEngine:
         self.calls: list[str] = []
         self.asked: list[tuple[int, range]] = []
         self._version = -1
-        self._stats: EngineStats | None = None
+        self._requests: list[Request] = []
 
     @property
     def version(self) -> int:
@@ -53,42 +62,38 @@ class FakeEngine:
         self.calls.append("commit")
         self._version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        uids: Sequence[int],
-        sampling: SamplingParams,
-        samples: Sequence[range] | None = None,
-    ) -> list[Sample]:
-        self.calls.append("generate")
-        ranges = [range(sampling.n)] * len(prompts) if samples is None else samples
-        self.asked = list(zip(uids, ranges, strict=True))
-        found = []
-        for index, (uid, wanted) in enumerate(self.asked):
-            for sample in wanted:
-                tokens = response(sampling.seed, uid, sample, sampling.max_tokens)
-                # Numbers that float32 holds exactly.
-                logprobs = [-(token % 1024) / 1024 for token in tokens]
-                found.append(
-                    Sample(
-                        index, sample, tokens, logprobs, stopped=len(tokens) < sampling.max_tokens
-                    )
-                )
-        prompt_tokens = sum(len(p) * len(wanted) for p, wanted in zip(prompts, ranges, strict=True))
-        self._stats = EngineStats(
-            steps=max(len(sample.token_ids) for sample in found),
-            prompt_tokens=prompt_tokens,
+    @property
+    def in_flight(self) -> int:
+        return sum(len(request.samples) for request in self._requests)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.calls.append("submit")
+        self.asked = [(request.uid, request.samples) for request in requests]
+        self._requests = list(requests)
+
+    def step(self) -> None:
+        """Everything is drawn by `collect`."""
+
+    def collect(self) -> Finished:
+        samples = [
+            answer(request, index) for request in self._requests for index in request.samples
+        ]
+        prompts = [request.prompt for request in self._requests]
+        stats = EngineStats(
+            steps=max(len(sample.token_ids) for sample in samples),
+            prompt_tokens=sum(len(r.prompt) * len(r.samples) for r in self._requests),
             computed_prompt_tokens=sum(map(len, prompts)),
-            generated_tokens=sum(len(sample.token_ids) for sample in found),
+            generated_tokens=sum(len(sample.token_ids) for sample in samples),
             preemptions=len(prompts),
             cache_bytes=2**40 + len(prompts),
-            peak_cache_bytes=len(found),
+            peak_cache_bytes=len(samples),
         )
-        return found
+        self._requests = []
+        return Finished(samples, stats)
 
-    def stats(self) -> EngineStats:
-        assert self._stats is not None
-        return self._stats
+    def cancel(self) -> Finished:
+        self._requests = []
+        return Finished([], EngineStats())
 
     def sleep(self) -> None:
         self.calls.append("sleep")

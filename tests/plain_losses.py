@@ -68,11 +68,17 @@ def bypass(kind: str, rows: list[Row]) -> list[Row]:
         return [_with(row, weights=c / mean) for c, row in zip(cut, rows, strict=True)]
     if kind == "sequence":
         return [
-            _with(row, weights=torch.full_like(row.old, min(math.prod(r.tolist()), THRESHOLD)))
+            _with(
+                row,
+                weights=torch.full_like(row.old, min(math.prod(r[row.kept].tolist()), THRESHOLD)),
+            )
             for r, row in zip(ratios, rows, strict=True)
         ]
     assert kind == "geo"
-    inside = [1 / BAND <= 1 / math.exp(r.log().mean().item()) <= BAND for r in ratios]
+    inside = [
+        1 / BAND <= 1 / math.exp(r[row.kept].log().mean().item()) <= BAND
+        for r, row in zip(ratios, rows, strict=True)
+    ]
     return [_with(row, kept=row.kept & ok) for ok, row in zip(inside, rows, strict=True)]
 
 

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from mrlhf.batch import Experience, Prompts, Rollout
+from tests import rollouts
 from tests.padding import pad_responses
 from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 
@@ -135,10 +136,8 @@ def make_rollout() -> Rollout:
         [{} for _ in range(count)],
     )  # fmt: skip
     ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int64)
-    nothing = torch.zeros(mask.shape)
-    return Rollout(
-        prompts, [0] * count, ids, mask, nothing, torch.ones(count, dtype=torch.bool), version=0
-    )
+    stopped = torch.ones(count, dtype=torch.bool)
+    return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
 
 
 def make_experience(model: Path) -> Experience:
@@ -253,7 +252,7 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         if settings.get("positive_lm_coef"):
             assert experience.positive is not None
             right = [
-                row.logprobs
+                row.logprobs[experience.rollout.loss_mask[number, : len(row.logprobs)]]
                 for number, row in zip(numbers, rows, strict=True)
                 if experience.positive[number]
             ]

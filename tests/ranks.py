@@ -1,33 +1,69 @@
-"""Runs a function in several gloo ranks on this machine, for tests. It knows nothing of what it
-runs.
+"""Runs a function in several gloo ranks on this machine, for tests. It does not know what it runs.
+
+The ranks are forks of one server process that has imported `tests/preloaded.py`: that takes a
+moment, where importing torch and megatron-core anew takes seconds. In all else a rank starts as a
+new process does, except that all ranks of a test run hash strings alike.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests import preloaded
+
+
+def _fork_server() -> BaseContext:
+    """The context that starts ranks; its server starts with the first ranks and lasts."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([preloaded.__name__])
+
+    # The server is a new interpreter, which reads these as it starts and as it imports torch.
+    variables = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",  # a fork copies one thread only
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looks for a GPU without opening it
+    }
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+    return context
 
 
 def _main(
     rank: int,
     world_size: int,
     port: int,
+    environment: dict[str, str],
     body: Callable[..., Any],
     args: tuple[Any, ...],
     queue: Any,
 ) -> None:
+    assert os.getppid() == preloaded.IMPORTED_BY, "the fork server has not preloaded its modules"
+
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+
+    # A fork has the random numbers of its server; a rank that forgets to seed must have its own.
+    torch.seed()
+    np.random.seed()
+
     try:
         dist.init_process_group(
             "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
@@ -43,7 +79,9 @@ def _main(
 def run_ranks(
     world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 300.0
 ) -> list[Any]:
-    """Call the module-level function `body(rank, world_size, *args)` in `world_size` spawned ranks.
+    """Call the module-level function `body(rank, world_size, *args)` in `world_size` processes.
+
+    The processes have the environment variables of this process, and those that torchrun would set.
 
     Returns:
         What each rank returned (picklable, no tensors that share memory), by rank.
@@ -54,14 +92,16 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+
+    context = _fork_server()
     queue = context.Queue()
-    ranks = [
-        context.Process(target=_main, args=(rank, world_size, port, body, args, queue), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
+    environment = dict(os.environ)
+    ranks = []
+    for rank in range(world_size):
+        place = (rank, world_size, port, environment, body, args, queue)
+        ranks.append(context.Process(target=_main, args=place, daemon=True))
+        ranks[-1].start()
+
     results: dict[int, Any] = {}
     try:
         for _ in range(world_size):

@@ -1,5 +1,4 @@
-"""Tiny models cut by hand, for tests: specs, full tensors, and the local parameters of any rank as
-plain tensors.
+"""Tiny models cut by hand: specs, full tensors, and the local parameters of any rank.
 
 Parameters are filled with NaN, so that what a test forgets to fill shows.
 """
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from mrlhf.models.families import FAMILIES, tensor_shapes
+from mrlhf.models.families import FAMILIES, family_of
 from mrlhf.models.spec import Head, ModelSpec
-from mrlhf.weights.shard import Piece, Slot
+from mrlhf.weights.shard import Piece, Shape, Slot
 
 _FAMILY = {
     "llama": {"tie_word_embeddings": False},
@@ -27,8 +26,9 @@ MODELS = tuple(_FAMILY)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
-    """Four layers, four KV groups of two query heads, a vocabulary of 37, which no tensor-parallel
-    size divides.
+    """Four layers, four KV heads with two query heads each, and a vocabulary of 37.
+
+    No tensor-parallel size divides the vocabulary.
     """
     return AutoConfig.for_model(
         model.removesuffix("_tied"),
@@ -47,7 +47,11 @@ def tiny_config(model: str) -> PretrainedConfig:
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:
     config = tiny_config(model).to_dict()
-    return FAMILIES[config["model_type"]](config, head)
+    return FAMILIES[config["model_type"]].read_config(config, head)
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    return family_of(spec).tensor_shapes(spec)
 
 
 def full_tensors(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""The arithmetic task: sums as text, "37+48=" with the answer "85", of which supervised data may
-get some wrong.
+"""The arithmetic task: sums as text, such as "37+48=" with the answer "85".
 
-With a part of the supervised answers wrong, fine-tuning yields a policy that is right only part of
-the time, which reinforcement learning can then mend. Does not know files' readers, models or
-rewards.
+A part of the supervised answers can be wrong on purpose. Fine-tuning on them yields a policy that
+is right only part of the time, and reinforcement learning can then improve it. This file does not
+know how data files are read, and knows no models or rewards.
 """
 
 from __future__ import annotations
@@ -54,8 +53,14 @@ def sample_problems(
     rng: random.Random,
     exclude: frozenset[str] = frozenset(),
 ) -> list[Problem]:
-    """`count` distinct problems with operands of at most `digits` digits, none with a prompt in
-    `exclude`.
+    """Draw `count` distinct problems whose prompts are not in `exclude`.
+
+    Args:
+        count: number of problems.
+        digits: the most digits of an operand.
+        operations: the signs to use, such as "+-".
+        rng: the random numbers.
+        exclude: prompts to leave out.
 
     Raises:
         DataError: there are fewer such problems, or an operation is unknown.
@@ -63,44 +68,56 @@ def sample_problems(
     unknown = sorted(set(operations) - set(OPERATIONS))
     if unknown or not operations:
         raise DataError(f"operations {operations!r}: use one or several of {''.join(OPERATIONS)}")
+
     base = 10**digits
     total = len(operations) * base * base
     if count + len(exclude) > total:
         raise DataError(
-            f"{count} prompts beside {len(exclude)} others exceed the {total} problems of up to {digits} digits; "
-            "ask for fewer prompts or more digits"
+            f"{count} prompts beside {len(exclude)} others exceed the {total} problems of up to "
+            f"{digits} digits; ask for fewer prompts or more digits"
         )
+
     problems: list[Problem] = []
     for number in rng.sample(range(total), count + len(exclude)):
-        which, rest = divmod(number, base * base)
-        left, right = divmod(rest, base)
-        sign = operations[which]
+        operation, operands = divmod(number, base * base)
+        left, right = divmod(operands, base)
+        sign = operations[operation]
         prompt = f"{left}{sign}{right}="
         if prompt not in exclude:
             problems.append(Problem(prompt, OPERATIONS[sign](left, right)))
+
     return problems[:count]
 
 
 def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
-    """A number other than `answer`: except for "carry", of the same sign and number of digits.
+    """Draw a number that differs from `answer`.
+
+    "uniform" and "near" keep the sign and the number of digits; "carry" may not.
 
     Args:
-        answer: the right one.
-        kind: "uniform" draws any such number, "near" alters one digit, "carry" adds 10, as one does
-            who carries where nothing is to be carried.
-        rng: the source of chance.
+        answer: the right answer.
+        kind: "uniform" draws any such number, "near" changes one digit, "carry" adds 10, which is
+            what a needless carry does.
+        rng: the random numbers.
     """
     if kind == "carry":
         return answer + 10
-    sign, text = (-1 if answer < 0 else 1), str(abs(answer))
+
+    sign = -1 if answer < 0 else 1
+    text = str(abs(answer))
     if kind == "uniform":
         low = 10 ** (len(text) - 1) if len(text) > 1 else int(answer < 0)
-        # One number fewer than there are: from the right answer on, each stands for its successor.
+        # The right answer must not be drawn: draw from one number fewer, and shift up by one
+        # whatever is not below the right answer.
         drawn = rng.randrange(low, 10 ** len(text) - 1)
-        return sign * (drawn + (drawn >= abs(answer)))
+        if drawn >= abs(answer):
+            drawn += 1
+        return sign * drawn
+
     place = rng.randrange(len(text))
-    leads = place == 0 and (len(text) > 1 or sign < 0)
-    digit = rng.choice([d for d in "0123456789"[leads:] if d != text[place]])
+    must_not_be_zero = place == 0 and (len(text) > 1 or sign < 0)
+    allowed = "123456789" if must_not_be_zero else "0123456789"
+    digit = rng.choice([d for d in allowed if d != text[place]])
     return sign * int(text[:place] + digit + text[place + 1 :])
 
 
@@ -121,41 +138,46 @@ def write_arithmetic(
     """Write sft.jsonl, train.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
 
     sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only
-    sft.jsonl has wrong answers. It has `sft` problems `sft_copies` times each, every time with an
-    answer that is right or wrong by chance of its own, so that what is learned is the chance and
-    not the answer.
+    sft.jsonl has wrong answers. It holds `sft` problems, each `sft_copies` times. Whether an answer
+    is wrong is drawn anew for each copy, so that a model learns how often to be wrong and not
+    which answers to give.
 
     Returns:
         Rows written, by file name.
     """
     if not 0.0 <= wrong_fraction <= 1.0:
         raise DataError(f"wrong fraction {wrong_fraction} is not in [0, 1]")
+
     rng = random.Random(seed)
-    held = sample_problems(held_out, digits=digits, operations=operations, rng=rng)
-    hidden = frozenset(problem.prompt for problem in held)
-    shown = sft_copies * sample_problems(
+    held_out_problems = sample_problems(held_out, digits=digits, operations=operations, rng=rng)
+    hidden = frozenset(problem.prompt for problem in held_out_problems)
+    sft_problems = sft_copies * sample_problems(
         sft, digits=digits, operations=operations, rng=rng, exclude=hidden
     )
-    asked = sample_problems(train, digits=digits, operations=operations, rng=rng, exclude=hidden)
-    wrong = set(rng.sample(range(len(shown)), round(wrong_fraction * len(shown))))
-    answers = [
-        str(wrong_answer(problem.answer, wrong_kind, rng) if i in wrong else problem.answer)
-        for i, problem in enumerate(shown)
-    ]
+    train_problems = sample_problems(
+        train, digits=digits, operations=operations, rng=rng, exclude=hidden
+    )
+
+    wrong_count = round(wrong_fraction * len(sft_problems))
+    wrong_rows = set(rng.sample(range(len(sft_problems)), wrong_count))
+    sft_rows: list[dict[str, str]] = []
+    for index, problem in enumerate(sft_problems):
+        answer = problem.answer
+        if index in wrong_rows:
+            answer = wrong_answer(answer, wrong_kind, rng)
+        sft_rows.append({"prompt": problem.prompt, "response": str(answer)})
+
     out_dir.mkdir(parents=True, exist_ok=True)
-    # Each symbol as a text of its own: all are in the vocabulary, and no two are joined.
-    texts = [
-        *"0123456789=-",
-        *operations,
-        *(p.prompt + a for p, a in zip(shown, answers, strict=True)),
-    ]
+    # Each symbol is also a text of its own, so that all of them are in the vocabulary and no two
+    # are joined into one token.
+    texts = [*"0123456789=-", *operations]
+    texts += [row["prompt"] + row["response"] for row in sft_rows]
     train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size, byte_fallback=False)
+
     tables = {
-        "sft.jsonl": [
-            {"prompt": p.prompt, "response": a} for p, a in zip(shown, answers, strict=True)
-        ],
-        "train.jsonl": [_rl_row(problem) for problem in asked],
-        "held_out.jsonl": [_rl_row(problem) for problem in held],
+        "sft.jsonl": sft_rows,
+        "train.jsonl": [_rl_row(problem) for problem in train_problems],
+        "held_out.jsonl": [_rl_row(problem) for problem in held_out_problems],
     }
     return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
 

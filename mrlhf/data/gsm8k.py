@@ -1,7 +1,7 @@
-"""Grade-school maths (GSM8K) as published, rewritten for supervised, RL and preference training.
+"""Converts the published GSM8K maths problems for supervised, RL and preference training.
 
-Reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the
-Hugging Face hub. Does not know how answers are scored.
+It reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the
+Hugging Face hub. It does not know how answers are scored.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from mrlhf.errors import DataError
 __all__ = ["final_answer", "format_prompt", "write_gsm8k"]
 
 DATA_SOURCE = "openai/gsm8k"
-SOURCES = "openai/grade-school-math (jsonl) or the data set openai/gsm8k on the Hugging Face hub (parquet)"
+SOURCES = (
+    "openai/grade-school-math (jsonl) or the data set openai/gsm8k on the Hugging Face hub "
+    "(parquet)"
+)
 
 _PREFERENCE_ENDING = re.compile(r"(?<![^\n])A: (?=[^\n]*\Z)")
 
 
 def format_prompt(question: str) -> str:
-    """The text before a solution; it ends with a newline, so that the solution begins as each of
-    its lines does.
-    """
+    """The text before a solution; it ends in a newline, so the solution starts on its own line."""
     return f"Question: {question.strip()}\nAnswer:\n"
 
 
@@ -42,14 +43,15 @@ def final_answer(row: Row) -> str:
 def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, int]:
     """Write the training files and a tokenizer into `out_dir`.
 
-    - sft.jsonl: prompt and worked solution of each training problem.
-    - rl_train.jsonl, rl_test.jsonl: prompt and number of each problem.
-    - preferences.jsonl, where `source` has pairs: prompts in the same form; a solution's last line
-      "A: 18" becomes "#### 18", so that a reward model learns on the form that the policy writes.
-    - rl_test_unseen.jsonl, beside it: the rows of rl_test.jsonl whose problem has no preference
-      pair. The pairs are on test problems: where a reward model learned from them, evaluate on
-      these.
-    - tokenizer/: trained on the training problems alone.
+    - sft.jsonl: the prompt and the worked solution of each training problem.
+    - rl_train.jsonl, rl_test.jsonl: the prompt and the final number of each problem.
+    - preferences.jsonl, if `source` has preference pairs: the prompts have the same form. A last
+      line "A: 18" of a solution becomes "#### 18", so that a reward model is trained on the form
+      that the policy writes.
+    - rl_test_unseen.jsonl, together with preferences.jsonl: the rows of rl_test.jsonl whose
+      problem has no preference pair. The pairs are about test problems, so use these rows to
+      evaluate a policy that was trained against such a reward model.
+    - tokenizer/: trained on the training problems only.
 
     Returns:
         Rows written, by file name.
@@ -57,8 +59,8 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
     Raises:
         DataError: a file is missing or malformed.
     """
-    train, test = _read_split(source, "train"), _read_split(source, "test")
-    preferences = source / "preferences.jsonl"
+    train = _read_split(source, "train")
+    test = _read_split(source, "test")
     sft = [
         {"prompt": format_prompt(row.text("question")), "response": row.text("answer")}
         for row in train
@@ -68,6 +70,8 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
         "rl_train.jsonl": [_rl_row(row, "train", i) for i, row in enumerate(train)],
         "rl_test.jsonl": [_rl_row(row, "test", i) for i, row in enumerate(test)],
     }
+
+    preferences = source / "preferences.jsonl"
     if preferences.is_file():
         pairs = [_preference_row(row) for row in read_rows([preferences])]
         seen = {pair["prompt"] for pair in pairs}
@@ -75,6 +79,7 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
         tables["rl_test_unseen.jsonl"] = [
             row for row in tables["rl_test.jsonl"] if row["prompt"] not in seen
         ]
+
     out_dir.mkdir(parents=True, exist_ok=True)
     texts = [row["prompt"] + row["response"] for row in sft]
     train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size)
@@ -104,7 +109,13 @@ def _rl_row(row: Row, split: str, index: int) -> dict[str, Any]:
 
 
 def _preference_row(row: Row) -> dict[str, str]:
-    chosen, rejected = (
-        _PREFERENCE_ENDING.sub("#### ", row.text(side).rstrip()) for side in ("chosen", "rejected")
-    )
-    return {"prompt": format_prompt(row.text("prompt")), "chosen": chosen, "rejected": rejected}
+    return {
+        "prompt": format_prompt(row.text("prompt")),
+        "chosen": _preference_solution(row.text("chosen")),
+        "rejected": _preference_solution(row.text("rejected")),
+    }
+
+
+def _preference_solution(text: str) -> str:
+    """The solution with its last line "A: 18" rewritten as "#### 18"."""
+    return _PREFERENCE_ENDING.sub("#### ", text.rstrip())

@@ -1,7 +1,7 @@
 """Pairs of a better and a worse response to one prompt, tokenised for reward-model training.
 
-Splits them so that no prompt is trained on and held out at once. Does not know the loss or the
-model.
+It also splits rows so that no prompt is both in the training and in the held-out part. It does not
+know the loss or the model.
 """
 
 from __future__ import annotations
@@ -54,34 +54,38 @@ def encode_preferences(
 ) -> PreferencePairs:
     """Tokenise preference rows.
 
-    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages that end
-    with the assistant's and may hold the prompt themselves, as TRL has them. A pair is never cut:
-    the reward is read at eos.
+    `chosen` and `rejected` are strings that answer `prompt`, or lists of chat messages of which the
+    last is the assistant's. Such a list may hold the prompt itself, as in TRL. A pair is never
+    truncated, because the reward is read at eos.
 
     Args:
         rows: rows with `prompt`, `chosen` and `rejected`.
         tokenizer: encodes them.
-        max_length: most tokens of prompt, response and eos together.
+        max_length: the most tokens that prompt, response and eos may have together.
         overlong: refuse a pair with a longer side, or drop it and count it.
         chat: put plain string prompts through the chat template too.
 
     Raises:
-        DataError: a row is malformed or too long, or none is left.
+        DataError: a row is malformed or too long, or no row is left.
     """
     chosen_ids: list[list[int]] = []
     rejected_ids: list[list[int]] = []
     for row in rows:
         prompt, chosen, rejected = _parts(row)
-        prompt_ids = encode_prompt(row, prompt, tokenizer, chat)[1]
-        pair = [prompt_ids + tokenizer.encode_response(response) for response in (chosen, rejected)]
-        length = max(len(side) for side in pair)
+        _, prompt_ids = encode_prompt(row, prompt, tokenizer, chat)
+        better = prompt_ids + tokenizer.encode_response(chosen)
+        worse = prompt_ids + tokenizer.encode_response(rejected)
+
+        length = max(len(better), len(worse))
         if length <= max_length:
-            chosen_ids.append(pair[0])
-            rejected_ids.append(pair[1])
+            chosen_ids.append(better)
+            rejected_ids.append(worse)
         elif overlong == "error":
             raise DataError(
-                f"{row.where}: the pair has {length} tokens, more than max_length {max_length}; raise it"
+                f"{row.where}: the pair has {length} tokens, more than max_length {max_length}; "
+                "raise it"
             )
+
     dropped = len(rows) - len(chosen_ids)
     if not chosen_ids:
         raise DataError(
@@ -99,36 +103,48 @@ def split_by_prompt(
 ) -> tuple[list[Row], list[Row]]:
     """Split rows into training and held-out ones, all rows of a prompt on the same side.
 
-    The fraction counts distinct prompts, rounded; which ones depends on the seed and the prompts,
-    not on their order.
+    The fraction is of the distinct prompts, rounded. The choice depends on the seed and the
+    prompts, not on the order of the rows.
 
     Raises:
         DataError: the fraction is outside [0, 1), or leaves nothing to train on.
     """
     if not 0.0 <= held_out_fraction < 1.0:
         raise DataError(f"held_out_fraction {held_out_fraction} is not in [0, 1)")
+
     keys = [json.dumps(_parts(row)[0], sort_keys=True) for row in rows]
     ranked = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     held_out = set(ranked[: round(held_out_fraction * len(ranked))])
     if len(held_out) == len(ranked):
         raise DataError(
-            f"held_out_fraction {held_out_fraction} of {len(ranked)} prompts leaves none to train on; lower it"
+            f"held_out_fraction {held_out_fraction} of {len(ranked)} prompts leaves none to train "
+            "on; lower it"
         )
-    train = [row for row, key in zip(rows, keys, strict=True) if key not in held_out]
-    return train, [row for row, key in zip(rows, keys, strict=True) if key in held_out]
+
+    train_rows: list[Row] = []
+    held_out_rows: list[Row] = []
+    for row, key in zip(rows, keys, strict=True):
+        if key in held_out:
+            held_out_rows.append(row)
+        else:
+            train_rows.append(row)
+    return train_rows, held_out_rows
 
 
 def _parts(row: Row) -> tuple[Prompt, str, str]:
     """The prompt, the chosen and the rejected response of a row."""
-    chosen, rejected = row.require("chosen"), row.require("rejected")
+    chosen = row.require("chosen")
+    rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
         return prompt_of(row), chosen, rejected
+
     context, better = _conversation(row, "chosen", chosen)
     other_context, worse = _conversation(row, "rejected", rejected)
     if context != other_context:
         raise DataError(
             f'{row.where}: "chosen" and "rejected" must differ in the last message only'
         )
+
     if not context:
         return prompt_of(row), better, worse
     prompt = row.fields.get("prompt")
@@ -140,7 +156,7 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
 
 
 def _conversation(row: Row, name: str, messages: Any) -> tuple[Sequence[Message], str]:
-    """The messages before the last, and the last one's text."""
+    """The messages before the last one, and the text of the last one."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not (
         isinstance(last, dict)
@@ -148,6 +164,7 @@ def _conversation(row: Row, name: str, messages: Any) -> tuple[Sequence[Message]
         and isinstance(last.get("content"), str)
     ):
         raise DataError(
-            f"{row.where}: {name!r} must be a string, or messages of which the last is the assistant's"
+            f"{row.where}: {name!r} must be a string, or messages of which the last is the "
+            "assistant's"
         )
     return messages[:-1], last["content"]

@@ -1,6 +1,6 @@
 """Rows of RL data as tokenised prompts with their reference answers.
 
-Reads plain rows and rows in verl's schema. Does not know rewards, sampling order or models.
+It reads plain rows and rows in verl's schema. It does not know rewards, sampling order or models.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class _Entry:
 class PromptDataset:
     """The prompts of one or several files, tokenised once.
 
-    A row is plain, `{"prompt", "answer"}` with `data_source` and `extra_info` optional, or verl's,
-    `{"data_source", "prompt": [{"role", "content"}, ...], "reward_model": {"ground_truth"},
-    "extra_info"}`. In either, a prompt is a string or a list of chat messages. A row without
-    `data_source` has its file's name, without suffix, for one.
+    A plain row is `{"prompt", "answer"}`, with `data_source` and `extra_info` optional. A row in
+    verl's schema is `{"data_source", "prompt": [{"role", "content"}, ...],
+    "reward_model": {"ground_truth"}, "extra_info"}`. In both, a prompt is a string or a list of
+    chat messages. If a row has no `data_source`, the name of its file without the suffix is used.
 
-    A prompt's uid is its row's number over the joined files, before any row is dropped.
+    The uid of a prompt is the number of its row over all files, counted before rows are dropped.
 
     Attributes:
         dropped: number of rows left out because their prompts were too long.
@@ -62,12 +62,12 @@ class PromptDataset:
         Args:
             files: jsonl or parquet files.
             tokenizer: encodes the prompts.
-            max_prompt_length: most tokens in a prompt.
+            max_prompt_length: the most tokens of a prompt.
             overlong: refuse a longer prompt, or drop it and count it.
             chat: put plain string prompts through the chat template too.
 
         Raises:
-            DataError: a row is malformed or too long, or none is left.
+            DataError: a row is malformed or too long, or no row is left.
         """
         rows = read_rows(files)
         self._entries: list[_Entry] = []
@@ -78,13 +78,16 @@ class PromptDataset:
                 self._entries.append(entry)
             elif overlong == "error":
                 raise DataError(
-                    f"{row.where}: the prompt has {length} tokens, more than data.max_prompt_length "
-                    f"{max_prompt_length}; raise it, or set data.overlong_prompts to drop"
+                    f"{row.where}: the prompt has {length} tokens, more than "
+                    f"data.max_prompt_length {max_prompt_length}; raise it, or set "
+                    "data.overlong_prompts to drop"
                 )
+
         self.dropped = len(rows) - len(self._entries)
         if not self._entries:
             raise DataError(
-                f"all {len(rows)} prompts are longer than data.max_prompt_length {max_prompt_length}"
+                f"all {len(rows)} prompts are longer than data.max_prompt_length "
+                f"{max_prompt_length}"
             )
         if self.dropped:
             logger.warning(
@@ -115,7 +118,7 @@ class PromptDataset:
 
 
 def prompt_of(row: Row) -> Prompt:
-    """The row's prompt, a string or chat messages; DataError where it is neither."""
+    """The row's prompt, a string or chat messages; DataError if it is neither."""
     prompt = row.require("prompt")
     if isinstance(prompt, str):
         return prompt
@@ -129,7 +132,7 @@ def prompt_of(row: Row) -> Prompt:
 def encode_prompt(
     row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool
 ) -> tuple[str, list[int]]:
-    """Text and tokens of `prompt`, of which `row` is the origin that errors name.
+    """Text and tokens of `prompt`; error messages name `row`, where it comes from.
 
     Raises:
         DataError: there is no token, or the chat template fails.

@@ -1,6 +1,6 @@
-"""Data files in, rows out: jsonl and parquet, each row knowing the file and line that it came from.
+"""Reads jsonl and parquet files into rows that know the file and line they came from.
 
-Knows file formats. Does not know what any column means, nor tokens.
+It knows file formats. It does not know what a column means, nor what tokens are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Row:
     Attributes:
         fields: the row's columns.
         file: the file it was read from.
-        number: its line in a jsonl file, its row in a parquet file, counted from 1.
+        number: the line in a jsonl file or the row in a parquet file, counted from 1.
     """
 
     fields: dict[str, Any]
@@ -40,20 +40,20 @@ class Row:
         return f"{self.file}:{self.number}"
 
     def require(self, name: str) -> Any:
-        """The value of column `name`; DataError where it is missing or null."""
+        """The value of column `name`; DataError if it is missing or null."""
         value = self.fields.get(name)
         if value is not None:
             return value
+
         near = difflib.get_close_matches(name, self.fields, n=1)
-        hint = (
-            f"did you mean {near[0]!r}?"
-            if near and near[0] != name
-            else f"the row has {sorted(self.fields)}"
-        )
+        if near and near[0] != name:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = f"the row has {sorted(self.fields)}"
         raise DataError(f"{self.where}: no value for {name!r}; {hint}")
 
     def text(self, name: str) -> str:
-        """The string in column `name`; DataError where it is missing or something else."""
+        """The string in column `name`; DataError if it is missing or not a string."""
         value = self.require(name)
         if not isinstance(value, str):
             raise DataError(
@@ -87,8 +87,10 @@ def _read_file(path: Path) -> list[Row]:
         )
     if path.suffix not in _READERS:
         raise DataError(
-            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; use {' or '.join(_READERS)}"
+            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; "
+            f"use {' or '.join(_READERS)}"
         )
+
     rows = [Row(fields, path, number) for number, fields in _READERS[path.suffix](path)]
     if not rows:
         raise DataError(f"data file {path} has no rows")

@@ -1,6 +1,7 @@
-"""Which rows make up each batch: an endless, seeded order that a checkpoint can resume.
+"""Chooses the rows of each batch, in an endless seeded order that a checkpoint can resume.
 
-Pure numbers. Does not know what the rows are, nor ranks: every rank draws the same batches.
+It works on row numbers only. It does not know what the rows are, and it does not know ranks: every
+rank draws the same batches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["SamplerState", "StatefulSampler"]
 
 
 class SamplerState(TypedDict):
-    """Where a sampler stands, and what its order was made of."""
+    """The position of a sampler, and what its order depends on."""
 
     epoch: int
     position: int
@@ -25,21 +26,23 @@ class SamplerState(TypedDict):
 
 
 class StatefulSampler:
-    """Yields lists of row indices for ever, epoch after epoch.
+    """Yields lists of row indices without end, epoch after epoch.
 
-    The order of epoch e depends on (num_rows, seed, e) alone. A last batch that would be short is
-    dropped: its rows come again, in another order, in the next epoch.
+    The order of epoch e depends only on (num_rows, seed, e). If the last batch of an epoch would be
+    short, it is dropped.
 
     Attributes:
-        epoch: number of the epoch that the next batch is drawn from.
-        position: rows of that epoch already drawn.
+        epoch: number of the current epoch.
+        position: rows of the current epoch already drawn.
     """
 
     def __init__(self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
         if not 1 <= batch_size <= num_rows:
             raise DataError(
-                f"a batch of {batch_size} cannot be drawn from {num_rows} rows; use a batch size of 1..{num_rows}"
+                f"a batch of {batch_size} cannot be drawn from {num_rows} rows; "
+                f"use a batch size of 1..{num_rows}"
             )
+
         self._num_rows = num_rows
         self._batch_size = batch_size
         self._seed = seed
@@ -61,12 +64,13 @@ class StatefulSampler:
             self.epoch += 1
             self.position = 0
             self._order = self._epoch_order()
+
         batch = self._order[self.position : self.position + self._batch_size]
         self.position += self._batch_size
         return batch
 
     def state_dict(self) -> SamplerState:
-        """What `load_state_dict` needs to go on from here."""
+        """The state that `load_state_dict` needs to continue from here."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -76,7 +80,7 @@ class StatefulSampler:
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on where `state` was taken; the batch size may differ, the rows may not.
+        """Continue where `state` was taken; the batch size may differ, the rows may not.
 
         Raises:
             DataError: the state belongs to another data set, seed or order.
@@ -85,9 +89,10 @@ class StatefulSampler:
         for key in ("num_rows", "seed", "shuffle"):
             if state[key] != own[key]:
                 raise DataError(
-                    f"cannot resume the data order: {key} was {state[key]} in the checkpoint and is {own[key]} now; "
-                    "restore it, or start a new run"
+                    f"cannot resume the data order: {key} was {state[key]} in the checkpoint and "
+                    f"is {own[key]} now; restore it, or start a new run"
                 )
+
         self.epoch = state["epoch"]
         self.position = state["position"]
         self._order = self._epoch_order()

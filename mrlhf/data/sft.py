@@ -1,6 +1,6 @@
 """Prompts with the responses to imitate, tokenised for supervised fine-tuning.
 
-Does not know the model or the loss, only which tokens the loss is over.
+It knows which tokens the loss is over. It does not know the loss itself or the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SftExample:
 
     Attributes:
         token_ids: prompt, response and eos [seq_len].
-        loss_mask: 1 on the tokens to learn, the response and eos, else 0 [seq_len].
+        loss_mask: 1 on the response and eos, which are to be learned, else 0 [seq_len].
     """
 
     token_ids: list[int]
@@ -40,41 +40,39 @@ def encode_sft(
     overlong: Overlong = "error",
     chat: bool = False,
 ) -> list[SftExample]:
-    """Tokenise rows with `prompt` (string or chat messages) and `response`, or `answer` where there
-    is no response.
+    """Tokenise rows for supervised fine-tuning.
 
     Args:
-        rows: the rows.
+        rows: rows with `prompt` (a string or chat messages) and `response`; `answer` is used if a
+            row has no `response`.
         tokenizer: encodes them.
-        max_length: most tokens of prompt, response and eos together.
+        max_length: the most tokens that prompt, response and eos may have together.
         overlong: refuse a longer row, or drop it and log how many.
         chat: put plain string prompts through the chat template too.
 
     Raises:
-        DataError: a row is malformed or too long, or none is left.
+        DataError: a row is malformed or too long, or no row is left.
     """
     examples: list[SftExample] = []
     for row in rows:
-        prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)[1]
-        response_column = (
-            "response" if "response" in row.fields or "answer" not in row.fields else "answer"
-        )
-        response = tokenizer.encode_response(row.text(response_column))
+        _, prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)
+        use_answer = "response" not in row.fields and "answer" in row.fields
+        response = tokenizer.encode_response(row.text("answer" if use_answer else "response"))
+
         length = len(prompt) + len(response)
         if length <= max_length:
             examples.append(SftExample(prompt + response, [0] * len(prompt) + [1] * len(response)))
         elif overlong == "error":
             raise DataError(
-                f"{row.where}: prompt and response have {length} tokens, more than max_length {max_length}; "
-                "raise it, or drop long rows"
+                f"{row.where}: prompt and response have {length} tokens, more than max_length "
+                f"{max_length}; raise it, or drop long rows"
             )
+
     if not examples:
         raise DataError(f"none of {len(rows)} rows fits into max_length {max_length}; raise it")
-    if len(examples) < len(rows):
+    dropped = len(rows) - len(examples)
+    if dropped:
         logger.warning(
-            "dropped %d of %d rows longer than %d tokens",
-            len(rows) - len(examples),
-            len(rows),
-            max_length,
+            "dropped %d of %d rows longer than %d tokens", dropped, len(rows), max_length
         )
     return examples

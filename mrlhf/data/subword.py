@@ -1,9 +1,8 @@
-"""Trains a small sentencepiece vocabulary, and restates a sentencepiece model as a Hugging Face
-fast tokenizer.
+"""Trains a small sentencepiece vocabulary, and converts sentencepiece models to fast tokenizers.
 
-The two encode alike, token for token: the first trains, the second runs. They differ in one thing,
-as everywhere: the fast tokenizer reads "</s>" within a text as the special token. Knows
-sentencepiece and tokenizers. Does not know prompts, chat templates or data files.
+The sentencepiece model and the Hugging Face fast tokenizer encode a text to the same tokens, with
+one exception: the fast tokenizer reads "</s>" within a text as the special token. This file knows
+sentencepiece and tokenizers. It does not know prompts, chat templates or data files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,10 @@ from mrlhf.errors import DataError
 __all__ = ["MODEL_FILE", "convert_sentencepiece", "train_sentencepiece"]
 
 MODEL_FILE = "tokenizer.model"
-PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
+PAD = "<pad>"
+BOS = "<s>"
+EOS = "</s>"
+UNK = "<unk>"
 
 _SPACE = "▁"
 _PROBES = (
@@ -40,17 +42,17 @@ def train_sentencepiece(
 ) -> Path:
     """Train a BPE vocabulary on `texts` and write it, in both forms, into `out_dir`.
 
-    Text round-trips exactly: no normalisation, no added or removed spaces, every digit and every
-    newline a token of its own. Because no space is prepended, a response encoded alone has the
-    tokens it has after its prompt. pad, bos, eos and unk are tokens 0, 1, 2 and 3.
+    Decoding gives back the exact text: nothing is normalised, and no space is added or removed.
+    Every digit and every newline is a token of its own. Because no space is prepended, a response
+    has the same tokens alone as after its prompt. pad, bos, eos and unk are tokens 0, 1, 2 and 3.
 
     Args:
         texts: the corpus.
-        out_dir: receives tokenizer.model, tokenizer.json and tokenizer_config.json; made where
-            missing.
-        vocab_size: most tokens to make, special ones included; a small corpus may yield fewer.
-        byte_fallback: adds 256 byte tokens, so that no text is unknown. Off, an unseen character
-            becomes unk.
+        out_dir: receives tokenizer.model, tokenizer.json and tokenizer_config.json; created if it
+            is missing.
+        vocab_size: the most tokens to make, special ones included; a small corpus may yield fewer.
+        byte_fallback: add 256 byte tokens, so that no text is unknown. Without them, an unseen
+            character becomes unk.
 
     Returns:
         `out_dir`, which `load_tokenizer` and `transformers.AutoTokenizer` read.
@@ -58,6 +60,7 @@ def train_sentencepiece(
     corpus = [text for text in texts if text]
     if not corpus:
         raise DataError("no text to train a tokenizer on")
+
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -89,6 +92,7 @@ def train_sentencepiece(
         raise DataError(
             f"sentencepiece cannot train {vocab_size} tokens: {' '.join(str(error).split())}"
         ) from error
+
     out_dir.mkdir(parents=True, exist_ok=True)
     (out_dir / MODEL_FILE).write_bytes(model.getvalue())
     convert_sentencepiece(out_dir / MODEL_FILE).save_pretrained(out_dir)
@@ -96,10 +100,11 @@ def train_sentencepiece(
 
 
 def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
-    """The fast tokenizer that encodes and decodes as the sentencepiece BPE model in `model_file`.
+    """The fast tokenizer that encodes and decodes like the sentencepiece model in `model_file`.
 
     Raises:
-        DataError: the model is no BPE model or normalises text, which this does not restate.
+        DataError: the file is not a sentencepiece model, or the model cannot be converted because
+            it is not BPE or normalises text.
     """
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -108,6 +113,7 @@ def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
         raise DataError(
             f"{model_file} is not a sentencepiece model: {' '.join(str(error).split())}"
         ) from error
+
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_pipeline(processor),
         clean_up_tokenization_spaces=False,
@@ -126,16 +132,18 @@ def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:
         fuse_unk=True,
         byte_fallback=any(processor.IsByte(i) for i in range(len(pieces))),
     )
-    pipeline = Pipeline(bpe)
+
+    to_pieces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     to_words: list[decoders.Decoder] = [
         decoders.Replace(_SPACE, " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
-    to_pieces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     if processor.Normalize("a").startswith(_SPACE):
         to_pieces.insert(0, normalizers.Prepend(_SPACE))
         to_words.append(decoders.Strip(content=" ", left=1))
+
+    pipeline = Pipeline(bpe)
     pipeline.normalizer = normalizers.Sequence(to_pieces)
     pipeline.decoder = decoders.Sequence(to_words)
     return pipeline
@@ -144,16 +152,19 @@ def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:
 def _merges(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str]
 ) -> list[tuple[str, str]]:
-    """Each way to join two pieces into a third, the better-scored third first, as sentencepiece
-    joins them.
+    """All pairs of pieces that join to a third piece, in the order that sentencepiece uses.
+
+    Pairs that make a piece with a better score come first.
     """
-    special = (processor.IsByte, processor.IsControl, processor.IsUnknown, processor.IsUnused)
-    plain = {piece: i for i, piece in enumerate(pieces) if not any(test(i) for test in special)}
+    is_special = (processor.IsByte, processor.IsControl, processor.IsUnknown, processor.IsUnused)
+    plain = {piece: i for i, piece in enumerate(pieces) if not any(test(i) for test in is_special)}
+
     ranked: list[tuple[float, int, int]] = []
     for piece, i in plain.items():
         for cut in range(1, len(piece)):
             if piece[:cut] in plain and piece[cut:] in plain:
                 ranked.append((-processor.GetScore(i), i, cut))
+
     return [(pieces[i][:cut], pieces[i][cut:]) for _, i, cut in sorted(ranked)]
 
 
@@ -172,11 +183,12 @@ def _check_equal(
 ) -> None:
     for text in _PROBES:
         expected = processor.Encode(text)
-        same_text = processor.unk_id() in expected or fast.decode(expected) == processor.Decode(
-            expected
-        )
-        if fast.encode(text, add_special_tokens=False) != expected or not same_text:
+        same_tokens = fast.encode(text, add_special_tokens=False) == expected
+        has_unknown = processor.unk_id() in expected
+        same_text = has_unknown or fast.decode(expected) == processor.Decode(expected)
+        if not (same_tokens and same_text):
             raise DataError(
-                f"{model_file} splits {text!r} in a way that cannot be restated (not BPE, or it normalises text); "
-                "convert it with transformers (AutoTokenizer, then save_pretrained) and give that directory"
+                f"{model_file} splits {text!r} in a way that cannot be converted (not BPE, or it "
+                "normalises text); convert it with transformers (AutoTokenizer, then "
+                "save_pretrained) and give that directory"
             )

@@ -1,8 +1,8 @@
-"""Text to token ids and back, over a Hugging Face tokenizer directory or a bare sentencepiece
-model.
+"""Turns text into token ids and back, with a Hugging Face tokenizer or a sentencepiece model.
 
-States once how a prompt and a response become tokens, so that supervised, preference and RL data
-agree: the two are encoded apart and joined. Does not know rows, data files or models.
+This is the one place that says how a prompt and a response become tokens, so that supervised,
+preference and RL data agree: both are encoded separately and then joined. It does not know rows,
+data files or models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["Message", "Prompt", "Tokenizer", "load_tokenizer"]
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
-_FAST_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+_FAST_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -32,16 +33,18 @@ class Tokenizer:
 
     Attributes:
         eos_id: the token that ends a response.
-        pad_id: the padding token, eos where the tokenizer names none; padding is always masked, so
-            either will do.
+        pad_id: the padding token. If the tokenizer names none it is eos, which is safe because
+            padding is always masked.
         bos_id: the token that begins a sequence, or None.
     """
 
     def __init__(self, backend: PreTrainedTokenizerBase) -> None:
         if backend.eos_token_id is None:
             raise DataError(
-                f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in tokenizer_config.json"
+                f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in "
+                "tokenizer_config.json"
             )
+
         self._backend = backend
         self.eos_id: int = backend.eos_token_id
         self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
@@ -58,8 +61,12 @@ class Tokenizer:
         return self._backend.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens`, as the model family expects a sequence to
-        begin and end.
+        """Token ids of `text`.
+
+        Args:
+            text: any text.
+            add_special_tokens: add the tokens with which the model family begins and ends a
+                sequence.
         """
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return ids
@@ -72,20 +79,26 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> str:
-        """`messages` as the model's text, up to where the assistant speaks.
+        """The text that the chat template makes of `messages`.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end with what precedes the assistant's answer.
 
         Raises:
             DataError: there is no template, or it refuses the messages.
         """
         if not self.has_chat_template:
             raise DataError(
-                f"tokenizer {self._backend.name_or_path!r} has no chat template, which chat prompts need; "
-                "set data.chat_template to a jinja file, or give prompts as plain strings"
+                f"tokenizer {self._backend.name_or_path!r} has no chat template, which chat "
+                "prompts need; set data.chat_template to a jinja file, or give prompts as plain "
+                "strings"
             )
-        turns = [dict(message) for message in messages]
+
+        conversation = [dict(message) for message in messages]
         try:
             text: str = self._backend.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=add_generation_prompt
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(
@@ -94,27 +107,30 @@ class Tokenizer:
         return text
 
     def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
-        """A prompt's text, as the model sees it, and its tokens.
+        """The text of a prompt as the model sees it, and its tokens.
 
         Args:
-            prompt: plain text, or chat messages for the chat template, which writes the special
-                tokens itself.
+            prompt: plain text, or chat messages. The chat template writes the special tokens of
+                chat messages itself.
             chat: treat plain text as one message of the user.
         """
         if isinstance(prompt, str) and not chat:
             ids = self.encode(prompt, add_special_tokens=True)
-            # Some tokenizers also close a sequence; the response shall follow.
-            return prompt, ids[:-1] if ids and ids[-1] == self.eos_id else ids
+            # Some tokenizers append eos, but the response must still follow.
+            if ids and ids[-1] == self.eos_id:
+                ids = ids[:-1]
+            return prompt, ids
+
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         text = self.apply_chat_template(messages)
         return text, self.encode(text)
 
     def encode_response(self, text: str) -> list[int]:
-        """Tokens of a response: those of its text, then eos."""
+        """Tokens of a response: the tokens of its text, then eos."""
         return [*self.encode(text), self.eos_id]
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the tokenizer's files, which `load_tokenizer` reads, into `directory`."""
+        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read."""
         self._backend.save_pretrained(directory)
 
 
@@ -124,7 +140,7 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     Args:
         path: a Hugging Face directory, a directory with only sentencepiece's tokenizer.model, or
             that file itself.
-        chat_template: a jinja file that takes the place of the tokenizer's own chat template.
+        chat_template: a jinja file that replaces the tokenizer's own chat template.
 
     Raises:
         DataError: the files are missing or malformed.
@@ -145,15 +161,17 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
         return convert_sentencepiece(path)
     if not path.is_dir():
         raise DataError(
-            f"tokenizer {path} does not exist; give a local directory (fetch one with `hf download`)"
+            f"tokenizer {path} does not exist; give a local directory (fetch one with "
+            "`hf download`)"
         )
-    if (path / MODEL_FILE).is_file() and not any(
-        (path / name).is_file() for name in (_FAST_FILE, _CONFIG_FILE)
-    ):
+
+    has_hf_files = (path / _FAST_FILE).is_file() or (path / _CONFIG_FILE).is_file()
+    if (path / MODEL_FILE).is_file() and not has_hf_files:
         return convert_sentencepiece(path / MODEL_FILE)
+
     try:
-        # AutoTokenizer would pick a class by config.json's model type, and some (Qwen2) then
-        # disregard tokenizer.json.
+        # AutoTokenizer chooses a class by the model type in config.json, and some of these classes
+        # (Qwen2) ignore tokenizer.json.
         loader = PreTrainedTokenizerFast if _is_generic(path) else AutoTokenizer
         backend: PreTrainedTokenizerBase = loader.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -164,9 +182,7 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _is_generic(path: Path) -> bool:
-    """Whether tokenizer.json says it all: its config names no class that would build a pipeline of
-    its own.
-    """
+    """Whether tokenizer.json is enough: the config names no class that builds its own pipeline."""
     if not ((path / _FAST_FILE).is_file() and (path / _CONFIG_FILE).is_file()):
         return False
     config = json.loads((path / _CONFIG_FILE).read_text(encoding="utf-8"))

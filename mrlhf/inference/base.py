@@ -1,7 +1,8 @@
-"""What every inference engine can do, and the types that go in and come out.
+"""What every inference engine can do, the types that go in and come out, and `generate`, the loop
+that runs any engine from requests to samples.
 
-A backend is anything that fits `InferenceEngine`. This file knows no backend, no model and no batch
-of the trainer.
+A backend is any class that fits `InferenceEngine`. This file knows no backend, no model and no
+batch of the trainer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, EngineError
 from mrlhf.weights.shard import Piece, Slot
 
 # Below it, logits divided by the temperature leave the range of float32.
@@ -24,17 +25,17 @@ class SamplingParams:
     """How responses are drawn.
 
     Attributes:
-        n: samples a prompt.
+        n: number of samples for each prompt.
         temperature: logits are divided by this; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens, ties with the k-th included; -1 is off.
+        top_k: draw from the k likeliest tokens; ties with the k-th are included; -1 is off.
         top_p: draw from the fewest likeliest tokens that together have this probability; 1 is off.
-        max_tokens: longest response, tokens.
+        max_tokens: length of the longest response, in tokens.
         stop_token_ids: a response ends after any of these; the stop token is part of it.
         stop: a response ends after the token with which its text first contains any of these
             strings.
-        seed: together with prompt uid, sample index and position it fixes every random number. A
-            prompt that comes again under the same seed gets the same numbers, so training mixes the
-            step into it.
+        seed: fixes every random number, together with prompt uid, sample index and position. A
+            prompt that comes again with the same seed gets the same numbers, so training mixes the
+            step into the seed.
     """
 
     n: int = 1
@@ -67,20 +68,43 @@ class SamplingParams:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt, and the samples that are wanted of it.
+
+    The requests that are in flight together share how a token is drawn and what ends a response:
+    temperature, top_k, top_p, stop_token_ids and stop. Each may have its own max_tokens and seed.
+
+    Attributes:
+        id: the caller's number for the request, which its samples carry. No two requests in flight
+            have the same.
+        prompt: token ids, at least one.
+        uid: the prompt's number, on which the random numbers depend: equal uids draw equal numbers.
+        samples: the sample indices to draw.
+        sampling: how to draw them; its `n` is not read.
+    """
+
+    id: int
+    prompt: Sequence[int]
+    uid: int
+    samples: range
+    sampling: SamplingParams
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response.
 
     Attributes:
-        prompt_index: which of the prompts it answers.
-        sample_index: which of the prompt's n samples it is.
+        request_id: the request that it answers.
+        sample_index: which of the request's samples it is.
         token_ids: the response, stop token included.
-        logprobs: of each token, at the sampling temperature (1 if greedy), over the whole
-            vocabulary: before top-k and top-p.
-        stopped: a stop token or stop string ended it; otherwise the length limit did.
+        logprobs: the log-probability of each token, at the sampling temperature (1 if greedy), over
+            the whole vocabulary, before top-k and top-p.
+        stopped: whether a stop token or stop string ended it; otherwise the length limit did.
     """
 
-    prompt_index: int
+    request_id: int
     sample_index: int
     token_ids: list[int]
     logprobs: list[float]
@@ -92,14 +116,15 @@ class EngineLimits:
     """How much an engine may take at once.
 
     Attributes:
-        max_num_seqs: sequences that are decoded at once.
-        max_length: longest prompt and response together, tokens.
-        max_prefill_tokens: prompt tokens computed in one step; longer prompts are computed in
-            chunks.
-        block_size: tokens of a block of the KV cache; None for what the device's kernels like best.
-        cache_bytes: of the KV cache of one rank; None for what `gpu_memory_utilization` leaves on a
-            GPU, and elsewhere for up to half of the free memory, shared with the other processes of
-            the machine.
+        max_num_seqs: number of sequences that are decoded at once.
+        max_length: length of the longest prompt and response together, in tokens.
+        max_prefill_tokens: number of prompt tokens computed in one step; longer prompts are
+            computed in chunks.
+        block_size: tokens in one block of the KV cache; None for what suits the device's kernels
+            best.
+        cache_bytes: size of one rank's KV cache. None takes what `gpu_memory_utilization` leaves on
+            a GPU; elsewhere up to half of the free memory, shared with the other processes of the
+            machine.
         gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with
             the KV cache.
         enforce_eager: capture no CUDA graphs.
@@ -116,34 +141,58 @@ class EngineLimits:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What one call of `generate` did on this rank.
+    """What the engine did on this rank since results were last collected.
 
     Attributes:
-        steps: passes through the model.
-        prompt_tokens: tokens of all prompts, each prompt counted once a sample.
+        steps: number of passes through the model.
+        prompt_tokens: tokens in the prompts of the collected samples, each prompt counted once a
+            sample.
         computed_prompt_tokens: prompt tokens that were computed; the others shared a computed
             prefix.
-        generated_tokens: tokens of all responses.
-        preemptions: sequences that lost their blocks and were computed again.
-        cache_bytes: of the KV cache.
-        peak_cache_bytes: of the blocks in use when most were.
+        generated_tokens: tokens in the collected samples.
+        preemptions: number of times that a sequence lost its blocks and had to be computed again.
+        cache_bytes: size of the KV cache.
+        peak_cache_bytes: size of the blocks in use when most were.
     """
 
-    steps: int
-    prompt_tokens: int
-    computed_prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    cache_bytes: int
-    peak_cache_bytes: int
+    steps: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    cache_bytes: int = 0
+    peak_cache_bytes: int = 0
+
+    def __add__(self, later: EngineStats) -> EngineStats:
+        """Both together: counts are added, and of the sizes the larger is taken."""
+        return EngineStats(
+            steps=self.steps + later.steps,
+            prompt_tokens=self.prompt_tokens + later.prompt_tokens,
+            computed_prompt_tokens=self.computed_prompt_tokens + later.computed_prompt_tokens,
+            generated_tokens=self.generated_tokens + later.generated_tokens,
+            preemptions=self.preemptions + later.preemptions,
+            cache_bytes=max(self.cache_bytes, later.cache_bytes),
+            peak_cache_bytes=max(self.peak_cache_bytes, later.peak_cache_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Samples that have ended, and what the engine did meanwhile."""
+
+    samples: list[Sample]
+    stats: EngineStats
 
 
 class InferenceEngine(Protocol):
     """A generator of text whose weights are written from outside.
 
-    The order of a step: `wake`, then `bind` or fill `weight_slots`, `take_cache` while they are
-    being filled, then `commit`, then `generate`, then `sleep`. All ranks of one replica make the
-    same calls with the same arguments.
+    The weights come first: call `wake`, then `bind` or fill `weight_slots`, call `take_cache` while
+    they are being filled, then `commit`. Then samples are drawn: `submit` requests, and call `step`
+    and `collect` until nothing is in flight (see `generate`). `sleep` ends the use.
+
+    All ranks of one replica make the same calls with the same arguments. So a decision that depends
+    on one rank alone, such as a signal that it got, must be agreed on before it changes a call.
     """
 
     @property
@@ -156,8 +205,9 @@ class InferenceEngine(Protocol):
         ...
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is stored, to be filled in place; storage is made for what is not
-        bound.
+        """Where each named slice is stored, to be filled in place.
+
+        A parameter that is not bound gets storage.
         """
         ...
 
@@ -166,31 +216,47 @@ class InferenceEngine(Protocol):
         ...
 
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`; whatever was computed from older ones is
-        dropped.
+        """Declare the weights complete as `version`, and drop what older ones have computed.
+
+        Raises:
+            EngineError: a parameter has no weights, or samples are in flight.
         """
         ...
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        uids: Sequence[int],
-        sampling: SamplingParams,
-        samples: Sequence[range] | None = None,
-    ) -> list[Sample]:
-        """Answer token-id `prompts`; the result is ordered by prompt, then by sample.
+    @property
+    def in_flight(self) -> int:
+        """The number of samples that were submitted and are not collected yet."""
+        ...
 
-        `samples` says which sample indices of each prompt to draw: `range(sampling.n)` of each
-        where None.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, also while others are in flight; it may run no step.
+
+        Raises:
+            EngineError: the engine cannot answer one of them; then none is queued.
         """
         ...
 
-    def stats(self) -> EngineStats:
-        """What the last call of `generate` did."""
+    def step(self) -> None:
+        """Run one pass through the model; without a sample to compute, do nothing.
+
+        If it raises, everything in flight is dropped, and the engine can be used again.
+        """
+        ...
+
+    def collect(self) -> Finished:
+        """Hand over the samples that have ended, in an order that is the same on all ranks."""
+        ...
+
+    def cancel(self) -> Finished:
+        """Drop the samples that have not ended, and hand over those that have."""
         ...
 
     def sleep(self) -> None:
-        """Free all device memory but the weights."""
+        """Free all device memory but the weights.
+
+        Raises:
+            EngineError: samples are in flight.
+        """
         ...
 
     def wake(self) -> None:
@@ -198,7 +264,66 @@ class InferenceEngine(Protocol):
         ...
 
     def take_cache(self) -> None:
-        """Take the memory of the KV cache, if that need not wait for `commit` or `generate`; waits
-        for no rank.
+        """Take the memory of the KV cache, if that need not wait for `commit` or `submit`.
+
+        It waits for no other rank.
         """
         ...
+
+
+def requests_for(
+    prompts: Sequence[Sequence[int]],
+    uids: Sequence[int],
+    sampling: SamplingParams,
+    samples: Sequence[range] | None = None,
+) -> list[Request]:
+    """One request for each prompt, numbered from 0.
+
+    Args:
+        prompts: token ids.
+        uids: the number of each prompt, on which its random numbers depend.
+        sampling: how to draw.
+        samples: which sample indices of each prompt to draw; None draws all `sampling.n` of each.
+    """
+    if samples is None:
+        samples = [range(sampling.n)] * len(prompts)
+    rows = enumerate(zip(prompts, uids, samples, strict=True))
+    return [
+        Request(id=number, prompt=prompt, uid=uid, samples=indices, sampling=sampling)
+        for number, (prompt, uid, indices) in rows
+    ]
+
+
+def generate(engine: InferenceEngine, requests: Sequence[Request]) -> Finished:
+    """Answer `requests`: submit them, and step until all samples are collected.
+
+    Returns:
+        The samples in the order of the requests, then by sample index, and the statistics of the
+        whole call.
+
+    Raises:
+        EngineError: samples of others are in flight, or the engine refuses or fails. Then nothing
+            of this call is left in the engine.
+    """
+    if engine.in_flight:
+        raise EngineError(
+            f"generate() needs an engine with nothing in flight, and {engine.in_flight} samples "
+            f"are: collect() or cancel() them first"
+        )
+    samples: list[Sample] = []
+    stats = EngineStats()
+
+    try:
+        engine.submit(requests)
+        while engine.in_flight:
+            engine.step()
+            finished = engine.collect()
+            samples += finished.samples
+            stats += finished.stats
+    except BaseException:
+        engine.cancel()
+        raise
+
+    places = {request.id: place for place, request in enumerate(requests)}
+    samples.sort(key=lambda sample: (places[sample.request_id], sample.sample_index))
+    return Finished(samples, stats)

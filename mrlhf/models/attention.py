@@ -1,8 +1,8 @@
-"""Causal attention through torch's scaled_dot_product_attention, as the core of megatron-core's
-SelfAttention.
+"""Causal attention for megatron-core's SelfAttention, by torch's scaled_dot_product_attention.
 
-Plain batches and packed sequences, grouped queries, sliding windows; any device. It sees only this
-rank's heads, after rotation, and knows nothing of tensor parallelism.
+It takes plain batches and packed sequences, several query heads for each KV head, and sliding
+windows, on any device. It sees only this rank's heads, after rotation, and knows nothing of tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         assert config.attention_dropout == 0.0 and config.context_parallel_size == 1
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        # megatron-core counts the tokens before the current one, spec.sliding_window includes it.
+        # megatron-core counts only the tokens before the current one.
         self.window = None if config.window_size is None else config.window_size[0] + 1
 
     def forward(
@@ -43,47 +43,58 @@ class CoreAttention(torch.nn.Module):
         """Attend.
 
         Args:
-            query: [seq_len, micro_batch, heads, head_dim], or [tokens, heads, head_dim] where
+            query: [seq_len, micro_batch, heads, head_dim], or [tokens, heads, head_dim] if
                 sequences are packed.
-            key: the same with KV heads; so is `value`.
+            key: the same shape, with KV heads.
+            value: the same shape as `key`.
             attention_mask: None; the mask is causal.
+            attn_mask_type: not read; megatron-core passes it.
+            attention_bias: None.
             packed_seq_params: boundaries of packed sequences, which cover all tokens.
 
         Returns:
-            [seq_len, micro_batch, heads * head_dim], or [tokens, heads * head_dim] where packed.
+            [seq_len, micro_batch, heads * head_dim], or [tokens, heads * head_dim] if packed.
         """
         assert attention_mask is None and attention_bias is None
-        if packed_seq_params is None:
-            mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
-            return mixed.permute(2, 0, 1, 3).flatten(2)
-        return self._packed(query, key, value, packed_seq_params).flatten(1)
+        if packed_seq_params is not None:
+            return self._attend_packed(query, key, value, packed_seq_params).flatten(1)
+        batch = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        return self._attend(*batch).permute(2, 0, 1, 3).flatten(2)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+    def _attend_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams
+    ) -> Tensor:
         """One call for all sequences of similar length, padded to the longest of them.
 
-        What stands in the padding does not matter: under a causal mask only later padding sees it.
+        The numbers in the padding do not matter: under a causal mask only later padding sees them.
         """
-        padded = packed.cu_seqlens_q_padded
-        bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
-        mixed, order = [], []
-        for starts, lengths in _similar(bounds):
+        bounds = packed.cu_seqlens_q_padded
+        if bounds is None:
+            bounds = packed.cu_seqlens_q
+        edges = bounds.tolist()
+
+        outputs = []
+        positions = []
+        for starts, lengths in _by_similar_length(edges):
             offsets = torch.arange(max(lengths))
             places = torch.tensor(starts)[:, None] + offsets
             valid = offsets < torch.tensor(lengths)[:, None]
-            index = places.clamp(max=bounds[-1] - 1).to(query.device)
+
+            index = places.clamp(max=edges[-1] - 1).to(query.device)
             batch = (tensor[index].transpose(1, 2) for tensor in (query, key, value))
-            mixed.append(self._attend(*batch).transpose(1, 2)[valid.to(query.device)])
-            order.append(places[valid])
-        return torch.cat(mixed)[torch.cat(order).argsort().to(query.device)]
+            outputs.append(self._attend(*batch).transpose(1, 2)[valid.to(query.device)])
+            positions.append(places[valid])
+        return torch.cat(outputs)[torch.cat(positions).argsort().to(query.device)]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[micro_batch, heads, seq_len, head_dim] each."""
+        """Attend within plain sequences; all are [micro_batch, heads, seq_len, head_dim]."""
         length = query.shape[2]
         mask = None
         if self.window is not None and length > self.window:
             position = torch.arange(length, device=query.device)
             distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance < self.window)
+
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -95,13 +106,15 @@ class CoreAttention(torch.nn.Module):
         )
 
 
-def _similar(bounds: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Starts and lengths of the sequences between `bounds`, those whose lengths have the same power
-    of two above.
+def _by_similar_length(edges: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Starts and lengths of the sequences between `edges`, in lists of similar length.
+
+    Two lengths are similar if the same power of two is the smallest that is not below them.
     """
-    groups: dict[int, tuple[list[int], list[int]]] = {}
-    for start, stop in pairwise(bounds):
-        starts, lengths = groups.setdefault((stop - start - 1).bit_length(), ([], []))
+    similar: dict[int, tuple[list[int], list[int]]] = {}
+    for start, stop in pairwise(edges):
+        length = stop - start
+        starts, lengths = similar.setdefault((length - 1).bit_length(), ([], []))
         starts.append(start)
-        lengths.append(stop - start)
-    return list(groups.values())
+        lengths.append(length)
+    return list(similar.values())

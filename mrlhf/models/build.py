@@ -1,9 +1,8 @@
-"""Builds one rank's pipeline stage of a model from its spec and its role's groups, and says where
-each tensor lies.
+"""Builds one rank's pipeline stage of a model, and says where each named tensor lies in it.
 
-The stage comes out zero: weights are always loaded after. TransformerEngine's layers are used on a
-GPU where they can be imported, megatron-core's own with our attention and norm elsewhere. It knows
-neither optimizers nor data.
+All weights of a new stage are zero: they are always loaded later. TransformerEngine's layers are
+used on a GPU if they can be imported. The family says what the layers are; this file knows no
+family, no optimizer and no data.
 """
 
 from __future__ import annotations
@@ -11,32 +10,18 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    HAVE_TE,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import unwrap_model
 
 from mrlhf.device import Device
-from mrlhf.models.attention import CoreAttention
-from mrlhf.models.families import rule_of, tensor_shapes
+from mrlhf.models.families import family_of
 from mrlhf.models.heads import GPTScalarModel
-from mrlhf.models.norm import RMSNorm
+from mrlhf.models.parameters import chunk_of
 from mrlhf.models.rope import inverse_frequencies
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
@@ -51,8 +36,8 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
-        module: what schedules and DistributedDataParallel take: a GPTModel, in bfloat16 wrapped in
-            a Float16Module.
+        module: what schedules and DistributedDataParallel take: a GPTModel, which is wrapped in a
+            Float16Module if its dtype is bfloat16.
     """
 
     config: TransformerConfig
@@ -73,57 +58,57 @@ def build_model(
     Args:
         spec: the model; its heads and MLP divide over tp and its layers over pp.
         groups: the role's groups.
-        dtype: of parameters and activations, float32 or bfloat16.
-        device: where it lives.
-        sequence_parallel: split activations between layers over the tensor-parallel ranks; no
-            effect with one of them. A packed micro-batch must then hold a multiple of tp tokens.
+        dtype: dtype of parameters and activations, float32 or bfloat16.
+        device: where the parameters live.
+        sequence_parallel: split the activations between layers over the tensor-parallel ranks. A
+            packed micro-batch must then hold a multiple of tp tokens. No effect if tp is 1.
         recompute: which activations are computed again in the backward pass.
     """
     layout = groups.layout
     config = transformer_config(
         spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
     )
+    chunk = chunk_of(spec, layout, groups.coordinates.pp)
+    transformer_engine = HAVE_TE and device.kind == "cuda"
+    decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
+
     _prepare_megatron()
-    layer = _engine_layer(spec) if HAVE_TE and device.kind == "cuda" else _plain_layer(spec)
-    num_layers = len(layout.stage_layers(groups.coordinates.pp, spec.num_layers))
     model_class = GPTModel if spec.head == "lm" else GPTScalarModel
-    chunk = model_class(
+    model = model_class(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * num_layers, layer_norm=RMSNorm
-        ),
+        transformer_layer_spec=decoder,
         vocab_size=spec.padded_vocab(layout.tp),
         max_sequence_length=spec.max_positions,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=chunk.is_first,
+        post_process=chunk.is_last,
         share_embeddings_and_output_weights=spec.output_is_embedding,
         position_embedding_type="rope",
         pg_collection=groups.collection,
     )
-    chunk.rotary_pos_emb.inv_freq = inverse_frequencies(spec).to(device.torch_device)
-    chunk.to(device.torch_device)
-    module = Float16Module(config, chunk) if dtype == torch.bfloat16 else chunk
+
+    model.rotary_pos_emb.inv_freq = inverse_frequencies(spec).to(device.torch_device)
+    model.to(device.torch_device)
+    module = Float16Module(config, model) if dtype == torch.bfloat16 else model
     return BuiltModel(config, module)
 
 
 def slots_of(
     module: torch.nn.Module, spec: ModelSpec, layout: ParallelLayout, coordinates: Coordinates
 ) -> list[Slot]:
-    """Every named slice that the stage holds and where, in the order of its parameters.
+    """Every named slice that the stage holds, and where it is stored, parameter by parameter.
 
-    `module` may be wrapped, in a Float16Module or a DistributedDataParallel. The last stage of a
+    `module` may be wrapped in a Float16Module or a DistributedDataParallel. The last stage of a
     model with tied embeddings has its own copy of the embedding, which is a slot like any other.
     """
-    chunk = unwrap_model(module)
-    shapes = tensor_shapes(spec)
-    first_layer = layout.stage_layers(coordinates.pp, spec.num_layers).start
+    family = family_of(spec)
+    shapes = family.tensor_shapes(spec)
+    chunk = chunk_of(spec, layout, coordinates.pp)
+
     slots = []
-    for name, parameter in chunk.named_parameters():
-        rule = rule_of(spec, name, first_layer)
-        slots += [
-            Slot(piece, parameter)
-            for piece in pieces_of(name, rule, shapes, coordinates.tp, layout.tp)
-        ]
+    for name, parameter in unwrap_model(module).named_parameters():
+        rule = family.rule_of(spec, chunk, name)
+        for piece in pieces_of(name, rule, shapes, coordinates.tp, layout.tp):
+            slots.append(Slot(piece, parameter))
     return slots
 
 
@@ -136,23 +121,11 @@ def transformer_config(
     recompute: Recompute,
 ) -> TransformerConfig:
     """megatron-core's configuration of the model in this layout."""
+    model_options = family_of(spec).megatron_options(spec)
+    recompute_options = _recompute_options(recompute)
+
     return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.head_dim,
-        layernorm_epsilon=spec.norm_eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=spec.qkv_bias,
-        # Also tells finalize_model_grads to sum the gradients of these norms over the
-        # tensor-parallel group.
-        qk_layernorm=spec.qk_norm,
-        window_size=None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
+        **model_options,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -162,10 +135,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # Packed micro-batches differ in length. megatron-core then insists on this dispatcher, even
-        # without experts.
+        # for a model without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Weights are loaded after; zeros also make the padding rows of the vocabulary harmless.
+        # Weights are loaded later; zeros also make the padding rows of the vocabulary harmless.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
@@ -176,7 +149,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
-        **_recompute_options(recompute),
+        **recompute_options,
     )
 
 
@@ -192,50 +165,11 @@ def _recompute_options(recompute: Recompute) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": [recompute]}
 
 
-def _plain_layer(spec: ModelSpec) -> ModuleSpec:
-    """A layer of megatron-core's linears with our attention and norm; needs torch alone."""
-    head_norm = RMSNorm if spec.qk_norm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=CoreAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
-    )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
-            # Checkpoints carry TransformerEngine's names, so that either build reads the other's.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
-        ),
-    )
-
-
-def _engine_layer(spec: ModelSpec) -> ModuleSpec:
-    """A layer of TransformerEngine's modules."""
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm)
-
-
 def _prepare_megatron() -> None:
-    """Two things of megatron-core that a whole process shares and that its layers expect, neither
-    of them a group.
+    """Make the two objects that megatron-core's layers expect once in each process.
 
-    Initialising weights forks a named random state, though ours draws nothing from it; sequence
-    parallelism gathers into a scratch buffer.
+    Initialising weights forks a named random state, although ours draws nothing from it. Sequence
+    parallelism gathers into a scratch buffer. Neither is a process group.
     """
     tracker = get_cuda_rng_tracker()
     if "model-parallel-rng" not in tracker.get_states():

@@ -1,6 +1,6 @@
-"""A GPT model that ends in one number a token: value and reward models.
+"""A GPT model that gives one number for each token: value and reward models.
 
-Only the head differs from megatron-core's GPTModel. It knows nothing of losses.
+Only the head differs from megatron-core's GPTModel. This file knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from torch import Tensor
 
 
 class ScalarHead(torch.nn.Module):
-    """[seq_len, micro_batch, hidden] -> [seq_len, micro_batch, 1], the same on every
-    tensor-parallel rank.
+    """[seq_len, micro_batch, hidden] -> [seq_len, micro_batch, 1], on every tensor-parallel rank.
 
-    A new head is zero, so a model without a trained one predicts zero everywhere, whatever the
-    layout.
+    A new head is zero, so a model without a trained head predicts zero everywhere, in any layout.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -27,8 +25,8 @@ class ScalarHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
-        # Under sequence parallelism each rank sees its own tokens: megatron-core sums such
-        # gradients over the group.
+        # Under sequence parallelism each rank sees its own tokens, and megatron-core sums the
+        # gradients of parameters with this mark over the group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._sequence_parallel = config.sequence_parallel
         self._tp_group = tp_group
@@ -42,7 +40,7 @@ class ScalarHead(torch.nn.Module):
         """The scalars, with the signature of the output layer that the head replaces."""
         scalars = torch.nn.functional.linear(hidden, self.weight)
         if self._sequence_parallel:
-            # The loss is computed alike on every rank, so the gradient is split, not summed.
+            # Every rank computes the same loss, so the gradient is split and not summed.
             scalars = gather_from_sequence_parallel_region(
                 scalars, tensor_parallel_output_grad=False, group=self._tp_group
             )
@@ -50,12 +48,12 @@ class ScalarHead(torch.nn.Module):
 
 
 class GPTScalarModel(GPTModel):
-    """GPTModel whose last stage ends in a ScalarHead; its forward gives [micro_batch, seq_len, 1]."""
+    """A GPTModel whose last stage ends in a ScalarHead and gives [micro_batch, seq_len, 1]."""
 
     def __init__(self, *, config: TransformerConfig, vocab_size: int, **arguments: Any) -> None:
         if arguments["post_process"] and not arguments["pre_process"]:
-            # A last stage has no embedding: keep the output layer that is about to be replaced as
-            # small as can be.
+            # A last stage has no embedding. Make the output layer, which is replaced below, as
+            # small as possible.
             vocab_size = config.tensor_model_parallel_size
         super().__init__(config=config, vocab_size=vocab_size, **arguments)
         if self.post_process:

@@ -1,8 +1,7 @@
-"""RMSNorm as Hugging Face's Llama family computes it, with the mark that sequence parallelism
-needs.
+"""RMSNorm as Hugging Face's Llama computes it, with the mark that sequence parallelism needs.
 
-It takes the arguments that megatron-core's layer specs pass, and knows nothing of where it stands
-in the model.
+It takes the arguments that megatron-core's layer specs pass. It does not know where in the model it
+stands.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square normalisation over the last dimension: statistics in float32, product in the
-    input's dtype.
+    """Root-mean-square normalisation over the last dimension.
+
+    The statistics are computed in float32, the product in the input's dtype.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank normalises its own tokens, so megatron-core must sum this gradient over the
-        # tensor-parallel group.
+        # Under sequence parallelism each rank normalises its own tokens, so megatron-core must sum
+        # this gradient over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""What a decoder-only transformer is, in numbers: the facts that a Hugging Face `config.json`
-gives.
+"""What a decoder-only transformer is, in numbers: the facts of a Hugging Face `config.json`.
 
-It knows neither layouts nor modules; `families` fills it in, `build` and the inference engine read
-it.
+A family fills it in; building a model, inference and checks before a run read it. It knows neither
+layouts nor modules.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ class ModelSpec:
     """A dense Llama-like decoder.
 
     Attributes:
-        family: Hugging Face `model_type`.
-        head: "lm" gives logits over the vocabulary, "scalar" one number a token (value and reward
-            models).
+        family: Hugging Face `model_type`; `families.family_of` gives the family.
+        head: "lm" gives logits over the vocabulary, "scalar" one number for each token (value and
+            reward models).
         vocab_size: rows of the embedding, unpadded.
         hidden_size: width of the residual stream.
         ffn_size: width of the gated MLP.
         num_layers: transformer layers.
         num_heads: query heads.
-        num_kv_heads: key and value heads (groups); divides num_heads.
+        num_kv_heads: key and value heads; divides num_heads.
         head_dim: width of one head.
         norm_eps: epsilon of every RMSNorm.
-        tied_embeddings: the output layer is the embedding.
-        qkv_bias: biases on q, k and v.
-        qk_norm: RMSNorm on each head of q and k before rotation.
-        sliding_window: tokens that a token sees, itself included; None for all.
+        tied_embeddings: whether a language model's output layer is its embedding.
+        qkv_bias: whether q, k and v have biases.
+        qk_norm: whether RMSNorm is applied to each head of q and k before rotation.
+        sliding_window: how many tokens a token sees, itself included; None for all before it.
         max_positions: longest sequence the rotary embedding was made for, tokens.
         rope_theta: base of the rotary frequencies.
         hf_config: the whole `config.json`, for rope scaling and for export.
@@ -55,11 +54,6 @@ class ModelSpec:
     max_positions: int
     rope_theta: float
     hf_config: dict[str, Any] = field(repr=False, compare=False)
-
-    @property
-    def heads_per_group(self) -> int:
-        """Query heads that share one key and value head."""
-        return self.num_heads // self.num_kv_heads
 
     @property
     def output_is_embedding(self) -> bool:

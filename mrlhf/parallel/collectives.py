@@ -1,8 +1,8 @@
-"""Exchanges between ranks: ragged and object gathers, and batched point-to-point.
+"""Gathers of ragged tensors and of objects, and batched point-to-point messages between ranks.
 
-Everything works on gloo (host tensors) and NCCL (device tensors) alike; payloads travel as bytes,
-so any dtype goes. Every rank of a group makes the same calls in the same order. This file creates
-no group and knows nothing of roles, weights or batches.
+Everything works both on gloo (host tensors) and on NCCL (device tensors). Tensors travel as bytes,
+so every dtype works. Every rank of a group makes the same calls in the same order. This file
+creates no group and does not know roles, weights or batches.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-Peer = tuple[int, Tensor]
+Message = tuple[int, Tensor]
 
 
 def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """The `rows` of every rank of the group, in group order.
 
     Args:
-        rows: [rows of this rank, ...]; the first dimension may differ between ranks and may be 0,
-            the others and the dtype are the same everywhere.
+        rows: [rows of this rank, ...]. The first dimension may differ between ranks and may be 0;
+            the other dimensions and the dtype are the same on all ranks.
         group: the ranks that take part.
     """
     rows = rows.detach().contiguous()
     size = dist.get_world_size(group)
     if size == 1:
         return [rows.clone()]
+
     count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=rows.device)
     gathered = [torch.empty_like(count) for _ in range(size)]
     dist.all_gather(gathered, count, group=group)
     counts = [int(n) for n in torch.cat(gathered).tolist()]
+
     padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     padded[: rows.shape[0]] = rows
     parts = [torch.empty_like(padded) for _ in range(size)]
@@ -50,11 +52,10 @@ def all_gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Wait for every rank of the group, and have NCCL make its communicator, which `exchange`
-    needs.
+    """Wait for every rank of the group, and make NCCL create the communicator for `exchange`.
 
-    NCCL makes it at a group's first call on device tensors, in which all ranks must take part, and
-    an exchange may leave some out.
+    NCCL creates it at the first call of a group on device tensors. All ranks must take part in that
+    call, but an exchange may leave some out.
     """
     dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=group)
     if device.type == "cuda":
@@ -62,34 +63,37 @@ def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 def exchange(
-    sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None = None
+    sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send and receive contiguous tensors, all at once, and wait for all of them; receives are
-    filled in place.
+    """Send and receive contiguous tensors, all at once, and wait for all of them.
 
-    Peers are global ranks and never the rank itself. Messages between two ranks are matched by
-    order: the k-th that one lists for the other is the k-th that the other lists for it. Either
-    list may be empty. Call `connect` once before.
+    Messages between two ranks are matched by order: the k-th tensor that one rank sends to the
+    other fills the k-th tensor that the other receives from it. Call `connect` once before.
+
+    Args:
+        sends: global rank of the receiver, never this rank itself, and the tensor to send.
+        receives: global rank of the sender, never this rank itself, and the tensor to fill.
+        group: the ranks that may take part; all ranks of the job if None.
     """
     finish_exchange(start_exchange(sends, receives, group))
 
 
 def start_exchange(
-    sends: Sequence[Peer], receives: Sequence[Peer], group: dist.ProcessGroup | None = None
+    sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup | None = None
 ) -> list[dist.Work]:
     """The first half of `exchange`: the tensors are under way until `finish_exchange` returns."""
-    operations = [
-        dist.P2POp(operation, _as_bytes(tensor), peer, group)
-        for operation, peers in ((dist.isend, sends), (dist.irecv, receives))
-        for peer, tensor in peers
-        if tensor.numel()
-    ]
+    operations: list[dist.P2POp] = []
+    for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
+        for peer, tensor in messages:
+            if tensor.numel():
+                operations.append(dist.P2POp(operation, _as_bytes(tensor), peer, group))
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 def finish_exchange(works: Sequence[dist.Work]) -> None:
-    """The second half of `exchange`: on a GPU, what is queued after it sees the tensors that have
-    arrived.
+    """The second half of `exchange`: wait for the tensors.
+
+    On a GPU the stream waits and not the host: work that is queued later sees what has arrived.
     """
     for work in works:
         work.wait()

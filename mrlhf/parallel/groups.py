@@ -1,8 +1,8 @@
-"""Process groups of roles and of the inference engine: the only file that creates any.
+"""Creates the process groups of roles and of the inference engine; no other file creates any.
 
-Megatron's own global groups (`parallel_state`) are never set up: each role carries its groups, so
-that roles with different layouts share the same ranks. Knows layouts as rank lists; knows nothing
-of models.
+Megatron's own global groups (`parallel_state`) are never set up. Each role carries its own groups,
+so that roles with different layouts can share the same ranks. This file knows layouts as rank
+lists; it does not know models.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RoleGroups:
 
     Attributes:
         layout: sizes of the role's axes.
-        coordinates: where this rank stands on them.
-        collection: the same groups under the names megatron-core gives them.
-        dp_pp: ranks that differ from this one in data- and pipeline-parallel place only.
+        coordinates: the position of this rank on the axes.
+        collection: the same groups under the names that megatron-core gives them.
+        dp_pp: ranks with the tensor-parallel position of this one.
     """
 
     layout: ParallelLayout
@@ -37,7 +37,7 @@ class RoleGroups:
 
     @property
     def tp(self) -> Group:
-        """Ranks that hold the other tensor-parallel shards of this stage."""
+        """Ranks that hold the tensor-parallel shards of this stage."""
         return self.collection.tp
 
     @property
@@ -47,7 +47,7 @@ class RoleGroups:
 
     @property
     def pp(self) -> Group:
-        """Ranks that hold the other stages, first to last."""
+        """Ranks that hold the pipeline stages, first to last."""
         return self.collection.pp
 
     @property
@@ -78,9 +78,9 @@ class EngineGroups:
     Attributes:
         layout: all replicas.
         replica: number of this rank's replica.
-        tp_rank: this rank's place in it.
+        tp_rank: the position of this rank in its replica.
         tp: ranks of this replica.
-        replicas: ranks with this `tp_rank`, one a replica, in the replicas' order of ranks.
+        replicas: ranks with this `tp_rank`, one of each replica, ascending.
     """
 
     layout: EngineLayout
@@ -91,15 +91,18 @@ class EngineGroups:
 
 
 class GroupFactory:
-    """Creates process groups, each distinct set of ranks once.
+    """Creates process groups, one for each distinct set of ranks.
 
-    Creating a group is collective over the whole job: every rank must call the methods of its
-    factory in the same order with the same layouts. Roles with equal layouts get the same groups.
+    All ranks of the job take part in creating a group, so every rank must call the methods of its
+    factory in the same order and with the same layouts. Roles with equal layouts get the same
+    groups.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Args:
-        timeout_s: seconds after which a collective in one of the groups gives up.
+        """Start with the group of all ranks.
+
+        Args:
+            timeout_s: seconds after which a collective in one of the groups gives up.
         """
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = dist.get_rank()
@@ -112,23 +115,28 @@ class GroupFactory:
     def role_groups(self, layout: ParallelLayout) -> RoleGroups:
         """This rank's groups in a role of `layout`, which covers the world."""
         assert layout.world_size == self._world_size, (layout, self._world_size)
-        tp, dp, pp = self._along(layout, "tp"), self._along(layout, "dp"), self._along(layout, "pp")
-        mp, tp_dp = self._along(layout, "tp", "pp"), self._along(layout, "tp", "dp")
-        alone = self._mine([[rank] for rank in range(self._world_size)])
-        pipelines = layout.groups("pp")
-        # A tied output layer on the last stage sums its gradient with the first stage's embedding.
-        embedding = self._mine_or_none(
-            [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
-        )
+        tp = self._along(layout, "tp")
+        dp = self._along(layout, "dp")
+        pp = self._along(layout, "pp")
+        mp = self._along(layout, "tp", "pp")
+        tp_dp = self._along(layout, "tp", "dp")
+        this_rank = self._own_group([[rank] for rank in range(self._world_size)])
+
+        # A tied output layer on the last stage adds its gradient to that of the first stage's
+        # embedding.
+        pipeline_ends = [sorted({pipeline[0], pipeline[-1]}) for pipeline in layout.groups("pp")]
+        embedding = self._own_group_or_none(pipeline_ends)
+
         collection = ProcessGroupCollection(
-            tp=tp, dp=dp, pp=pp, mp=mp, cp=alone, tp_cp=tp, dp_cp=dp, tp_dp_cp=tp_dp, hcp=None,
-            ep=alone, expt_tp=tp, tp_ep=tp, tp_ep_pp=mp, expt_dp=dp,
+            tp=tp, dp=dp, pp=pp, mp=mp, cp=this_rank, tp_cp=tp, dp_cp=dp, tp_dp_cp=tp_dp, hcp=None,
+            ep=this_rank, expt_tp=tp, tp_ep=tp, tp_ep_pp=mp, expt_dp=dp,
             embd=embedding, pos_embd=None,
             intra_dp_cp=dp, intra_expt_dp=dp, inter_dist_opt=None,
-            # Every rank of the model: with fewer, the distributed optimizer's gradient norm is
-            # wrong without a word.
+            # It must hold every rank of the model: with fewer, the gradient norm of the distributed
+            # optimizer is wrong and no error says so.
             intra_dist_opt=self._world,
         )  # fmt: skip
+
         return RoleGroups(
             layout,
             layout.coordinates(self._rank),
@@ -139,26 +147,26 @@ class GroupFactory:
     def engine_groups(self, layout: EngineLayout) -> EngineGroups:
         """This rank's groups in the inference engine."""
         replica, tp_rank = layout.place(self._rank)
-        across = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
-        return EngineGroups(
-            layout, replica, tp_rank, tp=self._mine(layout.replicas), replicas=self._mine(across)
-        )
+        tp = self._own_group(layout.replicas)
+        same_tp_rank = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
+        replicas = self._own_group(same_tp_rank)
+        return EngineGroups(layout, replica, tp_rank, tp=tp, replicas=replicas)
 
     def _along(self, layout: ParallelLayout, *axes: Axis) -> Group:
-        return self._mine(layout.groups(*axes))
+        return self._own_group(layout.groups(*axes))
 
-    def _mine(self, partition: Sequence[Sequence[int]]) -> Group:
-        group = self._mine_or_none(partition)
-        assert group is not None, f"rank {self._rank} is in none of {partition}"
+    def _own_group(self, rank_lists: Sequence[Sequence[int]]) -> Group:
+        group = self._own_group_or_none(rank_lists)
+        assert group is not None, f"rank {self._rank} is in none of {rank_lists}"
         return group
 
-    def _mine_or_none(self, rank_lists: Sequence[Sequence[int]]) -> Group | None:
-        """Create the groups of all lists; the one that this rank is in, if any."""
-        mine = None
+    def _own_group_or_none(self, rank_lists: Sequence[Sequence[int]]) -> Group | None:
+        """Create the groups of all lists, and return the one that this rank is in, if any."""
+        own_group = None
         for ranks in rank_lists:
             key = tuple(sorted(ranks))
             if key not in self._groups:
                 self._groups[key] = dist.new_group(list(key), timeout=self._timeout)
             if self._rank in key:
-                mine = self._groups[key]
-        return mine
+                own_group = self._groups[key]
+        return own_group

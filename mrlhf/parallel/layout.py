@@ -1,27 +1,34 @@
-"""Who is who: tensor-, data- and pipeline-parallel coordinates of each rank, in plain integers.
+"""Where each rank stands on the parallel axes of a role, in plain integers.
 
-Ranks are numbered tensor-parallel first, then data-parallel, then pipeline-parallel, as
-megatron-core does. Nothing here touches a process group, so a layout for ten thousand ranks can be
-asked for on a laptop.
+Ranks are numbered along the axes in the order of `AXES`, the first one fastest, as in
+megatron-core. Nothing here touches a process group, so a laptop can compute a layout for ten
+thousand ranks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from mrlhf.errors import ConfigError
 
 Axis = Literal["tp", "dp", "pp"]
+AXES: tuple[Axis, ...] = ("tp", "dp", "pp")
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands on each axis."""
+    """The position of one rank on each axis."""
 
     tp: int
     dp: int
     pp: int
+
+    def along(self, axis: Axis) -> int:
+        """The position on `axis`."""
+        position: int = getattr(self, axis)
+        return position
 
 
 @dataclass(frozen=True)
@@ -41,51 +48,64 @@ class ParallelLayout:
         """
         if world_size % (tp * pp):
             raise ConfigError(
-                f"{role}: tp {tp} x pp {pp} = {tp * pp} does not divide the world size {world_size}; "
-                f"start a multiple of {tp * pp} processes or lower {role}.tp or {role}.pp"
+                f"{role}: tp {tp} x pp {pp} = {tp * pp} does not divide the world size "
+                f"{world_size}; start a multiple of {tp * pp} processes or lower {role}.tp or "
+                f"{role}.pp"
             )
         return cls(tp=tp, pp=pp, dp=world_size // (tp * pp))
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
-        return self.tp * self.pp * self.dp
+        """Number of ranks."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    def size(self, axis: Axis) -> int:
+        """Number of positions on `axis`."""
+        size: int = getattr(self, axis)
+        return size
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of global rank `rank`."""
-        return Coordinates(
-            tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp)
-        )
+        positions: dict[str, int] = {}
+        for axis in AXES:
+            rank, positions[axis] = divmod(rank, self.size(axis))
+        return Coordinates(**positions)
 
     def rank_at(self, tp: int, dp: int, pp: int) -> int:
         """The global rank with these coordinates."""
-        return tp + self.tp * (dp + self.dp * pp)
+        coordinates = Coordinates(tp, dp, pp)
+        rank = 0
+        for axis in reversed(AXES):
+            rank = rank * self.size(axis) + coordinates.along(axis)
+        return rank
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """The rank lists that differ along `axes` only, each ascending; together they cover the
-        world once.
+        """The rank lists of the process groups whose ranks differ along `axes` only.
+
+        Each list is ascending, and together the lists hold each rank once.
         """
-        by_rest: dict[tuple[int, ...], list[int]] = {}
+        fixed_axes = [axis for axis in AXES if axis not in axes]
+        ranks_at: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            at = self.coordinates(rank)
-            rest = tuple(getattr(at, axis) for axis in ("tp", "dp", "pp") if axis not in axes)
-            by_rest.setdefault(rest, []).append(rank)
-        return list(by_rest.values())
+            coordinates = self.coordinates(rank)
+            fixed = tuple(coordinates.along(axis) for axis in fixed_axes)
+            ranks_at.setdefault(fixed, []).append(rank)
+        return list(ranks_at.values())
 
     def stage_layers(self, stage: int, num_layers: int) -> range:
-        """Global numbers of the layers on pipeline stage `stage`; `num_layers` is divisible by pp."""
+        """Global numbers of the layers on pipeline stage `stage`; pp divides `num_layers`."""
         per_stage = num_layers // self.pp
         return range(stage * per_stage, (stage + 1) * per_stage)
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Inference replicas: groups of `tp` ranks.
+    """Which ranks form the inference replicas, `tp` ranks each.
 
     Attributes:
         tp: tensor-parallel size of the engine.
-        replicas: global ranks of each replica in tensor-parallel order; together they cover the
-            world once.
+        replicas: the global ranks of each replica in tensor-parallel order; together the replicas
+            hold each rank once.
     """
 
     tp: int
@@ -100,32 +120,32 @@ class EngineLayout:
         """
         if (actor.tp * actor.pp) % tp:
             raise ConfigError(
-                f"rollout.tp {tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = {actor.tp * actor.pp}; "
-                f"choose a divisor of it"
+                f"rollout.tp {tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = "
+                f"{actor.tp * actor.pp}; choose a divisor of it"
             )
-        replicas = [
-            group[i : i + tp]
-            for group in actor.groups("tp", "pp")
-            for i in range(0, len(group), tp)
-        ]
-        return cls(tp=tp, replicas=tuple(tuple(replica) for replica in replicas))
+
+        replicas: list[tuple[int, ...]] = []
+        for group in actor.groups("tp", "pp"):
+            for first in range(0, len(group), tp):
+                replicas.append(tuple(group[first : first + tp]))
+        return cls(tp=tp, replicas=tuple(replicas))
 
     @classmethod
     def consecutive(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
-        """Cut the ranks of the job into replicas of `tp` consecutive ones, whatever the actor's
-        groups are.
+        """Cut the ranks of the job into replicas of `tp` consecutive ones, across actor groups.
 
         Raises:
             ConfigError: tp does not divide the world size.
         """
-        if actor.world_size % tp:
+        world_size = actor.world_size
+        if world_size % tp:
             raise ConfigError(
-                f"rollout.tp {tp} does not divide the world size {actor.world_size}; choose a divisor of it"
+                f"rollout.tp {tp} does not divide the world size {world_size}; choose a divisor "
+                "of it"
             )
-        ranks = range(actor.world_size)
-        return cls(
-            tp=tp, replicas=tuple(tuple(ranks[i : i + tp]) for i in range(0, actor.world_size, tp))
-        )
+
+        replicas = [tuple(range(first, first + tp)) for first in range(0, world_size, tp)]
+        return cls(tp=tp, replicas=tuple(replicas))
 
     def is_inside(self, actor: ParallelLayout) -> bool:
         """Whether each replica lies in one model-parallel group of `actor`."""

@@ -1,15 +1,16 @@
 """Cuts a batch of sequences into mini-batches, data-parallel shares and packed micro-batches.
 
 Everything is a pure function of lengths, so every rank knows every other rank's share without
-asking. The cut of a batch is made once a step and used for every forward and every epoch: the same
-sequences stand in the same pack each time, which is why log-probabilities before and during the
-first update are equal bit for bit. It knows neither models nor process groups.
+asking. A batch is cut once a step, and the cut goes wherever the batch goes: the same sequences
+stand in the same pack in every forward pass and in every epoch. This is why log-probabilities
+before the update and during its first mini-batch are equal bit for bit. This file knows neither
+models nor process groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,11 +21,11 @@ Select = Literal["response", "last"]
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer step's rows.
+    """The rows of one optimizer step and the ranks that compute them.
 
     Attributes:
-        rows: every row of the mini-batch, over all ranks.
-        micro_batches: [dp][micro-batch] -> rows packed together.
+        rows: the rows of the mini-batch over all ranks; ascending, without gaps.
+        micro_batches: the rows that are packed together, indexed [dp rank][micro-batch].
     """
 
     rows: list[int]
@@ -55,6 +56,37 @@ class Pack:
     targets: Tensor
 
 
+@dataclass(frozen=True)
+class PackedMiniBatch:
+    """One mini-batch as one data-parallel rank computes it.
+
+    Attributes:
+        rows: the rows of the mini-batch over all ranks; ascending, without gaps.
+        packs: this rank's micro-batches; `Pack.rows` are rows of the whole batch.
+    """
+
+    rows: list[int]
+    packs: list[Pack]
+
+    @property
+    def local_packs(self) -> list[Pack]:
+        """The packs with their rows counted from the first row of the mini-batch."""
+        first = self.rows[0]
+        return [replace(pack, rows=[row - first for row in pack.rows]) for pack in self.packs]
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """A batch as one data-parallel rank computes it, mini-batch by mini-batch."""
+
+    mini_batches: list[PackedMiniBatch]
+
+    @property
+    def packs(self) -> list[Pack]:
+        """This rank's micro-batches of all mini-batches, in order."""
+        return [pack for mini_batch in self.mini_batches for pack in mini_batch.packs]
+
+
 def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     """Indices of `lengths` in `parts` parts of nearly equal total length, none empty, each
     ascending.
@@ -65,6 +97,7 @@ def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
     assert len(lengths) >= parts, f"{len(lengths)} sequences cannot fill {parts} parts"
     loads = [(0, 0, part) for part in range(parts)]
     shares: list[list[int]] = [[] for _ in range(parts)]
+
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         load, count, part = min(loads)
         shares[part].append(index)
@@ -92,29 +125,40 @@ def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(pack) for pack in packs)
 
 
-def plan_mini_batches(
-    lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int
+def cut_mini_batches(
+    lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int, together: int = 1
 ) -> list[MiniBatch]:
-    """Cut rows 0..len(lengths)-1, in order, into mini-batches of `mini_batch_rows` rows (the last
-    may be smaller).
+    """Cut rows 0..len(lengths)-1, in order, into mini-batches and share each out over `dp` ranks.
 
-    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget` (tokens
-    of a micro-batch). Where rows are fewer than `dp`, the last ranks have none; such a mini-batch
-    can be evaluated and not trained on.
+    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget`. If there
+    are fewer rows than ranks, the last ranks get none; such a mini-batch can be evaluated, but not
+    trained on.
+
+    Args:
+        lengths: tokens of each sequence.
+        mini_batch_rows: rows of a mini-batch; the last mini-batch may be smaller.
+        dp: data-parallel ranks.
+        budget: most tokens of a micro-batch.
+        together: so many consecutive rows always stand in one micro-batch, such as the two sides of
+            a preference pair.
     """
-    plan = []
+    assert len(lengths) % together == 0, (len(lengths), together)
+    assert mini_batch_rows % together == 0, (mini_batch_rows, together)
+    mini_batches = []
+
     for begin in range(0, len(lengths), mini_batch_rows):
         rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
-        parts = min(dp, len(rows))
-        shares = split_balanced([lengths[row] for row in rows], parts) + [
-            [] for _ in range(dp - parts)
-        ]
-        micro_batches = []
-        for share in shares:
-            packs = pack_rows([lengths[rows[i]] for i in share], budget)
-            micro_batches.append([[rows[share[i]] for i in pack] for pack in packs])
-        plan.append(MiniBatch(rows, micro_batches))
-    return plan
+        units = [rows[i : i + together] for i in range(0, len(rows), together)]
+        unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
+        parts = min(dp, len(units))
+
+        micro_batches: list[list[list[int]]] = [[] for _ in range(dp)]
+        for rank, share in enumerate(split_balanced(unit_lengths, parts)):
+            for pack in pack_rows([unit_lengths[i] for i in share], budget):
+                packed_units = [units[share[i]] for i in pack]
+                micro_batches[rank].append([row for unit in packed_units for row in unit])
+        mini_batches.append(MiniBatch(rows, micro_batches))
+    return mini_batches
 
 
 def make_pack(
@@ -138,17 +182,21 @@ def make_pack(
     chosen = [torch.tensor(sequences[row], dtype=torch.int64) for row in rows]
     sizes = [len(tokens) for tokens in chosen]
     begins = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).tolist()
-    selected, targets = [], []
+
+    selected = []
+    targets = []
     for row, tokens, begin in zip(rows, chosen, begins, strict=False):
         first = prompt_lengths[row] - 1 if select == "response" else len(tokens) - 1
         last = len(tokens) - 1 if select == "response" else len(tokens)
         selected.append(torch.arange(begin + first, begin + last))
         targets.append(torch.nn.functional.pad(tokens, (0, 1))[first + 1 : last + 1])
+
     padding = -begins[-1] % multiple
     if padding:
         chosen.append(torch.zeros(padding, dtype=torch.int64))
         sizes.append(padding)
         begins.append(begins[-1] + padding)
+
     return Pack(
         rows=rows,
         token_ids=torch.cat(chosen),

@@ -1,9 +1,7 @@
-"""Runs packed micro-batches through the pipeline of one role: megatron-core's 1F1B, or a plain loop
-without stages.
+"""Runs packed micro-batches through the pipeline of one model, with megatron-core's 1F1B schedule.
 
 It knows the model only as something that takes packed tokens, and the loss only as a function that
-its caller hands in. What that function is given is the model's output at the positions that a pack
-selects.
+its caller hands in. That function gets the output of the model at the positions a pack selects.
 """
 
 from __future__ import annotations
@@ -26,14 +24,20 @@ Result = TypeVar("Result")
 
 
 class Pipeline:
-    """One role's pipeline. Ranks of one pipeline group call each method together, with the same
-    packs.
+    """The pipeline of one model.
+
+    The ranks of one pipeline group call each method together, with the same packs.
     """
 
     def __init__(
-        self, model: nn.Module, config: TransformerConfig, groups: RoleGroups, device: torch.device
+        self,
+        chunks: Sequence[nn.Module],
+        config: TransformerConfig,
+        groups: RoleGroups,
+        device: torch.device,
     ) -> None:
-        self._model = model
+        """`chunks` are this rank's parts of the model, one for each virtual stage."""
+        self._chunks = list(chunks)
         self._groups = groups
         self._device = device
         self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
@@ -49,11 +53,11 @@ class Pipeline:
 
         Args:
             packs: micro-batches; none where this data-parallel rank has no rows.
-            evaluate: given the output at a pack's selected positions, [selected, vocab_shard] or
-                [selected, 1], and the pack's number, returns what the caller wants of it.
+            evaluate: takes the model's output at a pack's selected positions, [selected,
+                vocab_shard] or [selected, 1], and the number of the pack.
 
         Returns:
-            What `evaluate` returned, a result a pack, on the last stage; nothing elsewhere.
+            On the last stage the results of `evaluate`, one for each pack; on other stages nothing.
         """
 
         def finish(pack: Pack, number: int, output: Tensor, non_loss_data: bool) -> Result:
@@ -65,17 +69,17 @@ class Pipeline:
     def forward_backward(
         self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
     ) -> list[Result]:
-        """Run the packs forward and backward, then reduce gradients over the ranks that share
-        parameters.
+        """Run the packs forward and backward, then reduce the gradients.
+
+        The gradient is that of the sum of all scalars that `loss` returns, over all packs of all
+        data-parallel ranks.
 
         Args:
             packs: at least one micro-batch.
-            loss: given what `evaluate` is given above, returns a scalar and whatever the caller
-                wants to keep. The gradient is that of the sum of the scalars of all packs of all
-                data-parallel ranks.
+            loss: takes what `evaluate` takes in `forward`, and returns a scalar and a result.
 
         Returns:
-            What `loss` returned beside each scalar, on the last stage; nothing elsewhere.
+            On the last stage the results of `loss`, one for each pack; on other stages nothing.
         """
         # The schedule divides by the number of micro-batches, and the reduction by the number of
         # data-parallel ranks.
@@ -98,8 +102,8 @@ class Pipeline:
 
         return self._run(
             forward_step_func=step,
-            data_iterator=iter(enumerate(packs)),
-            model=self._model,
+            data_iterator=[iter(enumerate(packs)) for _ in self._chunks],
+            model=self._chunks,
             num_microbatches=len(packs),
             seq_length=1,  # not used: the stages tell each other the length of every micro-batch
             micro_batch_size=1,
@@ -118,7 +122,9 @@ class Pipeline:
             max_seqlen_q=pack.longest,
             max_seqlen_kv=pack.longest,
         )
-        tokens, positions = pack.token_ids.to(self._device), pack.position_ids.to(self._device)
+
+        tokens = pack.token_ids.to(self._device)
+        positions = pack.position_ids.to(self._device)
         return model(tokens[None], positions[None], None, packed_seq_params=packed)
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:

@@ -1,7 +1,15 @@
-"""Everything that is found out before a model is built: cross-checks, batch arithmetic, the dry run."""
+"""What is found out before a model is built: cross-checks, batch arithmetic, the dry run."""
 
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.dry_run import describe, dry_run, preflight
-from mrlhf.preflight.model_checks import check_model, check_models
+from mrlhf.preflight.model_checks import check_model, check_models, check_vocabulary
 
-__all__ = ["check", "check_model", "check_models", "describe", "dry_run", "preflight"]
+__all__ = [
+    "check",
+    "check_model",
+    "check_models",
+    "check_vocabulary",
+    "describe",
+    "dry_run",
+    "preflight",
+]

@@ -1,28 +1,63 @@
 """What must hold between the keys that make up the method: advantages, loss, reward, correction,
 dynamic sampling.
 
-Each complaint is one line with the numbers and the remedy. A key that only another advantage
-estimator would read is refused rather than ignored, and so is what would destroy or contradict the
-method. Numbers that are not in use for another reason may stay: those of another objective, of a KL
-or a buffer that is off. It knows no rank.
+Each complaint is one line with the numbers and the remedy. Refused are
+
+- a key that the chosen advantage estimator, policy loss, aggregation or correction does not read,
+  unless it has its default value;
+- what would destroy or contradict the method.
+
+The numbers of a part that a key of its own switches off may stay, so that a file laid over another
+can switch the part off with one line: a KL (`use_kl_in_reward`, `use_kl_loss`, `kl_ctrl.type`),
+`overlong_buffer.enable`, `filter_groups.enable`, and a model that is not built. It knows no rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
-from mrlhf.config.sections import CLIP_RATIO
-from mrlhf.rl.names import COMPARES_ANSWERS, CORRECTNESS_TERMS, DISCOUNTED
+from mrlhf.config.sections import CLIP_RATIO, ActorSection, CriticSection, PolicyLossSection
+from mrlhf.rl.names import CLIPPED, COMPARES_ANSWERS, CORRECTNESS_TERMS, DISCOUNTED
+from mrlhf.roles.policy_loss import configured_loss
 from mrlhf.user_code import is_reference
+
+NORMALISED = "seq-mean-token-sum-norm"
+
+# the policy losses that read a key, for each key of `actor` and of `actor.policy_loss` that not
+# all of them read; a test compares them with the losses themselves
+LOSS_READERS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "clip_ratio": CLIPPED,
+        "clip_ratio_low": CLIPPED,
+        "clip_ratio_high": CLIPPED,
+        "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
+        "tau_pos": ("sapo",),
+        "tau_neg": ("sapo",),
+    }
+)
+POLICY_LOSS_READERS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "clip_cov_ratio": ("clip_cov",),
+        "clip_cov_lb": ("clip_cov",),
+        "clip_cov_ub": ("clip_cov",),
+        "kl_cov_ratio": ("kl_cov",),
+        "ppo_kl_coef": ("kl_cov",),
+    }
+)
+SELECTION_KEYS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
     """Every complaint about the method, one line each."""
     yield from _estimator_problems(config)
-    yield from _group_problems(config)
+    yield from _prompt_group_problems(config)
     yield from _reward_problems(config)
     yield from _loss_problems(config)
+    yield from _unread_loss_keys(config)
+    yield from _unread_scale_factors(config)
     yield from _correction_problems(config)
     yield from _sampling_problems(config)
     yield from _length_problems(config)
@@ -30,14 +65,27 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def tells_right_from_wrong(config: PPOConfig) -> bool:
-    """Whether a reward term may say which responses are right; a user's function does where it
-    returns `acc`.
+    """Whether a reward term may say which responses are right.
+
+    A user's function may: it does if it returns `acc`.
     """
     return any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms)
 
 
+def objective(config: PPOConfig) -> tuple[str, str]:
+    """The name of the policy loss that trains the actor, and the key and value that choose it."""
+    correction = config.algorithm.rollout_correction
+    loss = configured_loss(config.actor, correction)
+    if loss == "reinforce":
+        return loss, "algorithm.rollout_correction.loss_type reinforce"
+    return loss, f"actor.policy_loss.loss_mode {loss}"
+
+
 def _estimator_problems(config: PPOConfig) -> Iterator[str]:
-    """Keys of one advantage estimator beside another; an estimator of the user's is given all."""
+    """Keys that the advantage estimator does not read, or that contradict each other.
+
+    An estimator of the user's own is given all of them.
+    """
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     is_own = is_reference(name)
@@ -51,206 +99,293 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
     ]
     for key, value, default, estimators in readers:
         if value != default and name not in estimators and not is_own:
-            yield (
-                f"algorithm.{key} {_yaml(value)} has no effect with algorithm.adv_estimator {name}; leave it at "
-                f"{_yaml(default)}, or use {' or '.join(estimators)}"
-            )
+            chosen = f"algorithm.adv_estimator {name}"
+            yield _no_effect(f"algorithm.{key}", value, default, chosen, estimators)
     if algorithm.use_critic and not is_own:
         yield (
             f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave "
             "it at false, or use an estimator of your own (path/to/file.py:function)"
         )
+
+    alpha = algorithm.lam_length_alpha
+    longest = config.data.max_response_length
     reads_lambda = name == "gae" or is_own
-    if reads_lambda and algorithm.lam_length_alpha is not None and algorithm.lam != 1.0:
+    if reads_lambda and alpha is not None and algorithm.lam != 1.0:
         yield (
-            f"algorithm.lam {algorithm.lam} and algorithm.lam_length_alpha {algorithm.lam_length_alpha} both set the "
+            f"algorithm.lam {algorithm.lam} and algorithm.lam_length_alpha {alpha} both set the "
             "lambda of the advantages; leave lam at 1.0 or lam_length_alpha at null"
         )
-    longest = config.data.max_response_length
-    if (
-        reads_lambda
-        and algorithm.lam_length_alpha is not None
-        and algorithm.lam_length_alpha * longest <= 1
-    ):
+    if reads_lambda and alpha is not None and alpha * longest <= 1:
         yield (
-            f"algorithm.lam_length_alpha {algorithm.lam_length_alpha} x data.max_response_length {longest} = "
-            f"{algorithm.lam_length_alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
+            f"algorithm.lam_length_alpha {alpha} x data.max_response_length {longest} = "
+            f"{alpha * longest:g} is not above 1, so lambda would be 0 for every response; raise "
             f"lam_length_alpha above {1 / longest:g} or the length"
         )
     if not config.needs_critic and config.trainer.critic_warmup:
         yield (
-            f"trainer.critic_warmup {config.trainer.critic_warmup} waits for a critic, but algorithm.adv_estimator "
-            f"{name} has none; set trainer.critic_warmup to 0 or use gae"
+            f"trainer.critic_warmup {config.trainer.critic_warmup} waits for a critic, but "
+            f"algorithm.adv_estimator {name} has none; set trainer.critic_warmup to 0 or use gae"
         )
 
 
-def _group_problems(config: PPOConfig) -> Iterator[str]:
-    """What compares the answers to one prompt, where there is one answer."""
-    algorithm, n = config.algorithm, config.rollout.n
-    if n == 1:
-        users = []
-        if algorithm.adv_estimator in COMPARES_ANSWERS:
-            users.append(f"algorithm.adv_estimator {algorithm.adv_estimator}")
-        if algorithm.filter_groups.enable:
-            users.append("algorithm.filter_groups.enable")
-        if algorithm.reward_norm == "group":
-            users.append("algorithm.reward_norm group")
+def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
+    """What compares the answers to one prompt, although there is only one answer."""
+    algorithm = config.algorithm
+    users = []
+    if algorithm.adv_estimator in COMPARES_ANSWERS:
+        users.append(f"algorithm.adv_estimator {algorithm.adv_estimator}")
+    if algorithm.filter_groups.enable:
+        users.append("algorithm.filter_groups.enable")
+    if algorithm.reward_norm == "group":
+        users.append("algorithm.reward_norm group")
+    if config.rollout.n == 1:
         for user in users:
-            yield f"{user} compares the answers to a prompt, but rollout.n is 1; set rollout.n to at least 2"
+            yield (
+                f"{user} compares the answers to a prompt, but rollout.n is 1; set rollout.n to "
+                "at least 2"
+            )
+
     if algorithm.reward_norm is not None and algorithm.adv_estimator == "remax":
         yield (
-            f"algorithm.reward_norm {algorithm.reward_norm} with algorithm.adv_estimator remax: the greedy answer's "
-            "score, which is taken off, would stay on another scale; set algorithm.reward_norm to null"
+            f"algorithm.reward_norm {algorithm.reward_norm} with algorithm.adv_estimator remax: "
+            "the greedy answer's score, which is taken off, would stay on another scale; set "
+            "algorithm.reward_norm to null"
         )
 
 
 def _reward_problems(config: PPOConfig) -> Iterator[str]:
     """The KL in the reward, and rewards that are rescaled one by one."""
-    algorithm, control = config.algorithm, config.algorithm.kl_ctrl
+    algorithm = config.algorithm
     takes_single_rewards = algorithm.adv_estimator == "gae" or is_reference(algorithm.adv_estimator)
     if algorithm.whiten_rewards and not takes_single_rewards:
         yield (
-            f"algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator {algorithm.adv_estimator} "
-            "compares sums over responses; turn whiten_rewards off or use gae"
+            "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator "
+            f"{algorithm.adv_estimator} compares sums over responses; turn whiten_rewards off or "
+            "use gae"
         )
+
+    control = algorithm.kl_ctrl
     if not algorithm.use_kl_in_reward or control.type != "adaptive":
         return
-    samples, key = config.samples_per_step, "algorithm.kl_ctrl"
+    samples = config.samples_per_step
     if samples >= 5 * control.horizon:
         yield (
-            f"{key}.horizon {control.horizon} is too short for data.train_batch_size x rollout.n = {samples} samples a "
-            f"step: the coefficient could change by -0.2 x {samples} / {control.horizon} and so reach 0 or less; raise "
-            f"horizon above {samples // 5}"
+            f"algorithm.kl_ctrl.horizon {control.horizon} is too short for data.train_batch_size "
+            f"x rollout.n = {samples} samples a step: the coefficient could change by -0.2 x "
+            f"{samples} / {control.horizon} and so reach 0 or less; raise horizon above "
+            f"{samples // 5}"
         )
     if control.kl_coef == 0:
         yield (
-            f"{key}.kl_coef {control.kl_coef} with {key}.type adaptive stays 0 for ever, since it is multiplied; set "
-            "kl_coef above 0 or use_kl_in_reward to false"
+            f"algorithm.kl_ctrl.kl_coef {control.kl_coef} with algorithm.kl_ctrl.type adaptive "
+            "stays 0 for ever, since it is multiplied; set kl_coef above 0 or use_kl_in_reward to "
+            "false"
         )
 
 
 def _differ_within_a_response(config: PPOConfig) -> str | None:
-    """Why the advantages of a response's tokens differ, or None where they are all the same."""
+    """Why the tokens of one response have different advantages; None if they are all the same."""
     algorithm = config.algorithm
-    name, of_each_token = (
-        algorithm.adv_estimator,
-        algorithm.use_kl_in_reward and algorithm.kl_placement == "token",
-    )
+    name = algorithm.adv_estimator
     if name == "gae":
         return f"algorithm.adv_estimator {name}"
     if name == "reinforce_plus_plus" and algorithm.gamma != 1.0:
         return f"algorithm.adv_estimator {name} with algorithm.gamma {algorithm.gamma}"
-    if name in ("reinforce_plus_plus", "remax") and of_each_token:
-        return f"algorithm.adv_estimator {name} with the KL in the reward at algorithm.kl_placement token"
+
+    kl_of_each_token = algorithm.use_kl_in_reward and algorithm.kl_placement == "token"
+    if name in ("reinforce_plus_plus", "remax") and kl_of_each_token:
+        return (
+            f"algorithm.adv_estimator {name} with the KL in the reward at algorithm.kl_placement "
+            "token"
+        )
     return None
 
 
 def _loss_problems(config: PPOConfig) -> Iterator[str]:
-    actor, rollout, mode = config.actor, config.rollout, config.actor.policy_loss.loss_mode
+    """What contradicts the policy loss."""
+    actor = config.actor
+    rollout = config.rollout
+    mode = actor.policy_loss.loss_mode
+
     reason = _differ_within_a_response(config)
     if mode == "geo_mean" and reason is not None:
         yield (
-            f"actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but {reason} gives one a "
-            "token; use another estimator, such as grpo, or another loss"
-        )
-    if (
-        actor.clip_ratio != CLIP_RATIO
-        and actor.clip_ratio_low is not None
-        and actor.clip_ratio_high is not None
-    ):
-        yield (
-            f"actor.clip_ratio {actor.clip_ratio} has no effect beside actor.clip_ratio_low {actor.clip_ratio_low} and "
-            f"actor.clip_ratio_high {actor.clip_ratio_high}; leave it at {CLIP_RATIO}, or set one of these to null"
+            "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but "
+            f"{reason} gives one a token; use another estimator, such as grpo, or another loss"
         )
     if rollout.truncates and (mode != "gpg" or config.algorithm.rollout_correction.active):
         yield (
-            f"rollout.top_k {rollout.top_k}, rollout.top_p {rollout.top_p}: truncated sampling breaks PPO's "
-            "probability ratio, because training uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
+            f"rollout.top_k {rollout.top_k}, rollout.top_p {rollout.top_p}: truncated sampling "
+            "breaks PPO's probability ratio, because training uses the whole distribution; set "
+            "rollout.top_k=-1 rollout.top_p=1.0"
         )
+
+
+def _unread_loss_keys(config: PPOConfig) -> Iterator[str]:
+    """Keys of `actor` that the policy loss does not read.
+
+    A loss of the user's own is given all of them except those that choose tokens.
+    """
+    actor = config.actor
+    loss, chosen = objective(config)
+    is_own = is_reference(loss)
+    for name, readers in LOSS_READERS.items():
+        value = getattr(actor, name)
+        default = ActorSection.model_fields[name].default
+        if value != default and loss not in readers and not is_own:
+            yield _no_effect(f"actor.{name}", value, default, chosen, readers)
+    for name, readers in POLICY_LOSS_READERS.items():
+        value = getattr(actor.policy_loss, name)
+        default = PolicyLossSection.model_fields[name].default
+        is_given = is_own and name not in SELECTION_KEYS
+        if value != default and loss not in readers and not is_given:
+            yield _no_effect(f"actor.policy_loss.{name}", value, default, chosen, readers)
+
+    low = actor.clip_ratio_low
+    high = actor.clip_ratio_high
+    reads_clip = loss in CLIPPED or is_own
+    if reads_clip and actor.clip_ratio != CLIP_RATIO and low is not None and high is not None:
+        yield (
+            f"actor.clip_ratio {actor.clip_ratio} has no effect beside actor.clip_ratio_low {low} "
+            f"and actor.clip_ratio_high {high}; leave it at {CLIP_RATIO}, or set one of these to "
+            "null"
+        )
+
+
+def _unread_scale_factors(config: PPOConfig) -> Iterator[str]:
+    """Divisors of a loss that another aggregation would read."""
+    default = config.data.max_response_length
+    for name, role in config.trained().items():
+        mode = role.loss_agg_mode if isinstance(role, CriticSection) else role.agg_mode
+        if mode != NORMALISED and role.loss_scale_factor != default:
+            yield (
+                f"{name}.loss_scale_factor {role.loss_scale_factor} has no effect with "
+                f"{name}.loss_agg_mode {mode}; leave it out, or use {NORMALISED}"
+            )
 
 
 def _correction_problems(config: PPOConfig) -> Iterator[str]:
-    algorithm, key = config.algorithm, "algorithm.rollout_correction"
-    correction, mode = algorithm.rollout_correction, config.actor.policy_loss.loss_mode
-    if correction.rollout_is_batch_normalize and correction.rollout_is is None:
+    """What contradicts the correction of the engine's policy."""
+    algorithm = config.algorithm
+    correction = algorithm.rollout_correction
+    mode = config.actor.policy_loss.loss_mode
+    key = "algorithm.rollout_correction"
+
+    yield from _unread_weight_keys(correction)
+
+    reinforce = correction.loss_type == "reinforce"
+    if reinforce and not correction.bypass_mode:
         yield (
-            f"{key}.rollout_is_batch_normalize is on but there are no weights; set {key}.rollout_is to token or "
-            "sequence, or turn it off"
+            f"{key}.loss_type reinforce needs {key}.bypass_mode; turn that on or set loss_type to "
+            "ppo_clip"
         )
-    if correction.loss_type == "reinforce" and not correction.bypass_mode:
-        yield f"{key}.loss_type reinforce needs {key}.bypass_mode; turn that on or set loss_type to ppo_clip"
-    if correction.loss_type == "reinforce" and correction.bypass_mode and mode != "vanilla":
+    if reinforce and correction.bypass_mode and mode != "vanilla":
         yield (
-            f"{key}.loss_type reinforce and actor.policy_loss.loss_mode {mode} are two losses; set loss_mode to "
-            "vanilla or loss_type to ppo_clip"
+            f"{key}.loss_type reinforce and actor.policy_loss.loss_mode {mode} are two losses; set "
+            "loss_mode to vanilla or loss_type to ppo_clip"
         )
-    if (
-        correction.bypass_mode
-        and correction.loss_type == "ppo_clip"
-        and correction.rollout_is is not None
-    ):
+    if correction.bypass_mode and not reinforce and correction.rollout_is is not None:
         yield (
-            f"{key}.rollout_is {correction.rollout_is} with bypass_mode and loss_type ppo_clip: the ratio is to the "
-            "engine's policy already and would count twice; set rollout_is to null or loss_type to reinforce"
+            f"{key}.rollout_is {correction.rollout_is} with bypass_mode and loss_type ppo_clip: "
+            "the ratio is to the engine's policy already and would count twice; set rollout_is to "
+            "null or loss_type to reinforce"
         )
     if correction.bypass_mode and algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
         yield (
-            f"algorithm.kl_penalty full needs the forward pass that {key}.bypass_mode saves; choose another "
-            "algorithm.kl_penalty, such as k1, or turn bypass_mode off"
+            f"algorithm.kl_penalty full needs the forward pass that {key}.bypass_mode saves; "
+            "choose another algorithm.kl_penalty, such as k1, or turn bypass_mode off"
+        )
+
+
+def _unread_weight_keys(correction: RolloutCorrectionSection) -> Iterator[str]:
+    """Keys of the importance weights, although there are no weights."""
+    key = "algorithm.rollout_correction"
+    if correction.rollout_is is not None:
+        return
+    if correction.rollout_is_batch_normalize:
+        yield (
+            f"{key}.rollout_is_batch_normalize is on but there are no weights; set "
+            f"{key}.rollout_is to token or sequence, or turn it off"
+        )
+    default = RolloutCorrectionSection.model_fields["rollout_is_threshold"].default
+    if correction.rollout_is_threshold != default:
+        yield (
+            f"{key}.rollout_is_threshold {correction.rollout_is_threshold} has no effect with "
+            f"{key}.rollout_is null; leave it at {default}, or set rollout_is to token or sequence"
         )
 
 
 def _sampling_problems(config: PPOConfig) -> Iterator[str]:
     """How many prompts are generated for a batch."""
-    data, groups = config.data, config.algorithm.filter_groups
-    if not groups.enable:
+    data = config.data
+    filters = config.algorithm.filter_groups
+    if not filters.enable:
         if data.gen_batch_size != data.train_batch_size:
             yield (
-                f"data.gen_batch_size {data.gen_batch_size} is not data.train_batch_size {data.train_batch_size}, and "
-                "no prompts are dropped; leave gen_batch_size out or turn algorithm.filter_groups.enable on"
+                f"data.gen_batch_size {data.gen_batch_size} is not data.train_batch_size "
+                f"{data.train_batch_size}, and no prompts are dropped; leave gen_batch_size out or "
+                "turn algorithm.filter_groups.enable on"
             )
         return
-    most = groups.max_num_gen_batches * data.gen_batch_size
+
+    most = filters.max_num_gen_batches * data.gen_batch_size
     if most < data.train_batch_size:
         enough = -(-data.train_batch_size // data.gen_batch_size)
         yield (
-            f"algorithm.filter_groups.max_num_gen_batches {groups.max_num_gen_batches} x data.gen_batch_size "
-            f"{data.gen_batch_size} = {most} prompts never fill data.train_batch_size {data.train_batch_size}; raise "
-            f"max_num_gen_batches to at least {enough} or gen_batch_size"
+            f"algorithm.filter_groups.max_num_gen_batches {filters.max_num_gen_batches} x "
+            f"data.gen_batch_size {data.gen_batch_size} = {most} prompts never fill "
+            f"data.train_batch_size {data.train_batch_size}; raise max_num_gen_batches to at least "
+            f"{enough} or gen_batch_size"
         )
 
 
 def _length_problems(config: PPOConfig) -> Iterator[str]:
-    buffer, longest = config.algorithm.overlong_buffer, config.data.max_response_length
+    """The penalty of long responses against the longest response."""
+    buffer = config.algorithm.overlong_buffer
+    longest = config.data.max_response_length
     if not buffer.enable:
         return
+
     if buffer.len is None:
         yield (
-            "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len to the number of "
-            f"last tokens to penalise, below data.max_response_length {longest}"
+            "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len "
+            "to the number of last tokens to penalise, below data.max_response_length "
+            f"{longest}"
         )
     elif buffer.len >= longest:
         yield (
-            f"algorithm.overlong_buffer.len {buffer.len} is not below data.max_response_length {longest}, so every "
-            "response would be penalised; lower the first or raise the second"
+            f"algorithm.overlong_buffer.len {buffer.len} is not below data.max_response_length "
+            f"{longest}, so every response would be penalised; lower the first or raise the second"
         )
 
 
 def _correctness_problems(config: PPOConfig) -> Iterator[str]:
-    """What asks whether a response is right, where no reward term can tell."""
+    """What asks whether a response is right, although no reward term can tell."""
     if tells_right_from_wrong(config):
         return
     users = []
-    groups = config.algorithm.filter_groups
-    if groups.enable and groups.metric == "acc":
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.metric == "acc":
         users.append("algorithm.filter_groups.metric acc")
     if config.actor.positive_lm_coef > 0:
         users.append(f"actor.positive_lm_coef {config.actor.positive_lm_coef}")
     for user in users:
         yield (
-            f"{user} needs to know which responses are right, but no reward term tells; add {{name: exact_match, "
-            "weight: 0}, gsm8k, or a function that returns acc, to reward.terms"
+            f"{user} needs to know which responses are right, but no reward term tells; add "
+            "{name: exact_match, weight: 0}, gsm8k, or a function that returns acc, to reward.terms"
         )
+
+
+def _no_effect(
+    key: str, value: object, default: object, chosen: str, readers: Sequence[str]
+) -> str:
+    """The complaint about a key that only `readers` would read, though `chosen` is in use."""
+    *others, last = readers
+    names = f"{', '.join(others)} or {last}" if others else last
+    return (
+        f"{key} {_yaml(value)} has no effect with {chosen}; leave it at {_yaml(default)}, or use "
+        f"{names}"
+    )
 
 
 def _yaml(value: object) -> str:

@@ -1,54 +1,33 @@
-"""What must hold between a layout and the model it is for; each model is known by its `config.json`
-alone.
+"""What must hold between a layout and its model, of which the `config.json` is read.
 
-It reads that file and computes with its numbers; it imports no torch and builds no model.
+`mrlhf.models.families` reads that file, and what it refuses is refused here too. This file computes
+with the numbers that it returns, and builds no model.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
+from mrlhf.models.families import load_spec
+from mrlhf.models.spec import Head, ModelSpec
 
 MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """The numbers of a `config.json` that layouts and memory depend on.
-
-    Attributes:
-        file: where they are from.
-        num_layers: transformer layers.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: width of one head.
-        ffn_size: width of the MLP.
-        max_positions: longest sequence, tokens; None where the file does not tell.
-    """
-
-    file: Path
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    max_positions: int | None
-
-
-@dataclass(frozen=True)
 class CacheNeeds:
-    """What one sequence of full length takes of the KV cache of one rank.
+    """How much of one rank's KV cache a sequence of full length takes.
 
     Attributes:
         num_layers: transformer layers.
         kv_heads: key and value heads on a rank.
         head_dim: width of one head.
         itemsize: bytes of a number.
-        tokens: of the longest sequence, in whole blocks.
+        tokens: length of the longest sequence, in whole blocks.
     """
 
     num_layers: int
@@ -59,96 +38,114 @@ class CacheNeeds:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes that the keys and values of the sequence take on the rank."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize * self.tokens
 
     def __str__(self) -> str:
         return (
-            f"2 x {self.num_layers} layers x {self.kv_heads} KV heads x {self.head_dim} x {self.itemsize} bytes x "
-            f"{self.tokens} tokens = {self.bytes} bytes"
+            f"2 x {self.num_layers} layers x {self.kv_heads} KV heads x {self.head_dim} x "
+            f"{self.itemsize} bytes x {self.tokens} tokens = {self.bytes} bytes"
         )
 
 
-def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]:
-    """Check each role's layout, and the engine's, against its model's `config.json`.
+def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str, ModelSpec | None]:
+    """Check the layout of each role, and that of the engine, against its model's `config.json`.
 
     Returns:
-        The names of the roles whose `config.json` is not on this machine, which are not checked.
+        The spec of each role's model; None where its `config.json` is not on this machine, so that
+        nothing was checked. The engine is named `rollout`.
 
     Raises:
         ConfigError: one line a mistake.
     """
-    layouts = {name: (role.path, role.tp, role.pp) for name, role in config.roles().items()}
-    if isinstance(config, PPOConfig):
-        layouts["rollout"] = (config.actor.path, config.rollout.tp, 1)
-    absent, problems = [], []
-    for name, (path, tp, pp) in layouts.items():
+    problems: list[str] = []
+    specs: dict[str, ModelSpec | None] = {}
+    refused: set[str] = set()  # paths; roles often share one, whose mistake is told once
+    for name, role in config.roles().items():
+        if role.path in refused:
+            continue
         try:
-            facts = read_facts(name, path)
-            if facts is None:
-                absent.append(name)
-                continue
-            _check_layout(name, tp, pp, facts, config.data.max_length)
-            if name == "rollout" and isinstance(config, PPOConfig):
-                _check_cache(config, facts)
+            specs[name] = _load(name, role.path, _head(config, name))
+        except ConfigError as error:
+            refused.add(role.path)
+            problems.append(str(error))
+    if "actor" in specs:
+        specs["rollout"] = specs["actor"]
+
+    for name, spec in specs.items():
+        try:
+            if spec is not None:
+                _check_role(config, name, spec)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return absent
+    return specs
 
 
-def read_facts(name: str, path: str) -> ModelFacts | None:
-    """The facts of the model in directory `path`, for the role `name`; None where it has no
-    `config.json`.
+def _head(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+    """The head that the model of role `name` has."""
+    if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
+        return "scalar"
+    return "lm"
+
+
+def _load(name: str, path: str, head: Head) -> ModelSpec | None:
+    """The spec of the model in directory `path`, for the role `name`; None without `config.json`.
 
     Raises:
-        ConfigError: the file describes no decoder.
+        ConfigError: the model is not supported.
     """
-    file = Path(path) / "config.json"
-    if not file.is_file():
+    if not (Path(path) / "config.json").is_file():
         return None
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        heads = int(facts["num_attention_heads"])
-        kv_heads = (
-            heads if facts.get("num_key_value_heads") is None else int(facts["num_key_value_heads"])
-        )
-        head_dim = (
-            facts["hidden_size"] // heads if facts.get("head_dim") is None else facts["head_dim"]
-        )
-        positions = facts.get("max_position_embeddings")
-        return ModelFacts(
-            file,
-            num_layers=int(facts["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=int(head_dim),
-            ffn_size=int(facts["intermediate_size"]),
-            max_positions=None if positions is None else int(positions),
-        )
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
+        return load_spec(path, head)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def check_vocabulary(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that makes tokens the model has no embedding for.
+
+    Args:
+        name: role that the model is for, for the message.
+        spec: the model.
+        tokenizer: makes the tokens of the data.
+
+    Raises:
+        ConfigError: the tokenizer's vocabulary is larger than the model's.
+    """
+    if tokenizer.vocab_size > spec.vocab_size:
         raise ConfigError(
-            f"{name}: {file} does not describe a decoder: {type(error).__name__}: {error}"
-        ) from None
+            f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+            f"{spec.vocab_size}; use the model's own tokenizer, or a model with vocab_size >= "
+            f"{tokenizer.vocab_size}"
+        )
 
 
-def cache_needs(config: PPOConfig, facts: ModelFacts) -> CacheNeeds:
+def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     """What a sequence of `data.max_length` tokens takes of the KV cache of one rank of the engine.
 
-    Where dtype and device are both "auto", a GPU and bfloat16 are assumed. On a CPU bfloat16 may be
-    widened to float32, and vLLM's blocks there are of 32 tokens, one of them of no use.
+    If dtype and device are both "auto", a GPU and bfloat16 are assumed. On a CPU, bfloat16 may be
+    widened to float32, and vLLM's blocks hold 32 tokens there, of which it leaves one block unused.
     """
     rollout = config.rollout
     float32 = config.actor.dtype == "float32" or config.distributed.device == "cpu"
     vllm_on_cpu = rollout.engine == "vllm" and config.distributed.device != "cuda"
-    block = -(-rollout.cache_block // 32) * 32 if vllm_on_cpu else rollout.cache_block
+
+    block = rollout.cache_block
+    if vllm_on_cpu:
+        block = -(-block // 32) * 32
+    blocks = -(-config.data.max_length // block)
+    if vllm_on_cpu:
+        blocks += 1
+
     return CacheNeeds(
-        num_layers=facts.num_layers,
-        kv_heads=max(1, facts.num_kv_heads // rollout.tp),
-        head_dim=facts.head_dim,
+        num_layers=spec.num_layers,
+        kv_heads=max(1, spec.num_kv_heads // rollout.tp),
+        head_dim=spec.head_dim,
         itemsize=4 if float32 else 2,
-        tokens=(-(-config.data.max_length // block) + vllm_on_cpu) * block,
+        tokens=blocks * block,
     )
 
 
@@ -163,7 +160,9 @@ def check_model(
     ffn_size: int,
     replicates_kv_heads: bool = False,
 ) -> None:
-    """Refuse a layout that does not divide a model; the vocabulary is padded and so divides always.
+    """Refuse a layout that does not divide a model.
+
+    The vocabulary is padded, so that every layout divides it.
 
     Args:
         role: section that holds `tp` and `pp`, for the message.
@@ -173,8 +172,8 @@ def check_model(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         ffn_size: width of the MLP.
-        replicates_kv_heads: where tp is a multiple of the key and value heads, several ranks hold
-            the same one.
+        replicates_kv_heads: whether several ranks may hold the same key and value head, if tp is a
+            multiple of the heads.
 
     Raises:
         ConfigError: one line a mistake.
@@ -186,57 +185,80 @@ def check_model(
         ("intermediate size", ffn_size, "tp", tp),
     ]
     problems = []
+
     if replicates_kv_heads:
         del sizes[2]
         if num_kv_heads % tp and tp % num_kv_heads:
-            fits = ", ".join(
-                str(d)
-                for d in range(1, num_heads + 1)
-                if _spreads(d, num_heads, num_kv_heads, ffn_size)
-            )
+            fits = []
+            for size in range(1, num_heads + 1):
+                if _engine_fits(size, num_heads, num_kv_heads, ffn_size):
+                    fits.append(str(size))
             problems.append(
-                f"{role}.tp {tp} neither divides the model's key and value heads {num_kv_heads} nor is a multiple of "
-                f"them; use one of {fits}"
+                f"{role}.tp {tp} neither divides the model's key and value heads {num_kv_heads} "
+                f"nor is a multiple of them; use one of {', '.join(fits)}"
             )
+
     for what, size, key, parts in sizes:
         if size % parts:
-            fits = ", ".join(str(d) for d in range(1, parts) if size % d == 0)
+            divisors = [str(divisor) for divisor in range(1, parts) if size % divisor == 0]
             problems.append(
-                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of {fits}"
+                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of "
+                f"{', '.join(divisors)}"
             )
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _spreads(tp: int, num_heads: int, num_kv_heads: int, ffn_size: int) -> bool:
+def _engine_fits(tp: int, num_heads: int, num_kv_heads: int, ffn_size: int) -> bool:
     """Whether an engine of `tp` ranks fits the model."""
-    return not (num_heads % tp or ffn_size % tp or (num_kv_heads % tp and tp % num_kv_heads))
+    if num_heads % tp or ffn_size % tp:
+        return False
+    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
 
 
-def _check_layout(name: str, tp: int, pp: int, facts: ModelFacts, longest: int) -> None:
+def _check_role(
+    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
+) -> None:
+    """Refuse a layout of role `name`, or of the engine, that does not fit its model."""
+    if name == "rollout" and isinstance(config, PPOConfig):
+        _check_layout(name, config.rollout.tp, 1, spec)
+        _check_positions(name, config.actor.path, spec, config.data.max_length)
+        _check_cache(config, spec)
+    else:
+        role = config.roles()[name]
+        _check_layout(name, role.tp, role.pp, spec)
+        _check_positions(name, role.path, spec, config.data.max_length)
+
+
+def _check_layout(name: str, tp: int, pp: int, spec: ModelSpec) -> None:
     check_model(
         name,
         tp,
         pp,
-        num_layers=facts.num_layers,
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        ffn_size=facts.ffn_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        ffn_size=spec.ffn_size,
         replicates_kv_heads=name == "rollout",
     )
-    if facts.max_positions is not None and facts.max_positions < longest:
+
+
+def _check_positions(name: str, path: str, spec: ModelSpec, longest: int) -> None:
+    if spec.max_positions < longest:
         raise ConfigError(
-            f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's max_position_embeddings "
-            f"{facts.max_positions} ({facts.file}); lower the data's maximum lengths"
+            f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
+            f"max_position_embeddings {spec.max_positions} ({Path(path) / 'config.json'}); lower "
+            "the data's maximum lengths"
         )
 
 
-def _check_cache(config: PPOConfig, facts: ModelFacts) -> None:
-    """The KV cache that is asked for holds at least one sequence."""
+def _check_cache(config: PPOConfig, spec: ModelSpec) -> None:
+    """Refuse a KV cache that does not hold even one sequence."""
     megabytes = config.rollout.kv_cache_mb
-    needs = cache_needs(config, facts)
+    needs = cache_needs(config, spec)
     if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
         raise ConfigError(
-            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one sequence needs, {needs}; "
-            f"set rollout.kv_cache_mb to at least {-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
+            f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
+            f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
+            f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"
         )

@@ -1,4 +1,7 @@
-"""Cuts what one rank sends into chunks that several ranks unpack: pure arithmetic on moves."""
+"""Cuts what one rank sends into chunks that several ranks unpack.
+
+Pure arithmetic on moves. It does not know tensors, memory or how a chunk travels.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from mrlhf.reshard.plan import Move, split
 
 
 @dataclass(frozen=True)
-class Parcel:
+class PackedSlice:
     """One slice in a chunk.
 
     Attributes:
         offset: numbers before it in the chunk.
-        moves: the same slice of the same source, to one rank each.
+        moves: the moves that send this slice, one for each rank that needs it.
     """
 
     offset: int
@@ -31,42 +34,50 @@ class Chunk:
     """What one rank packs at a time.
 
     Attributes:
-        parcels: the slices, one after the other without gaps.
-        readers: the ranks that unpack one of them or more, ascending.
+        slices: the slices, one after the other without gaps.
+        readers: the ranks that unpack at least one of them, ascending.
     """
 
-    parcels: tuple[Parcel, ...]
+    slices: tuple[PackedSlice, ...]
     readers: tuple[int, ...]
 
     @property
     def elements(self) -> int:
         """Numbers in the chunk."""
-        return self.parcels[-1].offset + self.parcels[-1].elements
+        return self.slices[-1].offset + self.slices[-1].elements
 
 
 def chunks_of(moves: Sequence[Move], capacity: int) -> list[Chunk]:
-    """What one rank sends, tensor by tensor, in chunks of at most `capacity` numbers where rows
-    allow it.
+    """Cut the moves of one sending rank into chunks, tensor by tensor.
 
-    A slice that several ranks need is there once. Going by tensors keeps all receivers busy at the
-    same time.
+    A slice that several ranks need is packed once. Going tensor by tensor keeps all receivers busy
+    at the same time.
+
+    Args:
+        moves: all moves from one rank.
+        capacity: the most numbers of a chunk, unless one row of a tensor is larger.
     """
-    same: dict[tuple[str, int, int, int], list[Move]] = {}
-    order: dict[str, int] = {}
-    for part in (part for move in moves for part in split(move, capacity)):
-        order.setdefault(part.source.name, len(order))
-        same.setdefault((part.source.name, part.source.dim, part.start, part.stop), []).append(part)
-    chunks: list[list[Parcel]] = []
+    tensor_order: dict[str, int] = {}
+    moves_of_slice: dict[tuple[str, int, int, int], list[Move]] = {}
+    for move in moves:
+        tensor_order.setdefault(move.source.name, len(tensor_order))
+        for part in split(move, capacity):
+            key = (part.source.name, part.source.dim, part.start, part.stop)
+            moves_of_slice.setdefault(key, []).append(part)
+
+    chunks: list[list[PackedSlice]] = []
     filled = capacity
-    for key in sorted(same, key=lambda key: (order[key[0]], *key[1:])):
-        elements = same[key][0].elements
+    for key in sorted(moves_of_slice, key=lambda key: (tensor_order[key[0]], *key[1:])):
+        same_slice = moves_of_slice[key]
+        elements = same_slice[0].elements
         if not chunks or filled + elements > capacity:
             chunks.append([])
             filled = 0
-        chunks[-1].append(Parcel(filled, tuple(same[key])))
+        chunks[-1].append(PackedSlice(filled, tuple(same_slice)))
         filled += elements
-    return [Chunk(tuple(parcels), _readers(parcels)) for parcels in chunks]
+
+    return [Chunk(tuple(slices), _readers(slices)) for slices in chunks]
 
 
-def _readers(parcels: Sequence[Parcel]) -> tuple[int, ...]:
-    return tuple(sorted({move.target_rank for parcel in parcels for move in parcel.moves}))
+def _readers(slices: Sequence[PackedSlice]) -> tuple[int, ...]:
+    return tuple(sorted({move.target_rank for packed in slices for move in packed.moves}))

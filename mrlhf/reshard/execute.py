@@ -1,10 +1,9 @@
-"""Carries out a reshard plan on one rank: shares what coincides, copies what is here, sends and
-receives the rest.
+"""Carries out a reshard plan on one rank: it shares, copies, sends and receives weights.
 
-Slices travel in flat buckets of bounded size and are unpacked straight into the engine's own
-storage; no full tensor is ever gathered. Ranks of one machine that compute on the CPU share the
-buckets; others send them over `torch.distributed`. This file knows slots and ranks; it does not
-know models, layouts or what the engine does with its weights.
+Slices travel in flat buckets of bounded size and are unpacked directly into the engine's own
+storage; no full tensor is ever gathered. Ranks that compute on the CPU of one machine share the
+buckets in memory; others send them over `torch.distributed`. This file knows slots and ranks; it
+does not know models, layouts or what the engine does with its weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import connect, exchange
 from mrlhf.reshard.links import LinkBuckets, links_of
-from mrlhf.reshard.plan import ReshardPlan
+from mrlhf.reshard.plan import Move, ReshardPlan
 from mrlhf.reshard.shared_memory import SharedRings
 from mrlhf.reshard.views import Places, Views
 from mrlhf.weights.shard import Piece, Slot
@@ -32,24 +31,24 @@ logger = logging.getLogger(__name__)
 
 
 class Carrier(Protocol):
-    """What takes moves from rank to rank."""
+    """A way to carry moves from rank to rank."""
 
     @property
     def peak_bytes(self) -> int:
         """Memory of this rank's buckets while moves are under way."""
 
     def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
-        """Make all moves, do all of `work` where it holds up least, and return the bytes received."""
+        """Make all moves, run all of `work` meanwhile, and return the bytes received."""
 
 
 class WeightHolder(Protocol):
-    """What an inference engine offers for its weights to be filled."""
+    """What an inference engine offers so that its weights can be filled."""
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """The pieces that make up each parameter."""
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
-        """Use `tensor` itself as `parameter`."""
+        """Use `tensor` itself, without a copy, as `parameter`."""
 
     def weight_slots(self) -> list[Slot]:
         """Where each piece is stored, for all parameters."""
@@ -63,8 +62,8 @@ class ReshardStats:
         bytes_moved: bytes received from other ranks.
         bytes_had_to_move: bytes that this rank needed and did not hold.
         peak_extra_bytes: bytes of the buckets.
-        seconds: from the first slice to the last, with what was done meanwhile, verification
-            excepted.
+        seconds: from the first slice to the last, including what was done meanwhile, without
+            verification.
     """
 
     bytes_moved: int
@@ -74,7 +73,7 @@ class ReshardStats:
 
 
 class Resharder:
-    """Brings one rank's training weights into the engine on that rank, as often as they change."""
+    """Brings the training weights into the engine on one rank, each time they have changed."""
 
     def __init__(
         self,
@@ -88,63 +87,51 @@ class Resharder:
         timeout_s: float = 600.0,
         shared_memory: bool = True,
     ) -> None:
-        """Every rank of the group constructs one, from the same plan.
+        """Every rank of the group constructs one from the same plan.
 
         Args:
-            plan: from the layout of `source_slots` to the engine's.
-            source_slots: where this rank's training weights are stored.
+            plan: the plan from the layout of `source_slots` to the layout of the engine.
+            source_slots: where the training weights of this rank are stored.
             engine: the engine on this rank.
             rank: global rank of this process.
             bucket_bytes: bound on the memory of this rank's buckets, sent and received, unless one
                 row of a tensor is larger.
             verify: after each run, compare checksums of every slice as it is stored on both sides.
-            group: the ranks of the plan, and maybe more; all ranks of the job where None.
+            group: the ranks of the plan, and possibly more; all ranks of the job if None.
             timeout_s: seconds that a rank waits for another one's weights.
-            shared_memory: share the buckets where all ranks of the group are on one machine and
-                compute on its CPU.
+            shared_memory: share the buckets in memory if all ranks of the group are on one machine
+                and compute on its CPU.
         """
-        pieces = engine.parameter_pieces()
-        self._aliases = [alias for alias in plan.aliases if alias.rank == rank]
-        assert all(pieces[alias.parameter] == alias.pieces for alias in self._aliases), (
-            "the plan is of another engine"
-        )
-        self._source_slots, self._engine = source_slots, engine
+        self._rank = rank
+        self._group = group
+        self._verify = verify
+        self._under_way = False
+
+        self._source_slots = source_slots
         self._parameters = {slot.piece.key: slot.parameter for slot in source_slots}
-        self._source_places: Places = {}
-        self._target_places: Places = {}
-        self._copies = [copy for copy in plan.copies if copy.target_rank == rank]
-        self._links = {ends: moves for ends, moves in links_of(plan.moves).items() if rank in ends}
-        self._rank, self._minimum, self._verify, self._group = (
-            rank,
-            plan.minimum[rank],
-            verify,
-            group,
-        )
-        self._dtype, self._device = (
-            source_slots[0].parameter.dtype,
-            source_slots[0].parameter.device,
-        )
+        self._dtype = source_slots[0].parameter.dtype
+        self._device = source_slots[0].parameter.device
         assert self._dtype.itemsize == plan.itemsize, "the plan is of another dtype"
         assert all(slot.parameter.dtype == self._dtype for slot in source_slots), (
             "the parameters have several dtypes"
         )
-        self._under_way = False
+
+        self._engine = engine
+        self._aliases = [alias for alias in plan.aliases if alias.rank == rank]
+        pieces = engine.parameter_pieces()
+        assert all(pieces[alias.parameter] == alias.pieces for alias in self._aliases), (
+            "the plan is of another engine"
+        )
+
+        self._copies = [copy for copy in plan.copies if copy.target_rank == rank]
+        self._links = {ends: moves for ends, moves in links_of(plan.moves).items() if rank in ends}
+        self._minimum = plan.minimum[rank]
+        self._source_places: Places = {}
+        self._target_places: Places = {}
+
         self.carrier: Carrier | None = None
         if plan.moves:
-            connect(group, self._device)
-            rings = SharedRings(plan.moves, rank, bucket_bytes, self._dtype, timeout_s)
-            if shared_memory and self._device.type == "cpu" and rings.open(group):
-                self.carrier = rings
-            else:
-                if shared_memory and self._device.type == "cpu" and rank == min(plan.minimum):
-                    logger.warning(
-                        "ranks %s share no memory (several machines, or too little room in /dev/shm: give a container "
-                        "more with --shm-size), so weights travel over gloo, which is slower",
-                        sorted(plan.minimum),
-                    )
-                self.carrier = LinkBuckets(
-                    plan.moves, rank, bucket_bytes, self._dtype, self._device, group
-                )
+            self.carrier = self._make_carrier(plan, bucket_bytes, timeout_s, shared_memory)
 
     @torch.no_grad()
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
@@ -155,16 +142,17 @@ class Resharder:
                 cache; it must not touch the engine's weights.
 
         Raises:
-            WeightError: `verify` is on and a slice did not arrive as it was sent, a rank did not
-                come, or an earlier run failed half-way: what ranks then have of each other's
-                messages is of no use.
+            WeightError: `verify` is on and a slice did not arrive as it was sent, another rank did
+                not call this in time, or an earlier run failed half-way. After such a failure the
+                ranks may still have messages of the old run, so no later run can be trusted.
         """
         if self._under_way:
             raise WeightError(
                 "an earlier hand-over of weights failed half-way on this rank; start the job again"
             )
         self._under_way = True
-        began = self._now()
+        start = self._now()
+
         for alias in self._aliases:
             self._engine.bind(alias.parameter, self._parameters[alias.pieces[0].key].detach())
         slots = self._engine.weight_slots()
@@ -174,21 +162,47 @@ class Resharder:
         source = Views(self._source_slots, self._source_places)
         target = Views(slots, self._target_places)
 
-        work = self._work_here(source, target, meanwhile)
+        work = self._local_work(source, target, meanwhile)
+        bytes_moved = 0
+        peak_bytes = 0
         if self.carrier is None:
-            moved, peak = sum(0 for _ in work), 0
+            for _ in work:
+                pass
         else:
-            moved, peak = self.carrier.carry(source, target, work), self.carrier.peak_bytes
-        seconds = self._now() - began
+            bytes_moved = self.carrier.carry(source, target, work)
+            peak_bytes = self.carrier.peak_bytes
+        seconds = self._now() - start
         self._under_way = False
+
         if self._verify:
             self._compare(source, target)
-        return ReshardStats(moved, self._minimum, peak, seconds)
+        return ReshardStats(bytes_moved, self._minimum, peak_bytes, seconds)
 
-    def _work_here(
+    def _make_carrier(
+        self, plan: ReshardPlan, bucket_bytes: int, timeout_s: float, shared_memory: bool
+    ) -> Carrier:
+        connect(self._group, self._device)
+        if shared_memory and self._device.type == "cpu":
+            rings = SharedRings(plan.moves, self._rank, bucket_bytes, self._dtype, timeout_s)
+            if rings.open(self._group):
+                return rings
+
+            if self._rank == min(plan.minimum):
+                logger.warning(
+                    "ranks %s share no memory (they are on several machines, or /dev/shm has too "
+                    "little room: give a container more with --shm-size), so weights travel over "
+                    "gloo, which is slower",
+                    sorted(plan.minimum),
+                )
+
+        return LinkBuckets(
+            plan.moves, self._rank, bucket_bytes, self._dtype, self._device, self._group
+        )
+
+    def _local_work(
         self, source: Views, target: Views, meanwhile: Callable[[], None] | None
     ) -> Iterator[None]:
-        """What needs no other rank, in steps."""
+        """The work that needs no other rank, in steps."""
         if meanwhile is not None:
             meanwhile()
         for copy in self._copies:
@@ -197,31 +211,32 @@ class Resharder:
             yield
 
     def _compare(self, source: Views, target: Views) -> None:
-        """Compare each slice as its source stores it with the same slice as the engine stores it."""
-        told, heard, arrived = [], [], []
-        for (by, to), moves in self._links.items():
-            if by == self._rank:
+        """Compare the checksum of each slice on its source with its checksum in the engine."""
+        sent_sums: list[tuple[int, Tensor]] = []
+        received_sums: list[tuple[int, Tensor]] = []
+        received_moves: list[Move] = []
+        for (sender, receiver), moves in self._links.items():
+            if sender == self._rank:
                 sums = _checksums([source(move.source, move.start, move.stop) for move in moves])
-                told.append((to, sums.to(self._device)))
+                sent_sums.append((receiver, sums.to(self._device)))
             else:
-                heard.append(
-                    (by, torch.empty((len(moves), 2), dtype=torch.int64, device=self._device))
-                )
-                arrived += moves
-        exchange(told, heard, self._group)
-        here = [source(copy.source, copy.start, copy.stop) for copy in self._copies]
-        expected = torch.cat([_checksums(here), *(sums.cpu() for _, sums in heard)])
-        slices = [*self._copies, *arrived]
-        found = _checksums([target(move.target, move.start, move.stop) for move in slices])
-        wrong = [
-            move
-            for move, same in zip(slices, (found == expected).all(dim=1).tolist(), strict=True)
-            if not same
-        ]
+                sums = torch.empty((len(moves), 2), dtype=torch.int64, device=self._device)
+                received_sums.append((sender, sums))
+                received_moves += moves
+        exchange(sent_sums, received_sums, self._group)
+
+        copied = [source(copy.source, copy.start, copy.stop) for copy in self._copies]
+        expected = torch.cat([_checksums(copied), *(sums.cpu() for _, sums in received_sums)])
+        slices = [*self._copies, *received_moves]
+        stored = _checksums([target(move.target, move.start, move.stop) for move in slices])
+
+        equal = (stored == expected).all(dim=1).tolist()
+        wrong = [move for move, is_equal in zip(slices, equal, strict=True) if not is_equal]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise WeightError(
-                f"reshard changed bytes of {wrong[0]}{more}; check the link and the memory of both ranks"
+                f"reshard changed bytes of {wrong[0]}{more}; check the link and the memory of both "
+                "ranks"
             )
 
     def _now(self) -> float:
@@ -232,9 +247,9 @@ class Resharder:
 
 def _checksums(views: Sequence[Tensor]) -> Tensor:
     """Sum and CRC-32 of the bytes of each slice, [slices, 2], on the host."""
-    found = torch.empty((len(views), 2), dtype=torch.int64)
+    sums = torch.empty((len(views), 2), dtype=torch.int64)
     for number, view in enumerate(views):
         stored = view.contiguous().view(-1).view(torch.uint8).cpu()
-        found[number, 0] = stored.sum(dtype=torch.int64)
-        found[number, 1] = zlib.crc32(stored.numpy().tobytes())
-    return found
+        sums[number, 0] = stored.sum(dtype=torch.int64)
+        sums[number, 1] = zlib.crc32(stored.numpy().tobytes())
+    return sums

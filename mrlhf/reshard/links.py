@@ -1,7 +1,7 @@
-"""Carries moves over `torch.distributed`: one flat bucket for each pair of ranks at a time, over
-gloo or NCCL.
+"""Carries moves over `torch.distributed`, with gloo or NCCL.
 
-It knows moves and views; it does not know plans, engines or which ranks share a machine.
+In each round one flat bucket travels between each pair of ranks. This file knows moves and views;
+it does not know plans, engines or which ranks share a machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bucket = list[Move]
 
 
 class LinkBuckets:
-    """Buckets in which the moves between this rank and each other travel, round by round."""
+    """The buckets in which moves travel between this rank and the others, round by round."""
 
     def __init__(
         self,
@@ -32,69 +32,77 @@ class LinkBuckets:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Every rank of the group constructs one, from the same moves; `connect` has been called on
-        the group.
+        """Every rank of the group constructs one from the same moves, after a call of `connect`.
 
         Args:
-            moves: of all ranks.
+            moves: the moves of all ranks.
             rank: global rank of this process.
             bucket_bytes: bound on the memory of all buckets of a rank, unless one row of a tensor
                 is larger.
-            dtype: of the numbers.
-            device: where they are.
-            group: the ranks of the moves, and maybe more; all ranks of the job where None.
+            dtype: dtype of the numbers.
+            device: device of the numbers.
+            group: the ranks of the moves, and possibly more; all ranks of the job if None.
         """
-        self._dtype, self._device, self._group = dtype, device, group
+        self._dtype = dtype
+        self._device = device
+        self._group = group
+
         links = links_of(moves)
-        ends = Counter(end for link in links for end in link)
-        capacity = bucket_bytes // dtype.itemsize // max(ends.values(), default=1)
-        self._outgoing = {
-            to: _buckets(part, capacity) for (by, to), part in links.items() if by == rank
-        }
-        self._incoming = {
-            by: _buckets(part, capacity) for (by, to), part in links.items() if to == rank
-        }
-        everything = [*self._outgoing.values(), *self._incoming.values()]
-        self._rounds = max(map(len, everything), default=0)
-        self.peak_bytes = dtype.itemsize * sum(
-            max(map(_elements, buckets)) for buckets in everything
-        )
+        links_of_rank = Counter(end for link in links for end in link)
+        capacity = bucket_bytes // dtype.itemsize // max(links_of_rank.values(), default=1)
+
+        self._outgoing: dict[int, list[Bucket]] = {}
+        self._incoming: dict[int, list[Bucket]] = {}
+        for (sender, receiver), link_moves in links.items():
+            if sender == rank:
+                self._outgoing[receiver] = _buckets(link_moves, capacity)
+            if receiver == rank:
+                self._incoming[sender] = _buckets(link_moves, capacity)
+
+        all_links = [*self._outgoing.values(), *self._incoming.values()]
+        self._rounds = max(map(len, all_links), default=0)
+        largest = [max(map(_elements, buckets)) for buckets in all_links]
+        self.peak_bytes = dtype.itemsize * sum(largest)
 
     def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
-        """Move what is to be moved; every rank of the group calls it.
+        """Make all moves; every rank of the group calls it.
 
         Args:
             source: the slices that this rank sends.
             target: the slices that it receives.
-            work: done to its end while the first buckets are under way.
+            work: steps to run while the first buckets are under way.
 
         Returns:
             Bytes received.
         """
-        sending, receiving = self._allocate(self._outgoing), self._allocate(self._incoming)
-        moved = 0
+        send_buffers = self._allocate(self._outgoing)
+        receive_buffers = self._allocate(self._incoming)
+        received_bytes = 0
         for number in range(self._rounds):
-            sends, receives = _of_round(self._outgoing, number), _of_round(self._incoming, number)
+            sends = _of_round(self._outgoing, number)
+            receives = _of_round(self._incoming, number)
+
+            outgoing: list[tuple[int, Tensor]] = []
             for peer, bucket in sends.items():
-                for move, flat in _parts(sending[peer], bucket):
-                    view = source(move.source, move.start, move.stop)
-                    flat.view(view.shape).copy_(view)
-            filled = {
-                peer: receiving[peer][: _elements(bucket)] for peer, bucket in receives.items()
-            }
-            leaving = [(peer, sending[peer][: _elements(bucket)]) for peer, bucket in sends.items()]
-            works = start_exchange(leaving, list(filled.items()), self._group)
+                _pack(bucket, send_buffers[peer], source)
+                outgoing.append((peer, send_buffers[peer][: _elements(bucket)]))
+            incoming = [
+                (peer, receive_buffers[peer][: _elements(bucket)])
+                for peer, bucket in receives.items()
+            ]
+            under_way = start_exchange(outgoing, incoming, self._group)
+
             for _ in work:
                 pass
-            finish_exchange(works)
-            for peer, bucket in receives.items():
-                for move, flat in _parts(filled[peer], bucket):
-                    view = target(move.target, move.start, move.stop)
-                    view.copy_(flat.view(view.shape))
-            moved += sum(buffer.nbytes for buffer in filled.values())
+
+            finish_exchange(under_way)
+            for peer, flat in incoming:
+                _unpack(receives[peer], flat, target)
+                received_bytes += flat.nbytes
+
         for _ in work:
             pass
-        return moved
+        return received_bytes
 
     def _allocate(self, by_peer: dict[int, list[Bucket]]) -> dict[int, Tensor]:
         return {
@@ -112,21 +120,24 @@ def links_of(moves: Sequence[Move]) -> dict[tuple[int, int], list[Move]]:
 
 
 def _buckets(moves: Sequence[Move], capacity: int) -> list[Bucket]:
-    """The moves of one link in order, cut and gathered in buckets of at most `capacity` numbers
-    where rows allow it.
+    """Cut the moves of one link, in order, into buckets.
+
+    A bucket has at most `capacity` numbers, unless one row of a tensor is larger.
     """
     buckets: list[Bucket] = [[]]
     filled = 0
-    for part in (part for move in moves for part in split(move, capacity)):
-        if buckets[-1] and filled + part.elements > capacity:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(part)
-        filled += part.elements
+    for move in moves:
+        for part in split(move, capacity):
+            if buckets[-1] and filled + part.elements > capacity:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(part)
+            filled += part.elements
     return buckets
 
 
 def _of_round(by_peer: dict[int, list[Bucket]], number: int) -> dict[int, Bucket]:
+    """The bucket of round `number` for each peer that has one."""
     return {peer: buckets[number] for peer, buckets in by_peer.items() if number < len(buckets)}
 
 
@@ -134,8 +145,22 @@ def _elements(bucket: Bucket) -> int:
     return sum(move.elements for move in bucket)
 
 
+def _pack(bucket: Bucket, flat: Tensor, source: Views) -> None:
+    """Copy the slices of the bucket into the flat buffer."""
+    for move, packed in _parts(flat, bucket):
+        view = source(move.source, move.start, move.stop)
+        packed.view(view.shape).copy_(view)
+
+
+def _unpack(bucket: Bucket, flat: Tensor, target: Views) -> None:
+    """Copy the slices of the bucket out of the flat buffer."""
+    for move, packed in _parts(flat, bucket):
+        view = target(move.target, move.start, move.stop)
+        view.copy_(packed.view(view.shape))
+
+
 def _parts(flat: Tensor, bucket: Bucket) -> Iterator[tuple[Move, Tensor]]:
-    """Each move of the bucket with its stretch of the flat buffer."""
+    """Each move of the bucket with its part of the flat buffer."""
     offset = 0
     for move in bucket:
         yield move, flat[offset : offset + move.elements]

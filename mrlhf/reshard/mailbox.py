@@ -1,7 +1,8 @@
-"""Short messages between processes of one machine: a named pipe each, which all others write to.
+"""Short messages between the processes of one machine, over named pipes.
 
-Sending never blocks and receiving blocks in the kernel, so processes that are more than the cores
-do not take them from each other. It does not know what the messages mean.
+Each process reads its own pipe, and the others write to it. Sending never blocks, and receiving
+waits in the kernel, so a waiting process takes no core from the others. This file does not know
+what the messages mean.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from mrlhf.errors import WeightError
 
 Message = tuple[int, int, int, int]
 _FORMAT = struct.Struct("<iiii")
-_LONGEST_WAIT = 2**31 - 1  # milliseconds: poll counts in 32 bits
+_LONGEST_WAIT_MS = 2**31 - 1  # poll counts milliseconds in 32 bits
 _MOST_BYTES = 4096 * _FORMAT.size
 
 
 class Mailbox:
-    """One process's inbox, and the way into others'."""
+    """The inbox of one process, and its access to the inboxes of others."""
 
     def __init__(self, path: Path) -> None:
-        """Make the inbox at `path`, which must not exist and may be unlinked once all who write
-        have opened it.
+        """Make the inbox.
+
+        Args:
+            path: must not exist yet, and may be unlinked once all who write have opened it.
 
         Raises:
-            OSError: there can be no named pipe.
+            OSError: a named pipe cannot be made there.
         """
         os.mkfifo(path, 0o600)
-        # Opened for writing too, an inbox that nobody else has opened is empty and not at its end.
+        # It is opened for writing too: otherwise a read would report the end of the file while no
+        # other process has opened it.
         self._inbox = io.FileIO(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r")
         self._poll = select.poll()
         self._poll.register(self._inbox, select.POLLIN)
@@ -42,7 +46,7 @@ class Mailbox:
         """Open the inboxes of others, by rank.
 
         Raises:
-            OSError: one is not on this machine.
+            OSError: an inbox is not on this machine.
         """
         for rank, path in paths.items():
             self._peers[rank] = io.FileIO(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "w")
@@ -62,9 +66,7 @@ class Mailbox:
         assert written == _FORMAT.size, "the inbox is full: a pipe holds 4096 messages"
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """All messages that are there, in order of arrival; waits at most `timeout_s` seconds for
-        the first.
-        """
-        if not self._poll.poll(min(timeout_s * 1000, _LONGEST_WAIT)):
+        """The messages that have arrived, in order; wait at most `timeout_s` for the first one."""
+        if not self._poll.poll(min(timeout_s * 1000, _LONGEST_WAIT_MS)):
             return []
         return list(_FORMAT.iter_unpack(self._inbox.read(_MOST_BYTES) or b""))

@@ -1,13 +1,16 @@
-"""Which bytes travel from which rank to which, so that every rank holds the pieces that a second
-layout gives it.
+"""Plans which slices travel from which rank to which, to bring weights into another layout.
 
-    aliases   a target parameter made of exactly the pieces of a source parameter on the same rank:
-    nothing is copied copies    slices that the rank holds already, in another arrangement moves
-    the rest: each byte that a rank needs and does not hold crosses one link, once
+A plan has three parts:
 
-Pure and deterministic, so every rank derives the same plan alone. It knows pieces and ranks; it
-does not know models, tensors or process groups. The work grows with the ranks that it is given: one
-model-parallel group is enough where the target's replicas lie inside such groups.
+- aliases: the target parameter has exactly the pieces of a source parameter on the same rank, so
+  nothing is copied;
+- copies: the rank already holds the slice, in another arrangement;
+- moves: all other slices. Each byte that a rank needs and does not hold crosses one link, once.
+
+Planning is pure and deterministic, so every rank derives the same plan alone. The time it takes
+grows with the number of ranks. If each replica of the target lies inside one model-parallel group
+of the source, it is enough to plan for one such group. This file knows pieces and ranks; it does
+not know models, tensors or process groups.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ Cost = tuple[bool, bool, int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """The interval [start, stop) of a named tensor, from a piece on one rank to a piece on another
-    or on the same.
+    """The interval [start, stop) of a named tensor, from a source piece to a target piece.
 
-    On both sides the interval lies in one block or is made of whole blocks, as `Slot.view` asks.
+    The two pieces may be on different ranks or on the same one. On both sides the interval lies in
+    one block or is made of whole blocks, as `Slot.view` requires.
     """
 
     source_rank: int
@@ -53,9 +56,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Alias:
-    """A target parameter that a rank takes over as it is: its pieces are those of one source
-    parameter, in place.
-    """
+    """A target parameter that shares the storage of a source parameter with the same pieces."""
 
     rank: int
     parameter: str
@@ -63,18 +64,18 @@ class Alias:
 
     @property
     def elements(self) -> int:
-        """Numbers in the parameter, padding excepted."""
+        """Numbers in the parameter, without padding."""
         return sum((piece.stop - piece.start) * _row(piece) for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All that happens, on all ranks, in an order that they share.
+    """All moves, copies and aliases of all ranks; every rank has them in the same order.
 
     Attributes:
-        moves: slices that cross a link.
-        copies: slices that are copied on their rank.
-        aliases: parameters that are shared.
+        moves: slices that travel from one rank to another.
+        copies: slices that are copied within their rank.
+        aliases: parameters that share storage.
         itemsize: bytes of a number.
         minimum: bytes that each target rank needs and does not hold, counted from the layouts and
             not from `moves`.
@@ -88,7 +89,7 @@ class ReshardPlan:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that cross links."""
+        """Bytes that travel from one rank to another."""
         return self.itemsize * sum(move.elements for move in self.moves)
 
     @property
@@ -98,7 +99,7 @@ class ReshardPlan:
 
     @property
     def bytes_local(self) -> int:
-        """Bytes copied on their rank."""
+        """Bytes copied within their rank."""
         return self.itemsize * sum(copy.elements for copy in self.copies)
 
     @property
@@ -113,54 +114,62 @@ def plan(
     itemsize: int,
     locality: Sequence[Sequence[int]] = (),
 ) -> ReshardPlan:
-    """Plan the way from the pieces that each rank has to the pieces that each rank shall have.
+    """Plan how the ranks get from the pieces of one layout to the pieces of another.
 
-    A rank takes what it holds itself; among other holders one of its own group in `locality` goes
-    before any other, and then the one that has sent the least so far.
+    A rank takes what it holds itself. Otherwise it takes a slice from a rank of its own list in
+    `locality` if one holds it, and among several such ranks from the one that has sent the least so
+    far.
 
     Args:
-        source: pieces by global rank; no rank holds a slice twice.
-        target: the same, of the other layout.
+        source: pieces of the first layout by global rank; no rank holds a slice twice.
+        target: pieces of the second layout by global rank.
         itemsize: bytes of a number, on both sides.
-        locality: disjoint lists of ranks with fast links between them; where empty, all ranks are
-            alike.
+        locality: disjoint lists of ranks with fast links between them; if it is empty, all links
+            are treated alike.
 
     Raises:
-        WeightError: a slice of the target is held by no source rank.
+        WeightError: no source rank holds a slice of the target.
     """
-    group_of = {rank: number for number, ranks in enumerate(locality) for rank in ranks}
+    locality_of = {rank: number for number, ranks in enumerate(locality) for rank in ranks}
     holders = _holders(source)
     sent: Counter[int] = Counter()
-    here: list[Move] = []
-    across: list[Move] = []
+
+    moves: list[Move] = []
+    copies: list[Move] = []
     aliases: list[Alias] = []
     for rank in sorted(target):
-        arrangements = {
-            _arrangement(pieces) for pieces in _by_parameter(source.get(rank, ())).values()
-        }
-        cost = _cost_to(rank, group_of, sent)
+        source_parameters = _by_parameter(source.get(rank, ()))
+        held_arrangements = {_arrangement(pieces) for pieces in source_parameters.values()}
+        cost = _cost_to(rank, locality_of, sent)
+
         for parameter, pieces in _by_parameter(target[rank]).items():
-            if _arrangement(pieces) in arrangements:
+            if _arrangement(pieces) in held_arrangements:
                 aliases.append(Alias(rank, parameter, pieces))
                 continue
-            for move in (move for piece in pieces for move in _fetch(rank, piece, holders, cost)):
-                if move.source_rank == rank:
-                    here.append(move)
-                else:
-                    across.append(move)
-                    sent[move.source_rank] += move.elements
+
+            for piece in pieces:
+                for move in _fetch(rank, piece, holders, cost):
+                    if move.source_rank == rank:
+                        copies.append(move)
+                    else:
+                        moves.append(move)
+                        sent[move.source_rank] += move.elements
+
     minimum = {rank: itemsize * _lacking(source.get(rank, ()), target[rank]) for rank in target}
-    return ReshardPlan(tuple(across), tuple(here), tuple(aliases), itemsize, minimum)
+    return ReshardPlan(tuple(moves), tuple(copies), tuple(aliases), itemsize, minimum)
 
 
 def split(move: Move, elements: int) -> list[Move]:
-    """Cut a move in parts of at most `elements` numbers each, or of one row where a row is longer."""
+    """Cut a move into parts of at most `elements` numbers, or of one row if a row is larger."""
     rows = max(1, elements // _row(move.source))
     if move.stop - move.start <= rows:
         return [move]
-    blocks = pairwise(_edges(move, move.start, move.stop))
-    cuts = [cut for start, stop in blocks for cut in range(start, stop, rows)]
-    return [replace(move, start=start, stop=stop) for start, stop in pairwise([*cuts, move.stop])]
+
+    edges: list[int] = []
+    for start, stop in pairwise(_edges(move, move.start, move.stop)):
+        edges += range(start, stop, rows)
+    edges.append(move.stop)
+    return [replace(move, start=start, stop=stop) for start, stop in pairwise(edges)]
 
 
 def _row(piece: Piece) -> int:
@@ -177,12 +186,12 @@ def _by_parameter(pieces: Sequence[Piece]) -> dict[str, tuple[Piece, ...]]:
 
 
 def _arrangement(pieces: Sequence[Piece]) -> tuple[tuple[Key, int, int, int], ...]:
-    """All about a parameter but its name; where two agree, the stored numbers do, one for one."""
+    """What decides where each number is stored; parameters with equal arrangements are equal."""
     return tuple((piece.key, piece.offset, piece.block, piece.period) for piece in pieces)
 
 
 def _holders(source: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Key, dict[int, Piece]]]:
-    """For each tensor its slices, and for each slice the piece by which each rank holds it."""
+    """For each tensor its slices, and for each slice the ranks that hold it and their pieces."""
     holders: dict[str, dict[Key, dict[int, Piece]]] = {}
     for rank in sorted(source):
         for piece in source[rank]:
@@ -191,17 +200,15 @@ def _holders(source: Mapping[int, Sequence[Piece]]) -> dict[str, dict[Key, dict[
 
 
 def _cost_to(
-    rank: int, group_of: Mapping[int, int], sent: Counter[int]
+    rank: int, locality_of: Mapping[int, int], sent: Counter[int]
 ) -> Callable[[tuple[int, Piece]], Cost]:
-    """What to compare among the holders of a slice that `rank` needs; the least is taken."""
+    """The cost by which `rank` chooses among the holders of a slice; it takes the lowest."""
 
     def cost(holder: tuple[int, Piece]) -> Cost:
-        return (
-            holder[0] != rank,
-            group_of.get(holder[0]) != group_of.get(rank),
-            sent[holder[0]],
-            holder[0],
-        )
+        holder_rank, _ = holder
+        is_other_rank = holder_rank != rank
+        is_far = locality_of.get(holder_rank) != locality_of.get(rank)
+        return (is_other_rank, is_far, sent[holder_rank], holder_rank)
 
     return cost
 
@@ -212,67 +219,61 @@ def _fetch(
     holders: Mapping[str, Mapping[Key, Mapping[int, Piece]]],
     cost: Callable[[tuple[int, Piece]], Cost],
 ) -> Iterator[Move]:
-    """The moves that bring `piece` to `rank`, cut wherever a slice that some rank holds begins or
-    ends.
-    """
+    """The moves that bring `piece` to `rank`; they end wherever a slice of some holder ends."""
     slices = holders.get(piece.name, {})
-    edges = {
-        edge
-        for _, _, start, stop in slices
-        for edge in (start, stop)
-        if piece.start < edge < piece.stop
-    }
-    for start, stop in pairwise(sorted({piece.start, piece.stop} | edges)):
-        candidates = [
-            holder
-            for (_, dim, first, last), by_rank in slices.items()
-            if dim == piece.dim and first <= start and stop <= last
-            for holder in by_rank.items()
-        ]
+    edges = {piece.start, piece.stop}
+    for _, _, first, last in slices:
+        edges.update(edge for edge in (first, last) if piece.start < edge < piece.stop)
+
+    for start, stop in pairwise(sorted(edges)):
+        candidates: list[tuple[int, Piece]] = []
+        for (_, dim, first, last), piece_on_rank in slices.items():
+            if dim == piece.dim and first <= start and stop <= last:
+                candidates += piece_on_rank.items()
         if not candidates:
             raise WeightError(
-                f"no rank holds {piece.name}[{start}:{stop}]; source and target are of different models"
+                f"no rank holds {piece.name}[{start}:{stop}]; source and target are of different "
+                "models"
             )
+
         source_rank, held = min(candidates, key=cost)
         move = Move(source_rank, rank, held, piece, start, stop)
         if _is_viewable(held, start, stop) and _is_viewable(piece, start, stop):
             yield move
         else:
-            yield from (
-                replace(move, start=a, stop=b) for a, b in pairwise(_edges(move, start, stop))
-            )
+            for part_start, part_stop in pairwise(_edges(move, start, stop)):
+                yield replace(move, start=part_start, stop=part_stop)
 
 
 def _is_viewable(piece: Piece, start: int, stop: int) -> bool:
     """Whether the interval lies in one block of the piece or is made of whole blocks."""
-    first, last = start - piece.start, stop - piece.start
-    return first // piece.block == (last - 1) // piece.block or (
-        first % piece.block == 0 and last % piece.block == 0
-    )
+    first = start - piece.start
+    last = stop - piece.start
+    is_in_one_block = first // piece.block == (last - 1) // piece.block
+    is_whole_blocks = first % piece.block == 0 and last % piece.block == 0
+    return is_in_one_block or is_whole_blocks
 
 
 def _edges(move: Move, start: int, stop: int) -> list[int]:
-    """`start`, each beginning of a block of either piece in between, and `stop`."""
-    inner = {
-        edge
-        for piece in (move.source, move.target)
-        for edge in range(piece.start, stop, piece.block)
+    """`start`, the beginnings of the blocks of either piece in between, and `stop`."""
+    block_starts = {
+        *range(move.source.start, stop, move.source.block),
+        *range(move.target.start, stop, move.target.block),
     }
-    return [start, *sorted(edge for edge in inner if edge > start), stop]
+    return [start, *sorted(edge for edge in block_starts if edge > start), stop]
 
 
 def _lacking(held: Sequence[Piece], needed: Sequence[Piece]) -> int:
-    """Numbers in `needed` that are not in `held`: the size of the one less what each pair has in
-    common.
-    """
-    by_name: dict[str, list[Piece]] = {}
+    """How many of the numbers in `needed` are not in `held`."""
+    held_of_tensor: dict[str, list[Piece]] = {}
     for piece in held:
-        by_name.setdefault(piece.name, []).append(piece)
-    rows = 0
+        held_of_tensor.setdefault(piece.name, []).append(piece)
+
+    lacking = 0
     for piece in needed:
-        common = (
-            min(piece.stop, own.stop) - max(piece.start, own.start)
-            for own in by_name.get(piece.name, ())
-        )
-        rows += _row(piece) * (piece.stop - piece.start - sum(max(0, n) for n in common))
-    return rows
+        rows = piece.stop - piece.start
+        for own in held_of_tensor.get(piece.name, ()):
+            common = min(piece.stop, own.stop) - max(piece.start, own.start)
+            rows -= max(0, common)
+        lacking += rows * _row(piece)
+    return lacking

@@ -1,8 +1,8 @@
-"""The slices of one side of a reshard, as views into the tensors that store them now.
+"""The slices of one side of a reshard, as views into the tensors that store them.
 
-Working out where a slice lies takes longer than copying a small one, so it is done once. The
-tensors themselves are looked up in every run and not kept: weights may be freed, or put elsewhere,
-between two runs.
+To compute where a slice lies takes longer than to copy a small slice, so it is done once. The
+tensors themselves are looked up in every run and not kept, because weights may be freed or moved
+between two runs. This file does not know ranks or moves.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ Places = dict[tuple[Key, int, int], _Place]
 
 
 class Views:
-    """The slots of one rank and one side, for the length of one run."""
+    """The slots of one rank and one side, for one run."""
 
     def __init__(self, slots: Sequence[Slot], places: Places) -> None:
-        """Args:
-        slots: where each piece is stored.
-        places: what earlier runs found out, which this one adds to; its own for each side.
+        """Look up the parameters of the slots.
+
+        Args:
+            slots: where each piece is stored.
+            places: the places that earlier runs of this side have computed; this run adds to them.
         """
         self._parameters = {slot.piece.key: slot.parameter.detach() for slot in slots}
         self._places = places
 
     def __call__(self, piece: Piece, start: int, stop: int) -> Tensor:
-        """What `Slot.view` gives for the slot of `piece`."""
+        """The same view as `Slot.view` of the slot of `piece`."""
         key = piece.key
         parameter = self._parameters[key]
         place = self._places.get((key, start, stop))
@@ -51,6 +53,7 @@ class Views:
             offset = int(view.storage_offset() - parameter.storage_offset())
             place = _Place(parameter.stride(), tuple(view.shape), view.stride(), offset)
             self._places[key, start, stop] = place
+
         return parameter.as_strided(
             place.shape, place.strides, parameter.storage_offset() + place.offset
         )

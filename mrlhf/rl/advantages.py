@@ -155,7 +155,8 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     The formula is that of VAPO, https://arxiv.org/abs/2504.05118.
 
     Args:
-        mask: bool [batch, response_len].
+        mask: bool [batch, response_len]; the length is the number of its tokens, those that train,
+            since `gae` takes its steps from one of them to the next.
         alpha: above 0; the sum of the weights of all steps back is about alpha * length.
 
     Returns:

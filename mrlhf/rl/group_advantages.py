@@ -92,7 +92,8 @@ def rloo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndR
 def opo(rewards: Tensor, mask: Tensor, prompt_groups: Tensor) -> AdvantagesAndReturns:
     """Score less the length-weighted mean of its prompt group, https://arxiv.org/abs/2505.23585.
 
-    The length of a response is the sum of its mask. A response alone in its prompt group keeps its
+    The length of a response is the number of tokens in its mask, which are those that train: the
+    weight stands for the size of the gradient. A response alone in its prompt group keeps its
     score. Arguments as in `rloo`.
     """
     lengths = mask.sum(dim=1)

@@ -46,8 +46,14 @@ SEQUENCE_LEVEL: frozenset[str] = frozenset({"gspo", "sapo", "geo_mean"})
 """The losses that are aggregated as seq-mean-token-mean unless configured otherwise."""
 COVARIANCE: frozenset[str] = frozenset({"clip_cov", "kl_cov"})
 """The losses that choose tokens by a statistic of the whole mini-batch."""
-CLIPPED: frozenset[str] = frozenset(
-    {"vanilla", "gspo", "cispo", "geo_mean", "clip_cov", "dppo_tv", "dppo_kl"}
+CLIPPED: tuple[LossMode, ...] = (
+    "vanilla",
+    "gspo",
+    "cispo",
+    "geo_mean",
+    "clip_cov",
+    "dppo_tv",
+    "dppo_kl",
 )
 """The losses that read the clip distances."""
 

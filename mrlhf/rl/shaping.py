@@ -16,10 +16,10 @@ from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_by_prompt
 def token_rewards(
     scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float, placement: KlPlacement
 ) -> Tensor:
-    """Place each score on the last valid token of its response and subtract the KL penalty.
+    """Place each score on the last token of its mask and subtract the KL penalty.
 
     The penalised reward is that of https://arxiv.org/abs/1909.08593, equation 2, spread over tokens
-    as in https://arxiv.org/abs/2203.02155. A response without valid tokens gets no reward.
+    as in https://arxiv.org/abs/2203.02155. A response whose mask is empty gets no reward.
 
     Args:
         scores: [batch], one a response.

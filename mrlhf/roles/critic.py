@@ -1,6 +1,4 @@
-"""The critic: a value for the state before each response token, and the clipped regression to the
-returns.
-"""
+"""The critic: a value before each response token, and the clipped regression to the returns."""
 
 from __future__ import annotations
 
@@ -11,78 +9,97 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.sections import CriticSection
 from mrlhf.metrics import Tally
-from mrlhf.parallel.microbatch import MiniBatch, Pack
+from mrlhf.parallel.microbatch import BatchCut, Pack, PackedMiniBatch
 from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
 from mrlhf.rl.masking import masked_sum
-from mrlhf.roles.base import TrainedRole, spread
+from mrlhf.roles.responses import cut_responses
+from mrlhf.training.engine import ModelEngine, spread
 
 UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
 
 
-class Critic(TrainedRole):
-    """The value model that is trained."""
+class Critic:
+    """Asks a model with a scalar head for values, and trains it."""
 
-    section: CriticSection
+    def __init__(self, engine: ModelEngine, section: CriticSection) -> None:
+        self.engine = engine
+        self._section = section
 
-    def values(self, rollout: Rollout, plan: Sequence[MiniBatch]) -> Tensor:
-        """Predicted return before each response token, float32 [batch, response_len] on every
-        rank's host.
+    def cut(self, rollout: Rollout, mini_batch_samples: int) -> BatchCut:
+        """Cut the rollout for this model, in mini-batches of `mini_batch_samples` rows."""
+        return cut_responses(self.engine, rollout, mini_batch_samples)
+
+    def values(self, rollout: Rollout, cut: BatchCut) -> Tensor:
+        """Predicted return before each response token, float32 [batch, response_len] on every host.
+
+        Args:
+            rollout: the global batch.
+            cut: the cut of it, from `cut`.
         """
-        packs = self.packs(plan, rollout.sequences(), rollout.prompt_lengths, "response")
-        return self.per_token(packs, rollout.response_mask, lambda output, _: output[:, 0][None])[0]
 
-    def update(self, experience: Experience, plan: Sequence[MiniBatch]) -> dict[str, float]:
-        """`ppo_epochs` passes over the batch, one optimizer step a mini-batch; returns the
-        `critic/` metrics.
+        def evaluate(output: Tensor, number: int) -> Tensor:
+            return output[:, 0][None]
+
+        return self.engine.per_token(cut.packs, rollout.response_mask, evaluate)[0]
+
+    def update(self, experience: Experience, cut: BatchCut) -> dict[str, float]:
+        """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
+
+        Returns:
+            The `critic/` metrics.
+
+        Raises:
+            TrainingError: too many gradients in a row were not usable.
         """
-        rollout = experience.rollout
-        sequences, prompts = rollout.sequences(), rollout.prompt_lengths
-        total, mini_batches = Tally(), self.section.ppo_epochs * list(plan)
-        for mini_batch in mini_batches:
-            packs = self.packs([mini_batch], sequences, prompts, "response")
-            loss = _ValueObjective(self.section, experience, mini_batch, packs)
-            total.merge(self.train_mini_batch(packs, loss, UPDATE_METRICS)[0])
-        return self.end_update("critic", total, len(mini_batches))
+        total = Tally()
+        steps = self._section.ppo_epochs * cut.mini_batches
+
+        for mini_batch in steps:
+            loss = _ValueObjective(self._section, experience, mini_batch)
+            result = self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS)
+            total.merge(result.tally)
+        return self.engine.end_update("critic", total, len(steps))
 
 
 class _ValueObjective:
-    """The loss of one mini-batch, as the pipeline calls it for each of this rank's packs."""
+    """The loss of one mini-batch, as a function of the outputs of each of this rank's packs."""
 
     def __init__(
-        self,
-        section: CriticSection,
-        experience: Experience,
-        mini_batch: MiniBatch,
-        packs: Sequence[Pack],
+        self, section: CriticSection, experience: Experience, mini_batch: PackedMiniBatch
     ) -> None:
-        self._section, self._experience, self._packs = section, experience, packs
+        self._section = section
+        self._experience = experience
+        self._packs: Sequence[Pack] = mini_batch.packs
         self._sequences = len(mini_batch.rows)
         tokens = int(experience.loss_mask[mini_batch.rows].sum())
         self._count = aggregation_count(tokens, self._sequences, section.loss_agg_mode)
 
     def __call__(self, output: Tensor, number: int) -> tuple[Tensor, Tally]:
         """The pack's part of the loss, and its tally."""
-        section, pack = self._section, self._packs[number]
+        section = self._section
         experience = self._experience
         assert experience.values is not None, "a critic is trained, so there are its values"
-        tables = (
-            experience.rollout.response_mask,
-            experience.loss_mask,
-            experience.values,
-            experience.returns,
-        )
-        response_mask, mask, old_values, returns = (
-            table[pack.rows].to(output.device) for table in tables
-        )
-        values = spread(output[:, 0].float()[None], response_mask)[0]
-        squared = value_loss(values, old_values, returns, section.cliprange_value)
         assert section.loss_scale_factor is not None
+        rows = self._packs[number].rows
+
+        def rows_of(table: Tensor) -> Tensor:
+            return table[rows].to(output.device)
+
+        mask = rows_of(experience.loss_mask)
+        values = spread(output[:, 0].float()[None], rows_of(experience.rollout.response_mask))[0]
+        squared = value_loss(
+            values,
+            rows_of(experience.values),
+            rows_of(experience.returns),
+            section.cliprange_value,
+        )
         summed = aggregate(
             squared.per_token, mask, section.loss_agg_mode, section.loss_scale_factor
         )
         loss = summed / self._count
+
         tally = Tally()
-        tally.add("critic/vf_loss", loss, len(pack.rows) / self._sequences)
+        tally.add("critic/vf_loss", loss, len(rows) / self._sequences)
         tally.add("critic/vf_clipfrac", masked_sum(squared.clipped.float(), mask), mask.sum())
         tally.add("critic/vpred_mean", masked_sum(values, mask), mask.sum())
         return loss, tally

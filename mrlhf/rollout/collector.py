@@ -1,44 +1,39 @@
-"""Collects the responses of one training step: generate, score, and, in dynamic sampling, refill.
+"""Collects the batch of one training step: generates responses and scores them.
 
-Groups whose responses all got the same reward teach a group-relative estimator nothing; with
-`algorithm.filter_groups` they are replaced by groups of further prompts (DAPO,
-https://arxiv.org/abs/2503.14476, section 3.2). It knows neither models nor losses.
+Where the estimator asks for it, each prompt also gets a greedy response as its baseline. With
+dynamic sampling a `DynamicSampler` draws the responses. This file does not know models or losses.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
 from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout
-from mrlhf.config.algorithm import FilterGroupsSection
-from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
+from mrlhf.rollout.drawn_batch import DrawnBatch, generate_batch
+from mrlhf.rollout.dynamic_sampling import DynamicSampler
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Collected:
-    """A training batch, scored.
+    """A training batch with its scores.
 
     Attributes:
         rollout: the responses.
-        scores: of each response.
+        scores: the score of each response.
         greedy_scores: float32 [batch], the shaped score of the greedy response to the row's prompt,
-            or None.
-        generated_tokens: of all responses that were generated for the batch.
-        metrics: of generation and refilling.
+            or None without a greedy baseline.
+        generated_tokens: tokens that the policy drew for the batch, in all responses that were
+            generated, whether they are in the batch or not.
+        metrics: metrics of generation and of dynamic sampling.
     """
 
     rollout: Rollout
@@ -54,11 +49,10 @@ class Collector:
 
     Attributes:
         generator: holds the current weights when `collect` is called.
-        scorer: of responses.
-        shaper: knows the penalties that come on top of scores.
+        scorer: scores responses.
+        shaper: adds penalties to the scores of greedy responses.
         prompts: an endless supply of batches of prompts.
-        train_batch_size: prompts of a training step.
-        filters: dynamic sampling.
+        dynamic_sampler: draws the responses instead, from the same supply, or None.
         greedy_baseline: whether each prompt gets a greedy response too.
     """
 
@@ -66,156 +60,75 @@ class Collector:
     scorer: Scorer
     shaper: RewardShaper
     prompts: Iterator[Prompts]
-    train_batch_size: int
-    filters: FilterGroupsSection
+    dynamic_sampler: DynamicSampler | None
     greedy_baseline: bool
 
     def collect(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> Collected:
-        """Generate and score the batch of training step `step`; the engine rests afterwards."""
-        drawn = _Drawn()
-        if self.filters.enable:
-            rollout, scores = self._refill(step, sampling, timer, drawn)
-        else:
+        """Generate and score the batch of training step `step`; the engine sleeps afterwards."""
+        if self.dynamic_sampler is None:
             with timer("gen"):
-                rollout = self.generator.generate(
-                    next(self.prompts), sampling, stream="train", step=step
-                )
-            drawn.take(rollout, self.generator.metrics)
-            scores = None
-        greedy = None
+                drawn = generate_batch(self.generator, next(self.prompts), sampling, "train", step)
+        else:
+            drawn = self.dynamic_sampler.draw(step, sampling, timer)
+
+        generated = [drawn]
+        if self.greedy_baseline:
+            generated.append(self._generate_greedy(drawn, sampling, step, timer))
         with timer("gen"):
-            if self.greedy_baseline:
-                greedy = self.generator.generate(
-                    rollout.prompts.select(range(0, len(rollout), sampling.n)),
-                    replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0),
-                    stream="greedy baseline",
-                    step=step,
-                )
-                drawn.take(greedy, self.generator.metrics)
-            self.generator.rest()
+            self.generator.sleep()
+
+        metrics = dict(drawn.metrics)
+        scores = drawn.scores
         greedy_scores = None
         with timer("reward"):
             if scores is None:
-                scores = self.scorer.score(rollout)
-            if greedy is not None:
-                baseline = self.shaper.shape_alone(self.scorer.score(greedy).total, greedy)
+                scores = self.scorer.score(drawn.rollout)
+            if self.greedy_baseline:
+                baseline = self._score_greedy(generated[-1].rollout)
                 greedy_scores = baseline.repeat_interleave(sampling.n)
-                drawn.metrics["critic/greedy_score/mean"] = float(baseline.mean())
-        return Collected(rollout, scores, greedy_scores, drawn.tokens, drawn.summary())
+                metrics["critic/greedy_score/mean"] = float(baseline.mean())
 
-    def _refill(
-        self, step: int, sampling: SamplingParams, timer: PhaseTimer, drawn: _Drawn
-    ) -> tuple[Rollout, Scores]:
-        """Generate batches until enough groups have different rewards, or the limit of batches is
-        reached.
-        """
-        rollouts: list[Rollout] = []
-        scored: list[Scores] = []
-        differs: list[bool] = []
-        while (
-            sum(differs) < self.train_batch_size
-            and len(rollouts) < self.filters.max_num_gen_batches
-        ):
-            prompts = next(self.prompts)
-            if rollouts and self.scorer.has_model:
-                with timer("reshard"):
-                    self.generator.take_weights(version=rollouts[0].version)
-            with timer("gen"):
-                rollout = self.generator.generate(
-                    prompts, sampling, stream="train", step=step, refill=len(rollouts)
-                )
-                if self.scorer.has_model:
-                    self.generator.rest()  # the reward model needs the memory
-            drawn.take(rollout, self.generator.metrics)
-            with timer("reward"):
-                scored.append(self.scorer.score(rollout))
-            rollouts.append(rollout)
-            differs += groups_that_differ(self._measure(rollout, scored[-1]), sampling.n)
-        if self.filters.metric == "acc" and all(scores.correct is None for scores in scored):
-            raise ConfigError(
-                "algorithm.filter_groups.metric is acc, but no reward term tells right from wrong; use a rule that "
-                "does (exact_match, gsm8k), let your function return 'acc', or set the metric to score"
-            )
-        if self.greedy_baseline and self.scorer.has_model:
+        engine_metrics = [numbers for batch in generated for numbers in batch.engine_metrics]
+        return Collected(
+            rollout=drawn.rollout,
+            scores=scores,
+            greedy_scores=greedy_scores,
+            generated_tokens=sum(batch.generated_tokens for batch in generated),
+            metrics=metrics | merge_engine_metrics(engine_metrics),
+        )
+
+    def _generate_greedy(
+        self, drawn: DrawnBatch, sampling: SamplingParams, step: int, timer: PhaseTimer
+    ) -> DrawnBatch:
+        """One greedy response to each prompt of `drawn`."""
+        was_put_to_sleep = drawn.scores is not None and self.scorer.has_model
+        if was_put_to_sleep:
             with timer("reshard"):
-                self.generator.take_weights(version=rollouts[0].version)
-        groups = choose_groups(differs, self.train_batch_size)
-        rows = [group * sampling.n + sample for group in groups for sample in range(sampling.n)]
-        uninformative = sum(not differs[group] for group in groups)
-        if uninformative:
-            logger.warning(
-                "step %d: %d of %d groups have equal rewards after %d batches (algorithm.filter_groups."
-                "max_num_gen_batches); they stay in the batch and teach nothing",
-                step, uninformative, len(groups), len(rollouts),
-            )  # fmt: skip
-        drawn.metrics |= {
-            "training/num_gen_batches": float(len(rollouts)),
-            "training/generated_groups": float(len(differs)),
-            "training/filtered_groups": float(len(differs) - sum(differs) - uninformative),
-            "training/uninformative_groups": float(uninformative),
-        }
-        return Rollout.join(rollouts).select(rows), Scores.join(scored).select(rows)
+                self.generator.take_weights(version=drawn.rollout.newest_version)
 
-    def _measure(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """[batch], the number in which the responses of a group have to differ."""
-        if self.filters.metric == "acc":
-            return torch.tensor(scores.correct or [math.nan] * len(rollout), dtype=torch.float32)
-        if self.filters.metric == "seq_reward":
-            return self.shaper.shape_alone(scores.total, rollout)
-        return scores.total
+        first_samples = range(0, len(drawn.rollout), sampling.n)
+        prompts = drawn.rollout.prompts.select(first_samples)
+        greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
+        with timer("gen"):
+            return generate_batch(self.generator, prompts, greedy, "greedy baseline", step)
+
+    def _score_greedy(self, rollout: Rollout) -> Tensor:
+        """Shaped score of each greedy response, float32 [prompts]."""
+        return self.shaper.shape_each(self.scorer.score(rollout).total, rollout)
 
 
-@dataclass
-class _Drawn:
-    """What was generated for one training step, over all its batches.
+def merge_engine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The engine's metrics over several generations, at least one.
 
-    Attributes:
-        tokens: of the responses.
-        metrics: other numbers of the step.
-        engine: the engine's metrics of each batch.
+    Bytes are the most of any generation, preemptions their sum, and everything else is the mean.
     """
-
-    tokens: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    engine: list[dict[str, float]] = field(default_factory=list)
-
-    def take(self, rollout: Rollout, metrics: dict[str, float]) -> None:
-        """Count one batch."""
-        self.tokens += int(rollout.response_mask.sum())
-        self.engine.append(metrics)
-
-    def summary(self) -> dict[str, float]:
-        """All metrics; of the engine's, bytes are the most of any batch, preemptions their sum, the
-        rest their mean.
-        """
-        found = dict(self.metrics)
-        for name in self.engine[0]:
-            column = [metrics[name] for metrics in self.engine]
-            if name.endswith("_bytes"):
-                found[name] = max(column)
-            else:
-                found[name] = sum(column) if name == "rollout/preemptions" else fmean(column)
-        return found
-
-
-def groups_that_differ(values: Tensor, n: int) -> list[bool]:
-    """Whether the `n` consecutive values of each group are not all the same; `values` is [groups *
-    n].
-
-    NaN stands for no value; a group with fewer than two values does not differ.
-    """
-    groups = values.view(-1, n)
-    highest, lowest = (
-        groups.nan_to_num(nan=-math.inf).amax(dim=1),
-        groups.nan_to_num(nan=math.inf).amin(dim=1),
-    )
-    return (highest > lowest).tolist()
-
-
-def choose_groups(differs: list[bool], count: int) -> list[int]:
-    """`count` groups in the order they came: the first that differ and, where those are too few,
-    the first others.
-    """
-    chosen = [group for group, does in enumerate(differs) if does][:count]
-    others = [group for group, does in enumerate(differs) if not does]
-    return sorted(chosen + others[: count - len(chosen)])
+    merged = {}
+    for name in parts[0]:
+        column = [part[name] for part in parts]
+        if name.endswith("_bytes"):
+            merged[name] = max(column)
+        elif name == "rollout/preemptions":
+            merged[name] = sum(column)
+        else:
+            merged[name] = fmean(column)
+    return merged

@@ -1,8 +1,7 @@
-"""From the scores of a batch to the scores that train: normalised, clipped, with penalties for
-length.
+"""Shapes the scores of a batch for training: normalises and clips them, adds penalties for length.
 
-The order is fixed: normalise, clip, add penalties, so that a penalty is in the unit that the
-configuration names. It does not know who gave the scores, nor the KL.
+The order is always normalise, clip, add penalties, so that a penalty is in the unit in which it is
+configured. This file does not know where the scores come from, nor the KL.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from mrlhf.rl.shaping import (
 
 @dataclass
 class RewardShaper:
-    """Shapes scores as configured, and remembers what running normalisation has seen.
+    """Shapes scores as configured, and keeps the moments for running normalisation.
 
     Attributes:
-        algorithm: what to do.
+        algorithm: which normalisation, clip and penalties.
         max_response_length: tokens at which a response is cut.
-        seen: moments of all scores so far.
+        seen: moments of all scores so far, for running normalisation.
     """
 
     algorithm: AlgorithmSection
@@ -38,47 +37,53 @@ class RewardShaper:
     seen: Moments = field(default_factory=lambda: Moments(0, 0.0, 0.0))
 
     def shape(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Shaped scores [batch] of the step's whole batch; running moments take it in first."""
+        """Shape the scores [batch] of a step's whole batch; running moments include them."""
         kind = self.algorithm.reward_norm
+
         if kind == "running":
             self.seen = merge_moments([self.seen, _moments(scores)])
             scores = normalise_scores(scores, self.seen)
         elif kind == "batch":
             scores = normalise_scores(scores, _moments(scores))
         elif kind == "group":
-            scores = normalise_by_prompt(scores, rollout.groups)
-        return self._penalised(self._clipped(scores), rollout)
+            scores = normalise_by_prompt(scores, rollout.prompt_groups)
 
-    def shape_alone(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """What can be done to scores [batch] before the whole batch is there: clip, unless that
-        comes after a normalisation, and penalties.
+        return self._penalise(self._clip(scores), rollout)
+
+    def shape_each(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """Shape scores [batch] as far as that needs no other score: clip them and add penalties.
+
+        A clip that follows a normalisation is left out.
         """
         if self.algorithm.reward_norm is None:
-            scores = self._clipped(scores)
-        return self._penalised(scores, rollout)
+            scores = self._clip(scores)
+        return self._penalise(scores, rollout)
 
-    def _clipped(self, scores: Tensor) -> Tensor:
+    def _clip(self, scores: Tensor) -> Tensor:
         limit = self.algorithm.reward_clip
         return scores if limit is None else scores.clamp(-limit, limit)
 
-    def _penalised(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        algorithm, buffer = self.algorithm, self.algorithm.overlong_buffer
+    def _penalise(self, scores: Tensor, rollout: Rollout) -> Tensor:
+        """Add the penalties for length; a length counts all tokens that are there."""
+        buffer = self.algorithm.overlong_buffer
         if buffer.enable:
             assert buffer.len is not None
             lengths = rollout.response_mask.sum(dim=1)
             scores = scores + overlong_penalty(
                 lengths, self.max_response_length, buffer.len, buffer.penalty_factor
             )
-        if algorithm.missing_eos_penalty:
-            scores = scores + missing_eos_penalty(rollout.stopped, algorithm.missing_eos_penalty)
+
+        penalty = self.algorithm.missing_eos_penalty
+        if penalty:
+            scores = scores + missing_eos_penalty(rollout.stopped, penalty)
         return scores
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What running normalisation has seen."""
+        """The moments that running normalisation has reached."""
         return {"seen": self.seen.to_tensor()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a state that `state_dict` gave."""
+        """Continue from a state that `state_dict` gave."""
         self.seen = Moments.from_tensor(state["seen"])
 
 

@@ -1,7 +1,8 @@
-"""Scores a rollout: rules and users' functions on each rank's share of the responses, the reward
-model on all ranks.
+"""Scores a rollout with rules, users' functions and the reward model.
 
-It knows how shares are cut and gathered; what a score means is said in `rewards`.
+Each rank runs rules and users' functions on its share of the responses; all ranks together run the
+reward model. This file knows how shares are cut and gathered. It does not know what a score means:
+see `rewards`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput
 from mrlhf.rl.names import CORRECTNESS_TERMS
-from mrlhf.roles.frozen import RewardModel
+from mrlhf.roles.reward_model import RewardModel
 
 REPORTED_CORRECTNESS = "acc"
 
@@ -31,11 +32,12 @@ class Scores:
     """The scores of a rollout, on every rank.
 
     Attributes:
-        total: float32 [batch], the weighted mix.
+        total: float32 [batch], the weighted mix of all terms.
         terms: each term's own score and further numbers, by name; [batch], NaN where a response has
             none.
-        answers: what the term that tells right from wrong took for each response's answer [batch],
-            None where it found none; None as a whole where no term tells, or nobody asked.
+        answers: [batch], the answer that each response gives, according to the term that tells
+            right from wrong; None where it finds no answer. None as a whole if no term tells, or
+            if the caller did not want answers.
     """
 
     total: Tensor
@@ -44,10 +46,11 @@ class Scores:
 
     @property
     def correct(self) -> list[float] | None:
-        """Whether each response is right, 1 or 0, by a term that can tell: exact_match, gsm8k, or a
-        user's `acc`.
+        """1 for a right response and 0 for a wrong one, or None where no term tells.
+
+        The terms that can tell are exact_match, gsm8k and a user's function that reports `acc`.
         """
-        name = _correctness(self.terms)
+        name = _correctness_column(self.terms)
         return None if name is None else self.terms[name]
 
     def select(self, rows: Sequence[int]) -> Scores:
@@ -58,17 +61,24 @@ class Scores:
 
     @staticmethod
     def join(parts: Sequence[Scores]) -> Scores:
-        """The scores of all parts, one part after the other; a term that a part lacks is NaN there."""
-        names = sorted({name for part in parts for name in part.terms})
-        terms = {
-            name: [x for part in parts for x in part.terms.get(name, [math.nan] * len(part.total))]
-            for name in names
-        }
-        found = [part.answers for part in parts if part.answers is not None]
-        answers = (
-            [answer for column in found for answer in column] if len(found) == len(parts) else None
-        )
-        return Scores(torch.cat([part.total for part in parts]), terms, answers)
+        """The scores of all parts, one part after the other.
+
+        A term that a part lacks is NaN for it; answers are kept only if every part has them.
+        """
+        terms: dict[str, list[float]] = {}
+        for name in sorted({name for part in parts for name in part.terms}):
+            terms[name] = []
+            for part in parts:
+                missing = [math.nan] * len(part.total)
+                terms[name] += part.terms.get(name, missing)
+
+        total = torch.cat([part.total for part in parts])
+        answers: list[str | None] = []
+        for part in parts:
+            if part.answers is None:
+                return Scores(total, terms, answers=None)
+            answers += part.answers
+        return Scores(total, terms, answers)
 
     def metrics(self) -> dict[str, float]:
         """Mean of each term over the responses that have it."""
@@ -80,7 +90,7 @@ class Scores:
 
 
 class Scorer:
-    """The reward of the run: its terms, and the reward model where one of them asks for it."""
+    """Scores responses with the terms of the run, and with the reward model if a term needs it."""
 
     def __init__(
         self,
@@ -109,75 +119,93 @@ class Scorer:
             with_answers: gather the answers too; they may be as long as the responses.
 
         Raises:
-            RewardError: a term failed, hung or returned no number, on this rank's share.
+            RewardError: a term failed, hung or returned no number for this rank's share.
         """
-        rank, world_size = self._world.rank(), self._world.size()
-        external = (
-            {} if self._model is None else {"reward_model": self._model.score(rollout).tolist()}
-        )
-        mine = range(rank, len(rollout), world_size)
+        rank = self._world.rank()
+        world_size = self._world.size()
+
+        model_scores: dict[str, list[float]] = {}
+        if self._model is not None:
+            model_scores["reward_model"] = self._model.score(rollout).tolist()
+
+        my_rows = range(rank, len(rollout), world_size)
         result = self._function.score(
-            self._inputs(rollout, mine),
-            {name: [column[row] for row in mine] for name, column in external.items()},
+            self._inputs(rollout, my_rows),
+            {name: [column[row] for row in my_rows] for name, column in model_scores.items()},
         )
+
         # An error above ends this process, and with it the job, before anyone waits here for long.
-        answers = result.answers if with_answers else {}
-        parts = all_gather_objects((result.scores, result.metrics, answers), self._world)
+        my_answers = result.answers if with_answers else {}
+        shares = all_gather_objects((result.scores, result.metrics, my_answers), self._world)
+
         total = torch.empty(len(rollout), dtype=torch.float32)
-        names = sorted({name for _, metrics, _ in parts for name in metrics})
+        names = sorted({name for _, metrics, _ in shares for name in metrics})
         terms = {name: [math.nan] * len(rollout) for name in names}
-        for source, (scores, metrics, _) in enumerate(parts):
-            rows = range(source, len(rollout), world_size)
-            total[list(rows)] = torch.tensor(scores, dtype=torch.float32)
+        for source, (scores, metrics, _) in enumerate(shares):
+            total[source::world_size] = torch.tensor(scores, dtype=torch.float32)
             for name, column in metrics.items():
-                for row, value in zip(rows, column, strict=True):
-                    terms[name][row] = value
-        return Scores(
-            total,
-            terms,
-            _answers([answers for _, _, answers in parts], _correctness(terms), len(rollout)),
-        )
+                terms[name][source::world_size] = column
+
+        answers_of_ranks = [answers for _, _, answers in shares]
+        answers = _join_answers(answers_of_ranks, _correctness_column(terms), len(rollout))
+        return Scores(total, terms, answers)
 
     def close(self) -> None:
         """End the processes of users' functions."""
         self._function.close()
 
     def _inputs(self, rollout: Rollout, rows: Sequence[int]) -> list[RewardInput]:
-        prompts, lengths = rollout.prompts, rollout.response_lengths
-        return [
-            RewardInput(
-                data_source=prompts.data_source[row],
-                prompt_text=prompts.text[row],
-                solution_str=self._tokenizer.decode(
-                    rollout.response_ids[row, : lengths[row]].tolist()
-                ),
-                ground_truth=prompts.ground_truth[row],
-                extra_info=prompts.extra_info[row],
-                response_tokens=lengths[row],
+        """The input that the terms get for each of the responses at `rows`."""
+        prompts = rollout.prompts
+        lengths = rollout.response_lengths
+
+        inputs = []
+        for row in rows:
+            tokens = rollout.response_ids[row, : lengths[row]].tolist()
+            inputs.append(
+                RewardInput(
+                    data_source=prompts.data_source[row],
+                    prompt_text=prompts.text[row],
+                    solution_str=self._tokenizer.decode(tokens),
+                    ground_truth=prompts.ground_truth[row],
+                    extra_info=prompts.extra_info[row],
+                    response_tokens=lengths[row],
+                )
             )
-            for row in rows
-        ]
+        return inputs
 
 
-def _correctness(names: Iterable[str]) -> str | None:
-    """The first column that says whether a response is right."""
+def _correctness_column(names: Iterable[str]) -> str | None:
+    """The first of the columns that says whether a response is right, or None."""
     for name in names:
         if name in CORRECTNESS_TERMS or name.endswith(f"/{REPORTED_CORRECTNESS}"):
             return name
     return None
 
 
-def _answers(
-    parts: Sequence[Mapping[str, list[str | None]]], column: str | None, batch: int
+def _join_answers(
+    answers_of_ranks: Sequence[Mapping[str, list[str | None]]],
+    correctness_column: str | None,
+    batch: int,
 ) -> list[str | None] | None:
-    """The ranks' shares of the answers that the term of `column` found, joined; None where it found
-    none.
+    """The answers found by the term that tells right from wrong, in the order of the batch.
+
+    Args:
+        answers_of_ranks: for each rank the answers in its share of the responses, by term.
+        correctness_column: the column that this term wrote, or None where no term tells.
+        batch: number of responses.
+
+    Returns:
+        [batch], None for a response without an answer; None as a whole if the term found none.
     """
-    term = None if column is None else column.removesuffix(f"/{REPORTED_CORRECTNESS}")
-    if term is None or not any(term in part for part in parts):
+    if correctness_column is None:
         return None
-    answers: list[str | None] = [None] * batch
-    for source, part in enumerate(parts):
-        if term in part:
-            answers[source :: len(parts)] = part[term]
-    return answers
+    term = correctness_column.removesuffix(f"/{REPORTED_CORRECTNESS}")
+
+    joined: list[str | None] = [None] * batch
+    any_found = False
+    for rank, answers in enumerate(answers_of_ranks):
+        if term in answers:
+            joined[rank :: len(answers_of_ranks)] = answers[term]
+            any_found = True
+    return joined if any_found else None

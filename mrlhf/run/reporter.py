@@ -1,7 +1,6 @@
-"""One place where a trainer's metrics go: the metrics file, tensorboard, and the progress display;
-rank 0 alone writes.
+"""The one place where a trainer's metrics go: the metrics file, tensorboard, the progress display.
 
-It knows no metric's meaning.
+Only rank 0 writes. It does not know what a metric means.
 """
 
 from __future__ import annotations
@@ -15,25 +14,24 @@ from mrlhf.log import MetricsWriter, Progress
 
 
 class Reporter:
-    """Writes and shows the metrics of each step on the rank that speaks, and does nothing on the
-    others.
-    """
+    """Writes and shows the metrics of each step on the main rank; does nothing on the others."""
 
     def __init__(
         self,
-        speaks: bool,
+        is_main_rank: bool,
         output_dir: Path,
         tensorboard: bool,
         total_steps: int,
         columns: Sequence[tuple[str, str]],
     ) -> None:
         self._stack = ExitStack()
-        self._writer = MetricsWriter(output_dir, tensorboard) if speaks else None
-        self._progress = Progress(total_steps, columns) if speaks else None
+        self._writer = MetricsWriter(output_dir, tensorboard) if is_main_rank else None
+        self._progress = Progress(total_steps, columns) if is_main_rank else None
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` of `step`; step 0 is what was measured before training, and is no
-        progress.
+        """Record `metrics` of `step`.
+
+        Step 0 holds what was measured before training; it does not count as progress.
         """
         if self._writer is not None and self._progress is not None:
             self._writer.write(step, metrics)

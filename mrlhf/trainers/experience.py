@@ -1,8 +1,7 @@
-"""From a scored rollout to what the updates need: shaped rewards, KL, rollout correction,
-advantages, whitening.
+"""Turns a scored rollout into what the updates need: rewards, rollout correction, advantages.
 
-Works on the global batch, which every rank holds, so that group statistics, whitening and metrics
-need no communication and come out the same on every layout. It does not know the models whose
+It works on the global batch, which every rank holds. So statistics of prompt groups, whitening and
+metrics need no communication and are the same on every layout. It does not know the models whose
 numbers it is given.
 """
 
@@ -24,27 +23,30 @@ from mrlhf.rl.advantages import (
     estimate_advantages,
     length_adaptive_lam,
 )
-from mrlhf.rl.correction import Correction, Criterion, correct
+from mrlhf.rl.correction import correct
+from mrlhf.rl.group_advantages import AdvantagesAndReturns
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
 from mrlhf.rl.names import WHITENED
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.roles.actor import Evaluation
+from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
 
 
 @dataclass(frozen=True)
-class Opinions:
-    """What the models say of a rollout; float32 [batch, response_len].
+class ModelOutputs:
+    """What the models say about a rollout; float32 [batch, response_len].
 
     Attributes:
-        old: of the policy before the update; None in bypass mode, which takes the engine's word.
-        ref_logprobs: of the reference, or None.
-        values: of the critic, or None without one.
+        policy: outputs of the policy before the update; None in bypass mode, where the engine's
+            log-probabilities stand for them.
+        ref_logprobs: log-probabilities under the reference, or None without one.
+        values: the critic's predictions, or None without a critic.
     """
 
-    old: Evaluation | None
+    policy: Evaluation | None
     ref_logprobs: Tensor | None
     values: Tensor | None
 
@@ -52,103 +54,97 @@ class Opinions:
 def make_experience(
     collected: Collected,
     shaped: Tensor,
-    opinions: Opinions,
+    outputs: ModelOutputs,
     algorithm: AlgorithmSection,
     kl_coef: float,
 ) -> tuple[Experience, float | None]:
     """Place rewards on tokens, correct for the engine's policy, estimate advantages.
 
-    Advantages are estimated from whole responses; what correction rejects is left out of losses and
-    of whitening, so that a rejected last token does not take its response's reward with it.
+    Only tokens that train (the rollout's `loss_mask`) get rewards and advantages: the score stands
+    on the last of them. Advantages are estimated before rejection, so that a rejected last token
+    does not take its response's reward with it; losses and whitening leave rejected tokens out.
 
     Args:
         collected: the responses and their scores.
         shaped: [batch], scores after shaping, before any KL.
-        opinions: of the models.
+        outputs: what the models say about the responses.
         algorithm: estimator, discount, KL, correction.
-        kl_coef: coefficient of the KL in the reward now.
+        kl_coef: the current coefficient of the KL in the reward.
 
     Returns:
-        The experience, and the KL in the reward: mean over sequences of the mean over their tokens,
-        None if not in use.
+        The experience, and the KL in the reward: the mean over sequences of the mean over their
+        tokens, or None if it is not in use.
     """
-    rollout, scores = collected.rollout, collected.scores
-    mask, old = rollout.response_mask, opinions.old
-    old_logprobs = rollout.rollout_logprobs if old is None else old.logprobs
-    kl = _reward_kl(old_logprobs, opinions, algorithm) if algorithm.use_kl_in_reward else None
-    rewards = token_rewards(shaped, mask, kl, kl_coef, algorithm.kl_placement)
+    rollout = collected.rollout
+    drawn = rollout.loss_mask
+    policy = outputs.policy
+    old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
+
+    kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
+    rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
     if algorithm.whiten_rewards:
-        rewards = whiten(rewards, mask, local_moments(rewards, mask), shift_mean=False)
-    loss_mask, weights = mask, None
-    correction = algorithm.rollout_correction
-    if old is not None:
-        corrected = correct(
-            old.logprobs - rollout.rollout_logprobs, mask, make_correction(correction)
-        )
-        loss_mask, weights = corrected.kept, corrected.weights
+        rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
+
+    # In bypass mode correction is made on every mini-batch of the update instead.
+    loss_mask = drawn
+    weights = None
+    if policy is not None:
+        log_ratio = policy.logprobs - rollout.rollout_logprobs
+        corrected = correct(log_ratio, drawn, make_correction(algorithm.rollout_correction))
+        loss_mask = corrected.kept
+        weights = corrected.weights
+
     inputs = AdvantageInputs(
-        rewards, mask, rollout.groups, opinions.values, collected.greedy_scores
+        rewards, drawn, rollout.prompt_groups, outputs.values, collected.greedy_scores
     )
-    estimator = find_method(
-        "algorithm.adv_estimator", algorithm.adv_estimator, ADVANTAGE_ESTIMATORS
-    )
-    advantages, returns = estimate_advantages(estimator, inputs, _options(algorithm, mask))
-    if algorithm.adv_estimator in WHITENED:
-        advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
-    correct_answers = scores.correct
+    advantages, returns = _advantages(inputs, loss_mask, algorithm)
+    right = collected.scores.correct
     experience = Experience(
         rollout=rollout,
-        scores=scores.total,
+        scores=collected.scores.total,
         loss_mask=loss_mask,
         old_logprobs=old_logprobs,
-        ref_logprobs=opinions.ref_logprobs,
+        ref_logprobs=outputs.ref_logprobs,
         token_rewards=rewards,
-        values=opinions.values,
+        values=outputs.values,
         advantages=advantages,
         returns=returns,
         weights=weights,
-        positive=None if correct_answers is None else torch.tensor(correct_answers) > 0.5,
+        positive=None if right is None else torch.tensor(right) > 0.5,
     )
-    return experience, None if kl is None else float(masked_mean(kl, mask, dim=1).mean())
-
-
-def make_correction(section: RolloutCorrectionSection) -> Correction:
-    """The configured correction as numbers."""
-    lower, upper = section.bounds
-    return Correction(
-        level=section.rollout_is,
-        lower=lower,
-        upper=upper,
-        normalise=section.rollout_is_batch_normalize,
-        criteria=tuple(Criterion(*criterion) for criterion in section.criteria),
-    )
+    mean_kl = None if kl is None else float(masked_mean(kl, drawn, dim=1).mean())
+    return experience, mean_kl
 
 
 def correction_metrics(
     logprobs: Tensor, rollout: Rollout, mask: Tensor, section: RolloutCorrectionSection
 ) -> dict[str, float]:
-    """How far the engine's policy is from the trainer's, and what correction made of it.
+    """Measure how far the engine's policy is from the trainer's, and what correction did about it.
 
     Args:
-        logprobs: [batch, response_len], the trainer's.
-        rollout: with the engine's.
-        mask: bool [batch, response_len], the tokens that `logprobs` tells.
+        logprobs: [batch, response_len], log-probabilities under the trainer's policy.
+        rollout: the responses, with the engine's log-probabilities.
+        mask: bool [batch, response_len], the tokens to measure: drawn by the policy, and with an
+            entry in `logprobs`.
         section: the correction in use.
 
     Returns:
-        `rollout_corr/*`; and `training/rollout_probs_diff_{mean,max,std}`, of the probabilities of
-        the drawn tokens.
+        `rollout_corr/*`, and `training/rollout_probs_diff_{mean,max,std}`, which compare the
+        probabilities of the drawn tokens.
     """
-    log_ratio, correction = logprobs - rollout.rollout_logprobs, make_correction(section)
-    found = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
+    log_ratio = logprobs - rollout.rollout_logprobs
+    correction = make_correction(section)
     corrected = correct(log_ratio, mask, correction)
+
+    mismatch = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
     if correction.level is not None:
-        found |= weight_metrics(corrected, correction, log_ratio, mask)
+        mismatch |= weight_metrics(corrected, correction, log_ratio, mask)
     if correction.criteria:
-        found |= rejection_metrics(corrected, mask)
+        mismatch |= rejection_metrics(corrected, mask)
+    metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
+
     gap = (logprobs.double().exp() - rollout.rollout_logprobs.double().exp()).abs()
     moments = local_moments(gap, mask)
-    metrics = {f"rollout_corr/{name}": value for name, value in found.items()}
     if moments.count:
         metrics |= {
             "training/rollout_probs_diff_mean": moments.mean,
@@ -158,10 +154,24 @@ def correction_metrics(
     return metrics
 
 
-def _options(algorithm: AlgorithmSection, mask: Tensor) -> AdvantageOptions:
+def _advantages(
+    inputs: AdvantageInputs, kept: Tensor, algorithm: AlgorithmSection
+) -> AdvantagesAndReturns:
+    """Advantages and returns of all drawn tokens, whitened over those that correction kept."""
+    name = algorithm.adv_estimator
+    estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
+    options = _advantage_options(algorithm, inputs.mask)
+    advantages, returns = estimate_advantages(estimator, inputs, options)
+    if name in WHITENED:
+        advantages = whiten(advantages, kept, local_moments(advantages, kept))
+    return advantages, returns
+
+
+def _advantage_options(algorithm: AlgorithmSection, mask: Tensor) -> AdvantageOptions:
     lam: float | Tensor = algorithm.lam
     if algorithm.lam_length_alpha is not None:
         lam = length_adaptive_lam(mask, algorithm.lam_length_alpha)
+
     return AdvantageOptions(
         gamma=algorithm.gamma,
         lam=lam,
@@ -171,9 +181,11 @@ def _options(algorithm: AlgorithmSection, mask: Tensor) -> AdvantageOptions:
     )
 
 
-def _reward_kl(old_logprobs: Tensor, opinions: Opinions, algorithm: AlgorithmSection) -> Tensor:
+def _reward_kl(old_logprobs: Tensor, outputs: ModelOutputs, algorithm: AlgorithmSection) -> Tensor:
+    """KL to the reference at each token, [batch, response_len]."""
     if algorithm.kl_penalty == "full":
-        assert opinions.old is not None and opinions.old.full_kl is not None
-        return opinions.old.full_kl
-    assert opinions.ref_logprobs is not None
-    return kl_penalty(old_logprobs, opinions.ref_logprobs, algorithm.kl_penalty)
+        assert outputs.policy is not None and outputs.policy.full_kl is not None
+        return outputs.policy.full_kl
+
+    assert outputs.ref_logprobs is not None
+    return kl_penalty(old_logprobs, outputs.ref_logprobs, algorithm.kl_penalty)

@@ -1,15 +1,15 @@
-"""Proximal policy optimisation of a language model: the step, a line a phase.
+"""Proximal policy optimisation of a language model: the training step, one line for each phase.
 
-Everything it calls is told what to do with plain batches; all ranks run it in step, each holding
-its shards.
+All ranks run it together, each holding its shards. Every phase returns what it produces, its
+metrics included; nothing is kept from one phase to the next but what stands in `step`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,15 +21,18 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
+from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
+from mrlhf.run.export import export_checkpoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, export_checkpoint, start
+from mrlhf.run.startup import Run, start
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
-from mrlhf.trainers.experience import Opinions, correction_metrics, make_experience
+from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
 
 logger = logging.getLogger(__name__)
@@ -42,16 +45,40 @@ def train_ppo(config: PPOConfig) -> None:
     trainer.fit()
 
 
+@dataclass(frozen=True)
+class Cuts:
+    """How the two trained models cut the batch of a step; the critic's is None without a critic."""
+
+    actor: BatchCut
+    critic: BatchCut | None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the models say about a rollout before the update.
+
+    Attributes:
+        outputs: log-probabilities and values.
+        ref_logits: the reference's logits of this rank's packs, if the actor's loss needs them.
+        metrics: the entropy, and how far the engine's policy is from the trainer's.
+    """
+
+    outputs: ModelOutputs
+    ref_logits: Sequence[Tensor] | None
+    metrics: dict[str, float]
+
+
 class PPOTrainer:
-    """The loop over steps, and what lasts from one step to the next."""
+    """The loop over training steps, and what lasts from one step to the next."""
 
     def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
-        self.config, self.run, self.parts = config, run, parts
+        self.config = config
+        self.run = run
+        self.parts = parts
         control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             control.type, control.kl_coef, control.target_kl, control.horizon
         )
-        self._ref_logits: list[Tensor] | None = None
         self.sampling = SamplingParams(
             n=config.rollout.n,
             temperature=config.rollout.temperature,
@@ -64,180 +91,283 @@ class PPOTrainer:
         )
 
     def fit(self) -> None:
-        """Train, validate, export the policy to `output_dir/actor`, and report; every rank calls
-        it.
+        """Train, validate, export the policy to `output_dir/actor`, and report.
+
+        Every rank calls it.
         """
         began = time.monotonic()
-        parts, trainer = self.parts, self.config.trainer
-        arguments = (
-            self.run.speaks,
+        parts = self.parts
+        trainer = self.config.trainer
+        reporter = Reporter(
+            self.run.is_main_rank,
             self.run.output_dir,
             trainer.tensorboard,
             parts.steps,
             PPO_COLUMNS,
         )
-        with Reporter(*arguments) as reporter:
+        with reporter:
             if trainer.val_before_train and parts.held_out is not None:
                 parts.generator.take_weights(version=0)
                 reporter.report(0, self.validate())
             for step in range(1, parts.steps + 1):
                 reporter.report(step, self.step(step))
+
         checkpoint = self.run.output_dir / "actor"
-        export_checkpoint(parts.actor, parts.tokenizer, checkpoint, trainer.max_shard_size_mb)
+        export_checkpoint(
+            parts.actor.engine, parts.tokenizer, checkpoint, trainer.max_shard_size_mb
+        )
         parts.scorer.close()
-        if self.run.speaks:
-            closing_report(self.run.output_dir, checkpoint, parts.steps, time.monotonic() - began)
+        if self.run.is_main_rank:
+            seconds = time.monotonic() - began
+            closing_report(self.run.output_dir, checkpoint, parts.steps, seconds)
 
     def step(self, number: int) -> dict[str, float]:
-        """One training step; returns its metrics."""
-        parts, timer = self.parts, PhaseTimer(self.run.device.synchronize)
-        metrics: dict[str, float] = {
-            "training/global_step": number,
-            "training/epoch": parts.sampler.epoch,
-        }
+        """Training step `number`, counted from 1; returns its metrics."""
+        parts = self.parts
+        timer = PhaseTimer(self.run.device.synchronize)
+        epoch = parts.sampler.epoch
+
         with timer("step"):
             with timer("reshard"):
-                handover = parts.generator.take_weights(version=number - 1)
+                resharded = parts.generator.take_weights(version=number - 1)
             collected = parts.collector.collect(number, self.sampling, timer)
-            rollout, scores = collected.rollout, collected.scores
-            metrics |= collected.metrics
-            experience = self.evaluate_rollout(collected, timer, metrics)
-            try:
-                self.update(number, experience, timer, metrics)
-            except TrainingError as error:
-                raise self.with_saved_batch(error, number, experience) from error
-            self._ref_logits = None
+            cuts = self.cut(collected.rollout)
+            evaluated = self.evaluate(collected.rollout, cuts, timer)
+            experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
+            update_metrics = self.update(number, experience, cuts, evaluated.ref_logits, timer)
+
+        metrics: dict[str, float] = {"training/global_step": number, "training/epoch": epoch}
+        metrics |= collected.metrics | evaluated.metrics | reward_metrics | update_metrics
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
-        dump_freq = self.config.rollout.dump_freq
-        if self.run.speaks and dump_freq and number % dump_freq == 0:
-            dump_rollout(self.run.output_dir, number, experience, scores, parts.tokenizer)
-        metrics |= scores.metrics() | data_metrics(experience, self.config.data.max_prompt_length)
-        metrics |= {f"reshard/{name}": value for name, value in vars(handover).items()}
-        prompt_tokens, response_tokens = (
-            sum(rollout.prompt_lengths),
-            int(rollout.response_mask.sum()),
-        )
-        generated = collected.generated_tokens
-        metrics |= throughput_metrics(
-            timer.seconds, prompt_tokens, response_tokens, generated, self.run.world_size
-        )
-        metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
-        return metrics | self.utilisation(rollout, metrics, timer.seconds) | timer.metrics()
+        self.dump(number, collected, experience)
+        metrics |= self.batch_metrics(collected, experience, resharded, timer)
+        metrics |= self.utilisation(collected.rollout, cuts, update_metrics, timer.seconds)
+        return metrics | timer.metrics()
 
-    def evaluate_rollout(
-        self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> Experience:
-        """Old and reference log-probs, values, rewards, advantages; adds to `metrics` what comes up
-        on the way.
-        """
-        parts, algorithm, rollout = self.parts, self.config.algorithm, collected.rollout
-        ref_logprobs = old = values = None
+    def cut(self, rollout: Rollout) -> Cuts:
+        """Cut the batch for actor and critic, once for all passes and updates of the step."""
+        parts = self.parts
+        samples = parts.samples_per_mini_batch
+        critic = None
+        if parts.critic is not None:
+            critic = parts.critic.cut(rollout, samples["critic"])
+        return Cuts(parts.actor.cut(rollout, samples["actor"]), critic)
+
+    def evaluate(self, rollout: Rollout, cuts: Cuts, timer: PhaseTimer) -> Evaluated:
+        """Old and reference log-probabilities, and values."""
+        parts = self.parts
+        config = self.config
+        ref_logprobs = ref_logits = old = values = None
+        metrics: dict[str, float] = {}
+
         with timer("ref"):
             if parts.reference is not None:
                 ref_logprobs = parts.reference.logprobs(rollout)
-                if self.config.needs_full_kl:
-                    self._ref_logits = parts.reference.logits(rollout, parts.actor_plan(rollout))
-        if not algorithm.rollout_correction.bypass_mode:
-            old = self.evaluate_actor(rollout, timer, metrics)
-            if not (self.config.actor.use_kl_loss and self.config.actor.kl_loss_type == "full"):
-                self._ref_logits = None
+                if config.needs_full_kl:
+                    ref_logits = parts.reference.logits(cuts.actor)
+        if not config.algorithm.rollout_correction.bypass_mode:
+            old, metrics = self.evaluate_actor(rollout, cuts.actor, ref_logits, timer)
         if parts.critic is not None:
+            assert cuts.critic is not None
             with timer("values"):
-                values = parts.critic.values(rollout, parts.critic_plan(rollout))
-        with timer("adv"):
-            coefficient = self.kl_controller.value
-            shaped = parts.shaper.shape(collected.scores.total, rollout)
-            opinions = Opinions(old, ref_logprobs, values)
-            experience, kl = make_experience(collected, shaped, opinions, algorithm, coefficient)
-        if kl is not None:
-            metrics |= {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coefficient}
-            self.kl_controller.update(kl, len(rollout))
-        return experience
+                values = parts.critic.values(rollout, cuts.critic)
+
+        outputs = ModelOutputs(old, ref_logprobs, values)
+        if not config.full_kl_in_loss:
+            ref_logits = None
+        return Evaluated(outputs, ref_logits, metrics)
 
     def evaluate_actor(
-        self, rollout: Rollout, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> Evaluation:
-        """The policy's own view of the rollout; adds its entropy and its distance from the engine's
-        to `metrics`.
+        self,
+        rollout: Rollout,
+        cut: BatchCut,
+        ref_logits: Sequence[Tensor] | None,
+        timer: PhaseTimer,
+    ) -> tuple[Evaluation, dict[str, float]]:
+        """The policy's log-probabilities, and metrics: its entropy, its distance to the engine's.
+
+        Args:
+            rollout: the global batch.
+            cut: the actor's cut of it.
+            ref_logits: the reference's logits, if a KL over the whole vocabulary is in use.
+            timer: measures the pass.
         """
-        algorithm, plan = self.config.algorithm, self.parts.actor_plan(rollout)
-        in_reward = algorithm.use_kl_in_reward and algorithm.kl_penalty == "full"
+        if not self.config.full_kl_in_reward:
+            ref_logits = None
         with timer("old_log_prob"):
-            seen = self.parts.actor.evaluate(rollout, plan, self._ref_logits if in_reward else None)
-        mask, correction = rollout.response_mask, algorithm.rollout_correction
-        metrics["actor/entropy"] = float(seen.entropy[mask].mean())
-        metrics |= correction_metrics(seen.logprobs, rollout, mask, correction)
-        return seen
+            evaluation = self.parts.actor.evaluate(rollout, cut, ref_logits)
+
+        mask = rollout.loss_mask
+        metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
+        correction = self.config.algorithm.rollout_correction
+        metrics |= correction_metrics(evaluation.logprobs, rollout, mask, correction)
+        return evaluation, metrics
+
+    def make_experience(
+        self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
+    ) -> tuple[Experience, dict[str, float]]:
+        """Rewards and advantages; moves the coefficient of the KL in the reward.
+
+        Returns:
+            The experience, and the metrics of the KL in the reward, if it is in use.
+        """
+        coefficient = self.kl_controller.value
+        with timer("adv"):
+            shaped = self.parts.shaper.shape(collected.scores.total, collected.rollout)
+            experience, kl = make_experience(
+                collected, shaped, outputs, self.config.algorithm, coefficient
+            )
+        if kl is None:
+            return experience, {}
+        self.kl_controller.update(kl, len(collected.rollout))
+        return experience, {
+            "actor/reward_kl_penalty": kl,
+            "actor/reward_kl_penalty_coeff": coefficient,
+        }
 
     def update(
-        self, number: int, experience: Experience, timer: PhaseTimer, metrics: dict[str, float]
-    ) -> None:
-        """Train critic and actor, adding their metrics to `metrics`.
+        self,
+        number: int,
+        experience: Experience,
+        cuts: Cuts,
+        ref_logits: Sequence[Tensor] | None,
+        timer: PhaseTimer,
+    ) -> dict[str, float]:
+        """Train critic and actor; returns the metrics of both.
 
         Raises:
-            TrainingError: a role's gradients were not usable too many times in a row.
+            TrainingError: the gradients of a model could not be used too many times in a row; the
+                batch is saved.
         """
-        parts, rollout = self.parts, experience.rollout
-        if parts.critic is not None:
-            with timer("update_critic"):
-                metrics |= parts.critic.update(experience, parts.critic_plan(rollout))
-        correction = self.config.algorithm.rollout_correction
-        if number < self.config.trainer.critic_warmup:
-            if correction.bypass_mode:  # else it is known already
-                self.evaluate_actor(rollout, timer, metrics)
-            return
+        try:
+            metrics = self.update_critic(experience, cuts, timer)
+            if number >= self.config.trainer.critic_warmup:
+                metrics |= self.update_actor(experience, cuts, ref_logits, timer)
+            elif self.config.algorithm.rollout_correction.bypass_mode:
+                # The update measures the actor in bypass mode; without one, a pass has to.
+                rollout = experience.rollout
+                metrics |= self.evaluate_actor(rollout, cuts.actor, None, timer)[1]
+        except TrainingError as error:
+            raise self.with_saved_batch(error, number, experience) from error
+        return metrics
+
+    def update_critic(
+        self, experience: Experience, cuts: Cuts, timer: PhaseTimer
+    ) -> dict[str, float]:
+        """Train the critic, if there is one; returns its metrics."""
+        if self.parts.critic is None:
+            return {}
+        assert cuts.critic is not None
+        with timer("update_critic"):
+            return self.parts.critic.update(experience, cuts.critic)
+
+    def update_actor(
+        self,
+        experience: Experience,
+        cuts: Cuts,
+        ref_logits: Sequence[Tensor] | None,
+        timer: PhaseTimer,
+    ) -> dict[str, float]:
+        """Train the actor; returns its metrics."""
         with timer("update_actor"):
-            done = parts.actor.update(experience, parts.actor_plan(rollout), self._ref_logits)
-        metrics |= done.metrics
-        if done.logprobs is not None:
-            metrics |= correction_metrics(done.logprobs, rollout, done.evaluated, correction)
+            updated = self.parts.actor.update(experience, cuts.actor, ref_logits)
+        if updated.logprobs is None:
+            return updated.metrics
+        correction = self.config.algorithm.rollout_correction
+        return updated.metrics | correction_metrics(
+            updated.logprobs, experience.rollout, updated.evaluated, correction
+        )
 
     def with_saved_batch(
         self, error: TrainingError, number: int, experience: Experience
     ) -> TrainingError:
-        """The error, with the place where the batch that it arose from now lies."""
+        """The error, naming the file in which the batch of step `number` was saved."""
         path = self.run.output_dir / f"failed_step_{number:06d}.pt"
-        if self.run.speaks:
+        if self.run.is_main_rank:
             save_batch(path, experience)
-        dist.barrier()  # a rank that ends now would end the others before the file is whole
+        dist.barrier()  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(f"training step {number}: {error}; the batch is in {path}")
 
-    def utilisation(
-        self, rollout: Rollout, metrics: Mapping[str, float], seconds: Mapping[str, float]
+    def dump(self, number: int, collected: Collected, experience: Experience) -> None:
+        """Write the responses of step `number` to a file, if `rollout.dump_freq` asks for it."""
+        dump_freq = self.config.rollout.dump_freq
+        if self.run.is_main_rank and dump_freq and number % dump_freq == 0:
+            tokenizer = self.parts.tokenizer
+            dump_rollout(self.run.output_dir, number, experience, collected.scores, tokenizer)
+
+    def batch_metrics(
+        self,
+        collected: Collected,
+        experience: Experience,
+        resharded: ReshardStats,
+        timer: PhaseTimer,
     ) -> dict[str, float]:
-        """`perf/mfu/{actor,critic}`: operations that the update needed, over what the devices could
-        have done.
+        """Metrics of scores, lengths, resharding, speed and memory."""
+        rollout = collected.rollout
+        metrics = collected.scores.metrics()
+        metrics |= data_metrics(experience, self.config.data.max_prompt_length)
+        metrics |= {f"reshard/{name}": value for name, value in vars(resharded).items()}
+        metrics |= throughput_metrics(
+            timer.seconds,
+            prompt_tokens=sum(rollout.prompt_lengths),
+            response_tokens=sum(rollout.response_lengths),
+            generated_tokens=collected.generated_tokens,
+            world_size=self.run.world_size,
+        )
+        metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
+        return metrics
+
+    def utilisation(
+        self,
+        rollout: Rollout,
+        cuts: Cuts,
+        update_metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> dict[str, float]:
+        """`perf/mfu/{actor,critic}`: floating-point operations of an update over the possible ones.
+
+        A role that was not updated, or a device whose peak is not known, has no such metric.
         """
-        parts, found = self.parts, {}
-        lengths = [len(tokens) for tokens in rollout.sequences()]
-        for name, role in (("actor", parts.actor), ("critic", parts.critic)):
-            if role is None or f"update_{name}" not in seconds:
+        parts = self.parts
+        metrics = {}
+        lengths = [
+            prompt + response
+            for prompt, response in zip(
+                rollout.prompt_lengths, rollout.response_lengths, strict=True
+            )
+        ]
+
+        for name, role, cut in (
+            ("actor", parts.actor, cuts.actor),
+            ("critic", parts.critic, cuts.critic),
+        ):
+            if role is None or cut is None or f"update_{name}" not in seconds:
                 continue
-            peak = self.config.trainer.peak_tflops or self.run.device.peak_tflops(role.dtype)
+            engine = role.engine
+            peak = self.config.trainer.peak_tflops or self.run.device.peak_tflops(engine.dtype)
             if peak is None:
                 continue
-            mini_batches = -(-len(rollout) // parts.samples_per_mini_batch[name])
-            counted = (f"{name}/optimizer_steps", f"{name}/skipped_steps", f"{name}/kl_stopped")
-            trained = sum(metrics[count] for count in counted if count in metrics)
-            flops = training_flops(role.spec, lengths) * trained / mini_batches
-            found[f"perf/mfu/{name}"] = flops / (
-                seconds[f"update_{name}"] * self.run.world_size * peak * 1e12
-            )
-        return found
+            counts = (f"{name}/optimizer_steps", f"{name}/skipped_steps", f"{name}/kl_stopped")
+            trained = sum(update_metrics[count] for count in counts if count in update_metrics)
+            flops = training_flops(engine.spec, lengths) * trained / len(cut.mini_batches)
+            possible = seconds[f"update_{name}"] * self.run.world_size * peak * 1e12
+            metrics[f"perf/mfu/{name}"] = flops / possible
+        return metrics
 
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
+        if self.parts.held_out is None:
+            return False
         freq = self.config.trainer.test_freq
-        return self.parts.held_out is not None and (
-            number == self.parts.steps or bool(freq and number % freq == 0)
-        )
+        return number == self.parts.steps or bool(freq and number % freq == 0)
 
     def validate(self) -> dict[str, float]:
-        """Greedy and, if asked for, sampled answers to the held-out prompts; the engine has the
-        policy's weights.
+        """Greedy and, if asked for, sampled answers to the held-out prompts.
+
+        The engine must hold the policy's weights; it sleeps afterwards.
         """
         parts = self.parts
         assert parts.held_out is not None
@@ -248,14 +378,19 @@ class PPOTrainer:
             stop=self.sampling.stop,
             seed=self.config.seed,
         )
-        drawn = parts.generator.generate(parts.held_out, greedy, stream="validation")
-        sampled, n = None, self.config.trainer.val_n
+        n = self.config.trainer.val_n
+
+        greedy_answers = parts.generator.generate(parts.held_out, greedy, stream="validation")
+        sampled_answers = None
         if self.config.trainer.val_sampled:
-            sampled = parts.generator.generate(
-                parts.held_out, replace(self.sampling, n=n), stream="validation"
+            sampling = replace(self.sampling, n=n)
+            sampled_answers = parts.generator.generate(
+                parts.held_out, sampling, stream="validation"
             )
-        parts.generator.rest()  # scoring may need the memory
-        return validation_metrics(
-            measure(parts.scorer, drawn),
-            {} if sampled is None else measure(parts.scorer, sampled, n),
-        )
+        parts.generator.sleep()  # scoring may need the memory
+
+        sampled_metrics: dict[str, float] = {}
+        greedy_metrics = measure(parts.scorer, greedy_answers.rollout)
+        if sampled_answers is not None:
+            sampled_metrics = measure(parts.scorer, sampled_answers.rollout, n)
+        return validation_metrics(greedy_metrics, sampled_metrics)

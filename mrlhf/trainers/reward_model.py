@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -19,7 +18,7 @@ from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.parallel.microbatch import MiniBatch
+from mrlhf.roles.reward_model import score_sequences
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.supervised import SupervisedTrainer
 
@@ -55,37 +54,31 @@ class RewardModelTrainer(SupervisedTrainer):
     def step(self, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
         sequences = _interleave(self._pairs, rows)
-        lengths = [len(tokens) for tokens in sequences]
-        plan = self._plan_pairs(lengths)
-        packs = self.model.packs([plan], sequences, [1] * len(sequences), "last")
-        names = ("rm/loss", "rm/accuracy", "rm/margin")
+        cut = self.engine.cut(sequences, [1] * len(sequences), "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, Tally]:
             margin = output[0::2, 0].float() - output[1::2, 0].float()
             total = -logsigmoid(margin).sum()
             tally = Tally()
-            for name, value in zip(names, (total, (margin > 0).sum(), margin.sum()), strict=True):
-                tally.add(name, value, len(margin))
+            tally.add("rm/loss", total, len(margin))
+            tally.add("rm/accuracy", (margin > 0).sum(), len(margin))
+            tally.add("rm/margin", margin.sum(), len(margin))
             return total / len(rows), tally
 
-        tally, _ = self.model.train_mini_batch(packs, loss, names)
-        return self.model.end_update("rm", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
+        names = ("rm/loss", "rm/accuracy", "rm/margin")
+        result = self.engine.train_mini_batch(cut.packs, loss, names)
+        metrics = self.engine.end_update("rm", result.tally, 1)
+        return metrics | {"perf/total_num_tokens": sum(len(tokens) for tokens in sequences)}
 
     def validate(self) -> dict[str, float]:
-        """`val/accuracy`: share of held-out pairs whose chosen response scores higher; and the loss
-        on them.
+        """`val/accuracy` and `val/loss` on the held-out pairs.
+
+        The accuracy is the share of pairs whose chosen response scores higher.
         """
         if self._held_out is None:
             return {}
         sequences = _interleave(self._held_out, range(len(self._held_out)))
-        packs = self.model.packs(
-            [self._plan_pairs([len(tokens) for tokens in sequences])],
-            sequences,
-            [1] * len(sequences),
-            "last",
-        )
-        mask = torch.ones(len(sequences), 1, dtype=torch.bool)
-        scores = self.model.per_token(packs, mask, lambda output, _: output[:, 0][None])[0, :, 0]
+        scores = score_sequences(self.engine, sequences, together=2)
         margin = scores[0::2] - scores[1::2]
         return {
             "val/accuracy": float((margin > 0).float().mean()),
@@ -96,19 +89,6 @@ class RewardModelTrainer(SupervisedTrainer):
         """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
         held_out = self._held_out is not None
         return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}
-
-    def _plan_pairs(self, lengths: Sequence[int]) -> MiniBatch:
-        """Cut interleaved sequences so that the two sides of a pair stay together."""
-        pair_lengths = [a + b for a, b in zip(lengths[0::2], lengths[1::2], strict=True)]
-        (plan,) = self.model.plan(pair_lengths, len(pair_lengths))
-        return MiniBatch(
-            _both_sides(plan.rows),
-            [[_both_sides(pack) for pack in share] for share in plan.micro_batches],
-        )
-
-
-def _both_sides(pairs: Sequence[int]) -> list[int]:
-    return [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
 
 
 def _encode(

@@ -16,8 +16,7 @@ from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.parallel.microbatch import Pack
-from mrlhf.parallel.vocab import vocab_parallel_logprobs
+from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.supervised import SupervisedTrainer
 
@@ -36,58 +35,56 @@ class SFTTrainer(SupervisedTrainer):
     def __init__(self, config: SFTConfig, run: Run) -> None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         self._examples = _read(config.data.train_files, tokenizer, config)
-        self._held_out = (
-            _read(config.data.val_files, tokenizer, config) if config.data.val_files else []
-        )
+        self._held_out: list[SftExample] = []
+        if config.data.val_files:
+            self._held_out = _read(config.data.val_files, tokenizer, config)
         spec = load_spec(config.model.path, "lm")
         super().__init__(config, run, spec, tokenizer, len(self._examples), config.data.batch_size)
+        self._token_logprobs = TokenLogprobs.of(self.engine, temperature=1.0)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows; `sft/loss` is the mean over their response tokens,
-        nats.
+        """One optimizer step on these rows.
+
+        Returns:
+            `sft/loss`, the mean over the response tokens of the rows (nats), and the metrics of the
+            optimizer step.
         """
-        sequences, prompts = _split([self._examples[row] for row in rows])
-        lengths = [len(tokens) for tokens in sequences]
-        (plan,) = self.model.plan(lengths, len(rows))
-        packs = self.model.packs([plan], sequences, prompts, "response")
-        count = sum(lengths) - sum(prompts)
+        sequences, prompt_lengths = _split([self._examples[row] for row in rows])
+        tokens = sum(len(sequence) for sequence in sequences)
+        response_tokens = tokens - sum(prompt_lengths)
+        packs = self.engine.cut(sequences, prompt_lengths, "response").packs
 
         def loss(logits: Tensor, number: int) -> tuple[Tensor, Tally]:
-            total = -self._logprobs(logits, packs[number]).sum()
+            total = -self._token_logprobs(logits, packs[number]).sum()
             tally = Tally()
             tally.add("sft/loss", total, len(packs[number].targets))
-            return total / count, tally
+            return total / response_tokens, tally
 
-        tally, _ = self.model.train_mini_batch(packs, loss, ("sft/loss",))
-        return self.model.end_update("sft", tally, 1) | {"perf/total_num_tokens": sum(lengths)}
+        result = self.engine.train_mini_batch(packs, loss, ("sft/loss",))
+        metrics = self.engine.end_update("sft", result.tally, 1)
+        return metrics | {"perf/total_num_tokens": tokens}
 
     def validate(self) -> dict[str, float]:
         """`val/loss`: the mean over the response tokens of the held-out rows, nats."""
         if not self._held_out:
             return {}
-        sequences, prompts = _split(self._held_out)
-        lengths = [len(tokens) - prompt for tokens, prompt in zip(sequences, prompts, strict=True)]
-        packs = self.model.packs(
-            self.model.plan([len(tokens) for tokens in sequences], len(sequences)),
-            sequences,
-            prompts,
-            "response",
-        )
-        mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        logprobs = self.model.per_token(
-            packs, mask, lambda logits, number: self._logprobs(logits, packs[number])[None]
-        )
+        sequences, prompt_lengths = _split(self._held_out)
+        packs = self.engine.cut(sequences, prompt_lengths, "response").packs
+        response_lengths = [
+            len(tokens) - prompt for tokens, prompt in zip(sequences, prompt_lengths, strict=True)
+        ]
+        positions = torch.arange(max(response_lengths))
+        mask = positions < torch.tensor(response_lengths)[:, None]
+
+        def evaluate(logits: Tensor, number: int) -> Tensor:
+            return self._token_logprobs(logits, packs[number])[None]
+
+        logprobs = self.engine.per_token(packs, mask, evaluate)
         return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / mask.sum())}
 
     def summary(self, metrics: dict[str, float]) -> dict[str, float]:
         """`sft_loss`: on the held-out rows, or of the last step where there are none."""
         return {"sft_loss": metrics["val/loss"] if self._held_out else metrics["sft/loss"]}
-
-    def _logprobs(self, logits: Tensor, pack: Pack) -> Tensor:
-        targets, vocab = pack.targets.to(logits.device), self.model.spec.vocab_size
-        return vocab_parallel_logprobs(
-            logits, targets, self.model.groups.tp, 1.0, vocab, with_entropy=False
-        )[0]
 
 
 def _read(files: Sequence[str], tokenizer: Tokenizer, config: SFTConfig) -> list[SftExample]:
@@ -101,6 +98,6 @@ def _read(files: Sequence[str], tokenizer: Tokenizer, config: SFTConfig) -> list
 
 def _split(examples: Sequence[SftExample]) -> tuple[list[list[int]], list[int]]:
     """Token ids of each example, and how many of them are the prompt's."""
-    return [example.token_ids for example in examples], [
-        example.loss_mask.index(1) for example in examples
-    ]
+    sequences = [example.token_ids for example in examples]
+    prompt_lengths = [example.loss_mask.index(1) for example in examples]
+    return sequences, prompt_lengths

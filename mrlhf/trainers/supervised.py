@@ -20,9 +20,12 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
-from mrlhf.roles.base import TrainedRole
+from mrlhf.preflight import check_vocabulary
+from mrlhf.run.export import export_checkpoint
 from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, check_vocabulary, export_checkpoint, write_summary
+from mrlhf.run.startup import Run
+from mrlhf.run.summary import write_summary
+from mrlhf.training.engine import ModelEngine
 
 
 class SupervisedTrainer(ABC):
@@ -30,6 +33,7 @@ class SupervisedTrainer(ABC):
 
     Attributes:
         columns: label and metric of each number that the progress display shows.
+        engine: the model.
     """
 
     columns: tuple[tuple[str, str], ...]
@@ -44,18 +48,21 @@ class SupervisedTrainer(ABC):
         batch_size: int,
     ) -> None:
         check_vocabulary("model", spec, tokenizer)
-        self.run, self.tokenizer = run, tokenizer
+        self.run = run
+        self.tokenizer = tokenizer
         self._trainer: TrainerSection = config.trainer
         self._sampler = StatefulSampler(
             rows, batch_size, seed=config.seed, shuffle=config.data.shuffle
         )
         self._steps = config.trainer.steps(rows, batch_size)
-        self.model = TrainedRole(config.model, spec, run.groups("model", config.model), run.device)
+
+        groups = run.groups("model", config.model)
+        self.engine = ModelEngine(config.model, spec, groups, run.device)
         if config.model.init == "random":
-            self.model.initialise(config.seed)
+            self.engine.initialise(config.seed)
         else:
-            self.model.load(config.model.path, config.seed)
-        self.model.prepare(config.optim, self._steps)
+            self.engine.load(config.model.path, config.seed)
+        self.engine.attach_optimizer(config.optim, self._steps)
 
     @abstractmethod
     def step(self, rows: Sequence[int]) -> dict[str, float]:
@@ -73,50 +80,54 @@ class SupervisedTrainer(ABC):
         """Train, export the model to `output_dir/model`, write the summary; every rank calls it."""
         began = time.monotonic()
         metrics: dict[str, float] = {}
-        arguments = (
-            self.run.speaks,
+        reporter = Reporter(
+            self.run.is_main_rank,
             self.run.output_dir,
             self._trainer.tensorboard,
             self._steps,
             self.columns,
         )
-        with Reporter(*arguments) as reporter:
+        with reporter:
             for step in range(1, self._steps + 1):
-                timer = PhaseTimer(self.run.device.synchronize)
-                rows = next(self._sampler)
-                with timer("step"):
-                    try:
-                        metrics = self.step(rows)
-                    except TrainingError as error:
-                        raise self._with_saved_rows(error, step, rows) from error
-                if step == self._steps or (
-                    self._trainer.test_freq and step % self._trainer.test_freq == 0
-                ):
-                    with timer("testing"):
-                        metrics |= self.validate()
-                metrics |= timer.metrics()
-                metrics["perf/throughput"] = (
-                    metrics["perf/total_num_tokens"] / timer.seconds["step"]
-                )
+                metrics = self._run_step(step)
                 reporter.report(step, metrics)
         self._finish(metrics, began)
+
+    def _run_step(self, number: int) -> dict[str, float]:
+        """One training step with its validation, if one is due; returns the metrics of both."""
+        timer = PhaseTimer(self.run.device.synchronize)
+        rows = next(self._sampler)
+        with timer("step"):
+            try:
+                metrics = self.step(rows)
+            except TrainingError as error:
+                raise self._with_saved_rows(error, number, rows) from error
+
+        test_freq = self._trainer.test_freq
+        if number == self._steps or (test_freq and number % test_freq == 0):
+            with timer("testing"):
+                metrics |= self.validate()
+
+        metrics |= timer.metrics()
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timer.seconds["step"]
+        return metrics
 
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
     ) -> TrainingError:
-        """The error, with the place where the numbers of the batch's training rows now are."""
+        """The error, naming the file in which the numbers of the batch's rows were saved."""
         path = self.run.output_dir / f"failed_step_{step:06d}.json"
-        if self.run.speaks:
+        if self.run.is_main_rank:
             path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
-        dist.barrier()  # a rank that ends now would end the others before the file is whole
+        dist.barrier()  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(
             f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
         )
 
     def _finish(self, metrics: dict[str, float], began: float) -> None:
         checkpoint = self.run.output_dir / "model"
-        export_checkpoint(self.model, self.tokenizer, checkpoint, self._trainer.max_shard_size_mb)
-        if self.run.speaks:
+        export_checkpoint(self.engine, self.tokenizer, checkpoint, self._trainer.max_shard_size_mb)
+        if self.run.is_main_rank:
             totals = {
                 "steps": self._steps,
                 "seconds": round(time.monotonic() - began, 1),

@@ -1,22 +1,20 @@
-"""Hugging Face safetensors into a model's slots, and a model's slots into Hugging Face safetensors.
+"""Reads Hugging Face safetensors into a model's slots, and writes a model's slots as such files.
 
-Reading, each rank takes from the files only the slices that its slots hold. Writing, the
-model-parallel ranks of one replica take turns in writing files, and each slice travels once, from a
+When reading, each rank takes from the files only the slices that its slots hold. When writing, the
+model-parallel ranks of one replica take turns to write files, and each slice travels once, from a
 rank that holds it to the rank that writes it. No rank ever holds the whole model: a writer holds
-one file, all others one tensor. This file does not know models, families or layouts: names and
-shapes are handed in, and each slot says what it holds.
+one file, every other rank one tensor. This file does not know models, families or layouts: its
+caller hands in names and shapes, and each slot says what it holds.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,9 @@ from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
+from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
 from mrlhf.weights.shard import Key, Shape, Slot
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_WEIGHT_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _BUFFER = "rotary_emb.inv_freq"
 
 
@@ -40,8 +37,9 @@ def read_weights(
     allow_missing: tuple[str, ...] = (),
     ignore: tuple[str, ...] = (),
 ) -> list[str]:
-    """Fill `slots` from the safetensors in directory `path`, converted to each parameter's dtype
-    and device.
+    """Fill `slots` from the safetensors in directory `path`.
+
+    The numbers are converted to each parameter's dtype and device.
 
     Args:
         path: directory with `model.safetensors`, or with `model.safetensors.index.json` and the
@@ -49,29 +47,29 @@ def read_weights(
         slots: where this rank's slices live.
         shapes: name and full shape of every tensor of the model.
         allow_missing: tensors that the checkpoint may lack; their slots stay as they are.
-        ignore: tensors that the checkpoint may have and the model has not.
+        ignore: tensors that the checkpoint may have although the model does not.
 
     Returns:
         The tensors of `allow_missing` that are not there.
 
     Raises:
-        WeightError: no safetensors there, or a tensor is missing, unknown, or of another shape than
-            the model's.
+        WeightError: there are no safetensors, or a tensor is missing, unknown, or of another shape
+            than the model's.
     """
-    files = _files_of(Path(path))
+    files = find_files(Path(path))
     with ExitStack() as stack:
-        handles = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in set(files.values())
-        }
+        handles = {}
+        for file in set(files.values()):
+            handles[file] = stack.enter_context(safe_open(file, framework="pt"))
         tensors = {name: handles[file] for name, file in files.items()}
         _check(path, tensors, shapes, allow_missing, ignore)
+
         for slot in slots:
             piece = slot.piece
             if piece.name in tensors:
-                rows = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
-                view = slot.view(piece.start, piece.stop)
-                view.copy_(tensors[piece.name].get_slice(piece.name)[rows].reshape(view.shape))
+                stored = tensors[piece.name].get_slice(piece.name)
+                index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
+                slot.store(stored[index])
     return [name for name in shapes if name not in files]
 
 
@@ -84,89 +82,51 @@ def write_weights(
     metadata: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model that the slots of a group's ranks make up, as safetensors in directory
-    `path`.
+    """Write the model that a group's ranks hold together, as safetensors in directory `path`.
 
-    Files are written under temporary names and renamed when all are complete, the index last; an
-    earlier model in the directory is replaced. Every rank of the group calls it, and it returns
+    Files are written under temporary names and renamed when all are complete, the index last. An
+    earlier model in the directory is replaced. Every rank of the group calls this, and it returns
     when the checkpoint is there.
 
     Args:
-        path: directory on a file system that all ranks share; made if need be.
+        path: directory on a file system that all ranks share; it is made if need be.
         slots: what this rank holds.
         shapes: name and full shape of every tensor of the model, in the order in which files are
             filled.
-        group: the model-parallel ranks of one data-parallel replica; ranks of other replicas do not
-            call.
+        group: the model-parallel ranks of one data-parallel replica. The ranks of other replicas do
+            not call this.
         max_shard_bytes: largest file, in bytes of tensors; a larger tensor has a file of its own.
         metadata: more header entries of each file, beside `format: pt`.
-        dtype: dtype in the files; that of the parameters where None.
+        dtype: dtype in the files; that of the parameters if None.
 
     Raises:
         WeightError: the ranks do not hold the whole model.
     """
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    rank = dist.get_rank()
+    ranks = dist.get_process_group_ranks(group)
+
     model = _survey(slots, shapes, group, dtype)
-    files = split_files({name: tensor.nbytes for name, tensor in model.items()}, max_shard_bytes)
-    titles = _titles(len(files))
+    sizes = {name: tensor.nbytes for name, tensor in model.items()}
+    contents = split_files(sizes, max_shard_bytes)
+    files = file_names(len(contents))
+
     connect(group, slots[0].parameter.device)
     for first in range(0, len(files), len(ranks)):
-        writers = dict(
-            zip(ranks, files[first : first + len(ranks)], strict=False)
-        )  # the last turn may be short
+        # In the last turn some ranks may have no file to write.
+        turn = contents[first : first + len(ranks)]
+        writers = dict(zip(ranks, turn, strict=False))
         tensors = _collect(writers, model, slots, group)
         if rank in writers:
-            title = titles[first + ranks.index(rank)]
-            save_file(
-                tensors, _aside(directory / title), metadata={"format": "pt", **(metadata or {})}
-            )
+            file = directory / files[first + ranks.index(rank)]
+            save_file(tensors, temporary(file), metadata={"format": "pt", **(metadata or {})})
         del tensors
+
     all_gather_objects(None, group)  # all files are complete
     if rank == ranks[0]:
-        _publish(
-            directory,
-            dict(zip(titles, files, strict=True)),
-            sum(tensor.nbytes for tensor in model.values()),
-        )
+        publish(directory, dict(zip(files, contents, strict=True)), sum(sizes.values()))
     all_gather_objects(None, group)
-
-
-def split_files(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-    """Cut the names of `sizes` (bytes a tensor), in order, into files of at most `max_shard_bytes`."""
-    files: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if files[-1] and filled + size > max_shard_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(name)
-        filled += size
-    return files
-
-
-def _files_of(directory: Path) -> dict[str, Path]:
-    """The file that holds each tensor of the checkpoint."""
-    single, index = directory / _SINGLE, directory / _INDEX
-    if index.is_file():
-        files = {
-            name: directory / file
-            for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
-        absent = sorted({file.name for file in files.values() if not file.is_file()})
-        if absent:
-            raise WeightError(
-                f"{directory}: {_INDEX} names {absent[0]}, which is not there; copy the whole checkpoint"
-            )
-        return files
-    if single.is_file():
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single)
-    raise WeightError(
-        f"{directory}: neither {_SINGLE} nor {_INDEX} there; give the directory of a Hugging Face model, and save an "
-        f"older .bin checkpoint anew with transformers' save_pretrained"
-    )
 
 
 def _check(
@@ -180,42 +140,48 @@ def _check(
     missing = [name for name in shapes if name not in tensors and name not in allow_missing]
     if missing:
         raise WeightError(
-            f"{path}: no tensor {_some(missing)}; the checkpoint is not of this model or not whole"
+            f"{path}: no tensor {_first_three(missing)}; the checkpoint is not of this model or "
+            f"not whole"
         )
-    # A model without an output layer of its own is tied; some checkpoints of such models store the
-    # copy.
-    tied = not {"lm_head.weight", "score.weight"} & set(shapes)
-    unused = {*ignore, "lm_head.weight"} if tied else set(ignore)
-    unknown = [
-        name for name in tensors if not (name in shapes or name in unused or name.endswith(_BUFFER))
-    ]
+
+    unused = set(ignore)
+    if "lm_head.weight" not in shapes and "score.weight" not in shapes:
+        # The output layer is the embedding, and some checkpoints of such models store a copy.
+        unused.add("lm_head.weight")
+    unknown = []
+    for name in tensors:
+        if name not in shapes and name not in unused and not name.endswith(_BUFFER):
+            unknown.append(name)
     if unknown:
         raise WeightError(
-            f"{path}: the model has no place for tensor {_some(unknown)}; check config.json beside it"
+            f"{path}: the model has no place for tensor {_first_three(unknown)}; check config.json "
+            f"beside it"
         )
+
     for name, shape in shapes.items():
         if name in tensors:
-            found = tuple(tensors[name].get_slice(name).get_shape())
-            if found != shape:
+            stored_shape = tuple(tensors[name].get_slice(name).get_shape())
+            if stored_shape != shape:
                 raise WeightError(
-                    f"{path}: {name} is {list(found)} and not {list(shape)}; check config.json beside it"
+                    f"{path}: {name} is {list(stored_shape)} and not {list(shape)}; check "
+                    f"config.json beside it"
                 )
 
 
-def _some(names: list[str]) -> str:
+def _first_three(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A named tensor of the model, as its ranks hold it.
+class _SharedTensor:
+    """A named tensor of the model, whose slices the ranks hold.
 
     Attributes:
         shape: full shape.
         dtype: dtype in the file.
-        holders: each slice of the tensor and the global ranks that hold it; the slices are in order
-            and cover it.
+        holders: the global ranks that hold each slice. The slices are in order and cover the
+            tensor.
     """
 
     shape: Shape
@@ -238,119 +204,106 @@ def _survey(
     shapes: Mapping[str, Shape],
     group: dist.ProcessGroup,
     dtype: torch.dtype | None,
-) -> dict[str, _Stored]:
+) -> dict[str, _SharedTensor]:
     """Which ranks of the group hold which slice of each tensor, in the order of `shapes`."""
     mine = [(slot.piece.key, dtype or slot.parameter.dtype) for slot in slots]
-    everyone = zip(
-        dist.get_process_group_ranks(group), all_gather_objects(mine, group), strict=True
-    )
+    everyone = all_gather_objects(mine, group)
+
     holders: dict[str, dict[Key, list[int]]] = {name: {} for name in shapes}
     dtypes: dict[str, torch.dtype] = {}
-    for rank, held in everyone:
-        for key, stored in held:
-            assert dtypes.setdefault(key[0], stored) == stored, f"{key[0]} has two dtypes"
-            holders[key[0]].setdefault(key, []).append(rank)
+    for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        for key, slot_dtype in held:
+            name = key[0]
+            assert dtypes.setdefault(name, slot_dtype) == slot_dtype, f"{name} has two dtypes"
+            holders[name].setdefault(key, []).append(rank)
+
     model = {}
     for name, shape in shapes.items():
-        slices = sorted(holders[name].items())
-        dim = slices[0][0][1] if slices else 0
-        stops = [0, *(stop for (_, _, _, stop), _ in slices)]
-        if [start for (_, _, start, _), _ in slices] != stops[:-1] or stops[-1] != shape[dim]:
+        slices = dict(sorted(holders[name].items()))
+        if not _covers(slices, shape):
             raise WeightError(
-                f"{name}: the ranks that write do not hold the whole of it; pass their model-parallel group"
+                f"{name}: the ranks that write do not hold the whole of it; pass their "
+                f"model-parallel group"
             )
-        model[name] = _Stored(shape, dtypes[name], dict(slices))
+        model[name] = _SharedTensor(shape, dtypes[name], slices)
     return model
+
+
+def _covers(slices: Iterable[Key], shape: Shape) -> bool:
+    """Whether ordered slices of a tensor follow each other from its beginning to its end."""
+    dim = 0
+    reached = 0
+    for _, slice_dim, start, stop in slices:
+        if start != reached:
+            return False
+        dim = slice_dim
+        reached = stop
+    return reached == shape[dim]
 
 
 def _collect(
     writers: Mapping[int, list[str]],
-    model: Mapping[str, _Stored],
+    model: Mapping[str, _SharedTensor],
     slots: Sequence[Slot],
     group: dist.ProcessGroup,
 ) -> dict[str, Tensor]:
     """The whole tensors that this rank writes in this turn, on the host.
 
-    The ranks go through the writers' names in step, so that at any time one tensor a writer is
-    under way.
+    All writers receive their first tensor, then their second, and so on: at any time one tensor of
+    each writer is under way.
 
     Args:
-        writers: the names that each rank writes.
+        writers: the names of the tensors that each rank writes.
         model: who holds what.
         slots: what this rank holds.
         group: the ranks that take part.
     """
     rank = dist.get_rank()
+    device = slots[0].parameter.device
     held = {slot.piece.key: slot for slot in slots}
-    whole = {
-        name: torch.empty(model[name].shape, dtype=model[name].dtype)
-        for name in writers.get(rank, ())
-    }
-    for step in range(max(len(names) for names in writers.values())):
+    whole = {}
+    for name in writers.get(rank, ()):
+        whole[name] = torch.empty(model[name].shape, dtype=model[name].dtype)
+
+    for number in range(max(len(names) for names in writers.values())):
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         arrivals: list[tuple[Key, Tensor]] = []
-        for writer, source, key in _routes(writers, model, step):
-            if source == rank:
-                piece = held[key].piece
-                stored = (
-                    held[key]
-                    .view(piece.start, piece.stop)
-                    .reshape(piece.shape(piece.start, piece.stop))
-                )
-                packed = stored.to(model[piece.name].dtype).contiguous()
-                if writer != rank:
-                    sends.append((writer, packed))
-            elif writer == rank:
-                tensor = model[key[0]]
-                packed = torch.empty(
-                    tensor.slice_shape(key), dtype=tensor.dtype, device=slots[0].parameter.device
-                )
-                receives.append((source, packed))
-            if writer == rank:
-                arrivals.append((key, packed))
+        for writer, source, key in _transfers(writers, model, number):
+            tensor = model[key[0]]
+            if rank == source:
+                values = held[key].load().to(tensor.dtype).contiguous()
+                if rank != writer:
+                    sends.append((writer, values))
+            elif rank == writer:
+                values = torch.empty(tensor.slice_shape(key), dtype=tensor.dtype, device=device)
+                receives.append((source, values))
+            if rank == writer:
+                arrivals.append((key, values))
+
         exchange(sends, receives, group)
-        for (name, dim, start, stop), packed in arrivals:
-            whole[name].narrow(dim, start, stop - start).copy_(packed)
+        for (name, dim, start, stop), values in arrivals:
+            whole[name].narrow(dim, start, stop - start).copy_(values)
     return whole
 
 
-def _routes(
-    writers: Mapping[int, list[str]], model: Mapping[str, _Stored], step: int
-) -> Iterator[tuple[int, int, Key]]:
-    """(writer, source rank, slice) for each writer's tensor number `step`; a writer is its own
-    source if it can be.
+class _Transfer(NamedTuple):
+    """The slice `key` goes from rank `source` to rank `writer`, which may be the same."""
+
+    writer: int
+    source: int
+    key: Key
+
+
+def _transfers(
+    writers: Mapping[int, list[str]], model: Mapping[str, _SharedTensor], number: int
+) -> Iterator[_Transfer]:
+    """The transfers of each writer's tensor number `number`.
+
+    A writer that holds a slice takes it from itself.
     """
     for writer, names in writers.items():
-        if step < len(names):
-            for key, holders in model[names[step]].holders.items():
-                yield writer, writer if writer in holders else holders[0], key
-
-
-def _titles(count: int) -> list[str]:
-    several = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return several if count > 1 else [_SINGLE]
-
-
-def _aside(file: Path) -> Path:
-    return file.with_name(f".{file.name}.tmp")
-
-
-def _publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
-    """Put complete files in the place of an earlier checkpoint: the old index goes first, the new
-    one comes last.
-    """
-    index = directory / _INDEX
-    index.unlink(missing_ok=True)
-    for old in directory.iterdir():
-        if _WEIGHT_FILE.fullmatch(old.name) and old.name not in files:
-            old.unlink()
-    for title in files:
-        _aside(directory / title).replace(directory / title)
-    if len(files) > 1:
-        weight_map = {name: title for title, names in files.items() for name in names}
-        text = json.dumps(
-            {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2
-        )
-        _aside(index).write_text(text)
-        _aside(index).replace(index)
+        if number < len(names):
+            for key, holders in model[names[number]].holders.items():
+                source = writer if writer in holders else holders[0]
+                yield _Transfer(writer, source, key)

@@ -1,9 +1,9 @@
-"""Random weights that do not depend on the layout: each named tensor is drawn whole from a
-generator of its own.
+"""Draws random weights that do not depend on the layout.
 
-The generator is seeded by a hash of the run's seed and the tensor's name, so a rank that holds any
-slice of a tensor sees the same numbers. One full tensor at a time is in memory. It does not know
-models: names say what a tensor is.
+Each named tensor is drawn whole, from a generator of its own. The generator is seeded by a hash of
+the run's seed and the tensor's name, so every rank that holds a slice of a tensor sees the same
+numbers. One full tensor at a time is in memory. This file does not know models: it tells from a
+tensor's name what the tensor is.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ def initialise(
     std: float = 0.02,
     head_std: float = 0.02,
 ) -> None:
-    """Fill `slots`: norms 1, biases 0, matrices N(0, std), as transformers initialises these
-    families.
+    """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std).
+
+    transformers initialises these families in the same way.
 
     Args:
-        slots: what to fill; may be a part of the model.
+        slots: what to fill; it may be a part of the model.
         shapes: name and full shape of every tensor of the whole model.
-        seed: of the run.
+        seed: seed of the run.
         std: standard deviation of the matrices; `initializer_range` of a `config.json`.
-        head_std: standard deviation of a scalar head, `score.weight`; at 0 it predicts 0
+        head_std: standard deviation of a scalar head, `score.weight`. With 0 it predicts 0
             everywhere.
     """
-    by_name: dict[str, list[Slot]] = {}
+    slots_by_name: dict[str, list[Slot]] = {}
     for slot in slots:
-        by_name.setdefault(slot.piece.name, []).append(slot)
-    for name, holders in by_name.items():
+        slots_by_name.setdefault(slot.piece.name, []).append(slot)
+
+    for name, holders in slots_by_name.items():
         whole = _draw(name, shapes[name], seed, head_std if name == "score.weight" else std)
         for slot in holders:
             piece = slot.piece
-            view = slot.view(piece.start, piece.stop)
-            view.copy_(
-                whole.narrow(piece.dim, piece.start, piece.stop - piece.start).reshape(view.shape)
-            )
+            slot.store(whole.narrow(piece.dim, piece.start, piece.stop - piece.start))
 
 
 def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
@@ -53,6 +52,7 @@ def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * std

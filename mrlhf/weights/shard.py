@@ -1,18 +1,18 @@
-"""Which slice of which named tensor a local parameter holds: the one map behind reading, writing
-and resharding.
+"""Which slice of which named tensor a local parameter holds.
 
-The lingua franca is the Hugging Face name and full shape of each tensor. Along one dimension a
-parameter is a train of periods; each period holds one block of every named tensor it fuses. Four
-examples, tensor-parallel size t:
+Reading, writing and resharding weights all use this one map. A tensor is known by its Hugging Face
+name and its full shape. Along one dimension a parameter is a sequence of equal periods, and each
+period holds one block of every named tensor that the parameter fuses. With tensor-parallel size t:
 
-    row-parallel or vocabulary weight   one period a rank, one tensor in it gate and up in
-    `linear_fc1`         one period a rank: [gate rows / t, up rows / t] q, k, v in `linear_qkv`
-    one period a KV group: [q rows of the group, k rows, v rows] q, k, v, shared by inference ranks
-    more ranks than KV groups: one period a rank, [q rows / t, k rows of its group,
-                                        v rows of its group]
+    parameter                                  periods         one period holds
+    row-parallel or vocabulary weight          1 a rank        1/t of the tensor
+    gate and up, in `linear_fc1`               1 a rank        1/t of gate, 1/t of up
+    q, k and v, in `linear_qkv`                1 a KV head     its q rows, its k rows, its v rows
+    the same in an engine with more ranks      1 a rank        1/t of q, and the k rows and v rows
+    than KV heads                                              of one KV head
 
-Pure arithmetic on ints and shapes, plus views into tensors that the caller hands in. It does not
-know models, process groups or files.
+This is pure arithmetic on ints and shapes, and views into tensors that the caller hands in. This
+file does not know models, process groups or files.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Rule:
     """How a parameter is made of named tensors.
 
     Attributes:
-        names: the fused tensors, in the order they follow each other in a period.
-        dim: the dimension that tensor parallelism splits; None where every rank holds the whole.
-        periods: periods in the whole (unsplit) parameter, divided over the ranks; None for one
-            period a rank.
-        shares: the tensors after the first are cut in at most so many shares. On more ranks there
-            is one period a rank, and neighbouring ranks hold the same share of them. None where
-            every tensor is split over all ranks.
+        names: the fused tensors, in the order in which they follow each other in a period.
+        dim: the dimension that tensor parallelism splits; None if every rank holds the whole.
+        periods: number of periods in the whole (unsplit) parameter, which are divided over the
+            ranks; None for one period a rank.
+        shares: the tensors after the first are cut in at most this number of shares. With more
+            ranks than shares there is one period a rank, and neighbouring ranks hold the same
+            share. None if every tensor is split over all ranks.
     """
 
     names: tuple[str, ...]
@@ -48,58 +48,64 @@ class Rule:
     shares: int | None = None
 
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
-        """Periods on each of `tp_size` ranks, and the rows of each tensor's block in a period;
-        `dim` is not None.
+        """How the parameter is cut on each of `tp_size` ranks; `dim` is not None.
 
         Vocabulary rows need not divide: the block is rounded up.
 
+        Returns:
+            The number of periods on each rank, and the rows of each tensor's block in a period.
+
         Raises:
-            WeightError: a fused or grouped parameter does not divide over the ranks.
+            WeightError: a fused parameter does not divide over the ranks.
         """
         assert self.dim is not None
         sizes = [shapes[name][self.dim] for name in self.names]
         periods = self.periods or tp_size
-        counts = [periods] * len(sizes)
+        counts = [periods] * len(sizes)  # into how many blocks each tensor is cut, over all ranks
+        divides = True
         if self.is_shared(tp_size):
             assert self.shares is not None
-            periods, counts = tp_size, [tp_size] + [self.shares] * (len(sizes) - 1)
-        uneven = len(sizes) > 1 and any(
-            size % count for size, count in zip(sizes, counts, strict=True)
-        )
-        if periods % tp_size or uneven or (self.is_shared(tp_size) and tp_size % counts[-1]):
+            periods = tp_size
+            counts = [tp_size] + [self.shares] * (len(sizes) - 1)
+            divides = tp_size % self.shares == 0
+
+        if len(sizes) > 1:
+            for size, count in zip(sizes, counts, strict=True):
+                divides = divides and size % count == 0
+        if periods % tp_size or not divides:
             raise WeightError(self._refusal(sizes, tp_size))
-        return periods // tp_size, tuple(
-            -(-size // count) for size, count in zip(sizes, counts, strict=True)
-        )
+
+        blocks = tuple(-(-size // count) for size, count in zip(sizes, counts, strict=True))
+        return periods // tp_size, blocks
 
     def is_shared(self, tp_size: int) -> bool:
         """Whether several of `tp_size` ranks hold the same share of the tensors after the first."""
         return self.shares is not None and tp_size > self.shares
 
     def _refusal(self, sizes: Sequence[int], tp_size: int) -> str:
-        rows = ", ".join(
-            f"{name} ({size} rows)" for name, size in zip(self.names, sizes, strict=True)
-        )
-        groups = self.shares or self.periods
-        if groups is None:
+        tensors = []
+        for name, size in zip(self.names, sizes, strict=True):
+            tensors.append(f"{name} ({size} rows)")
+        fused = ", ".join(tensors)
+
+        count = self.shares or self.periods
+        if count is None:
             remedy = "use a smaller tp"
-        elif self.shares is None:
-            remedy = f"use a tp that divides {groups}"
         else:
-            remedy = (
-                f"use a tp that divides {groups}, or a multiple of {groups} that divides the rows"
-            )
-        grouped = "" if groups is None else f" in {groups} groups"
-        return f"{rows}{grouped} do not divide over tensor-parallel size {tp_size}; {remedy}"
+            fused += f" in {count} blocks"
+            remedy = f"use a tp that divides {count}"
+            if self.shares is not None:
+                remedy += f", or a multiple of {count} that divides the rows"
+        return f"{fused} do not divide over tensor-parallel size {tp_size}; {remedy}"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The interval [start, stop) along `dim` of tensor `name`, and where it lies in the local
-    parameter.
+    """A slice of a named tensor, and where it lies in the local parameter.
 
-    Every other dimension is whole. In the parameter the interval is cut into blocks of `block`
-    rows, one a period of `period` rows, each `offset` rows after the period's beginning.
+    The slice is the interval [start, stop) along `dim` of tensor `name`; every other dimension is
+    whole. In the parameter it is cut into blocks of `block` rows. Each period of `period` rows
+    holds one of them, `offset` rows after its beginning.
     """
 
     name: str
@@ -114,7 +120,7 @@ class Piece:
 
     @property
     def key(self) -> Key:
-        """Identity of the named slice, whatever parameter holds it: name, dim, start, stop."""
+        """What identifies the named slice in any parameter: name, dim, start, stop."""
         return (self.name, self.dim, self.start, self.stop)
 
     def shape(self, start: int, stop: int) -> Shape:
@@ -129,6 +135,17 @@ class Slot:
     piece: Piece
     parameter: Tensor
 
+    def load(self) -> Tensor:
+        """The named slice, with the shape that it has in the named tensor."""
+        piece = self.piece
+        stored = self.view(piece.start, piece.stop)
+        return stored.reshape(piece.shape(piece.start, piece.stop))
+
+    def store(self, values: Tensor) -> None:
+        """Overwrite the named slice; `values` may be of another dtype or device."""
+        stored = self.view(self.piece.start, self.piece.stop)
+        stored.copy_(values.reshape(stored.shape))
+
     def view(self, start: int, stop: int) -> Tensor:
         """The stored sub-interval [start, stop) of the named tensor, as a view.
 
@@ -138,15 +155,19 @@ class Slot:
         """
         piece = self.piece
         assert piece.start <= start < stop <= piece.stop, (piece, start, stop)
-        first, last = start - piece.start, stop - piece.start
-        folded = self.parameter.detach().unflatten(piece.dim, (-1, piece.period))
-        if first // piece.block == (last - 1) // piece.block:
-            head = piece.offset + first % piece.block
-            block = folded.narrow(piece.dim, first // piece.block, 1)
-            return block.narrow(piece.dim + 1, head, last - first)
+        first = start - piece.start
+        last = stop - piece.start
+        periods = self.parameter.detach().unflatten(piece.dim, (-1, piece.period))
+        first_period = first // piece.block
+
+        if first_period == (last - 1) // piece.block:
+            offset = piece.offset + first % piece.block
+            period = periods.narrow(piece.dim, first_period, 1)
+            return period.narrow(piece.dim + 1, offset, last - first)
+
         assert first % piece.block == 0 and last % piece.block == 0, (piece, start, stop)
-        blocks = folded.narrow(piece.dim, first // piece.block, (last - first) // piece.block)
-        return blocks.narrow(piece.dim + 1, piece.offset, piece.block)
+        covered = periods.narrow(piece.dim, first_period, (last - first) // piece.block)
+        return covered.narrow(piece.dim + 1, piece.offset, piece.block)
 
 
 def pieces_of(
@@ -154,32 +175,36 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """The pieces that tensor-parallel rank `tp_rank` of `tp_size` holds in `parameter`.
 
-    Vocabulary rows need not divide: each rank has ceil(vocab / tp_size) rows and the last rank's
-    padding rows belong to no piece.
+    Vocabulary rows need not divide: each rank has ceil(vocab / tp_size) rows, and the padding rows
+    of the last rank belong to no piece.
 
     Raises:
-        WeightError: a fused or grouped parameter does not divide over the ranks.
+        WeightError: a fused parameter does not divide over the ranks.
     """
     if rule.dim is None:
         (name,) = rule.names
         shape = shapes[name]
-        return (
-            Piece(
-                name, shape, 0, 0, shape[0], parameter, offset=0, block=shape[0], period=shape[0]
-            ),
-        )
+        rows = shape[0]
+        return (Piece(name, shape, 0, 0, rows, parameter, offset=0, block=rows, period=rows),)
+
     periods, blocks = rule.blocks(shapes, tp_size)
-    pieces, offset = [], 0
+    pieces = []
+    offset = 0
     for number, (name, block) in enumerate(zip(rule.names, blocks, strict=True)):
-        shape, share = shapes[name], tp_rank
+        shape = shapes[name]
+        size = shape[rule.dim]
+        share = tp_rank
         if number > 0 and rule.is_shared(tp_size):
-            share = tp_rank * (shape[rule.dim] // block) // tp_size
-        start, stop = (min(shape[rule.dim], edge * periods * block) for edge in (share, share + 1))
+            share = tp_rank * (size // block) // tp_size
+
+        # The last ranks hold fewer rows of a tensor that is padded, or none.
+        start = min(size, share * periods * block)
+        stop = min(size, (share + 1) * periods * block)
         if start < stop:
-            # Only the last rank's rows of a tensor that is padded are fewer than its blocks.
             valid = min(block, stop - start)
+            period = sum(blocks)
             pieces.append(
-                Piece(name, shape, rule.dim, start, stop, parameter, offset, valid, sum(blocks))
+                Piece(name, shape, rule.dim, start, stop, parameter, offset, valid, period)
             )
         offset += block
     return tuple(pieces)
@@ -189,7 +214,7 @@ def local_shape(rule: Rule, shapes: Mapping[str, Shape], tp_size: int) -> Shape:
     """The shape of a parameter on each of `tp_size` ranks, vocabulary padding included.
 
     Raises:
-        WeightError: a fused or grouped parameter does not divide over the ranks.
+        WeightError: a fused parameter does not divide over the ranks.
     """
     full = shapes[rule.names[0]]
     if rule.dim is None:

@@ -1,6 +1,4 @@
-"""The collectives over gloo, three ranks in one spawn, against what each rank is known to have
-sent.
-"""
+"""The collectives over gloo with three ranks, compared with what each rank is known to send."""
 
 from __future__ import annotations
 
@@ -37,7 +35,9 @@ def _objects(rank: int, world: dist.ProcessGroup) -> None:
 
 
 def _subgroup(rank: int) -> None:
-    pair, alone = dist.new_group([0, 2]), [dist.new_group([r]) for r in range(3)][rank]
+    pair = dist.new_group([0, 2])
+    alone = [dist.new_group([r]) for r in range(3)][rank]
+
     rows = torch.full((rank + 1, 2), rank)
     own = all_gather_ragged(rows, alone)
     assert torch.equal(own[0], rows) and own[0].data_ptr() != rows.data_ptr()
@@ -48,7 +48,9 @@ def _subgroup(rank: int) -> None:
 def _exchange(rank: int) -> None:
     """Each rank sends two messages to each other rank; their order decides which is which."""
     others = [peer for peer in range(3) if peer != rank]
-    sends = [(peer, torch.full((3 + n,), 100 * rank + 10 * peer + n)) for peer in others for n in (0, 1)]
+    sends = [
+        (peer, torch.full((3 + n,), 100 * rank + 10 * peer + n)) for peer in others for n in (0, 1)
+    ]
     buffers = {(peer, n): torch.zeros(3 + n, dtype=torch.int64) for peer in others for n in (0, 1)}
     exchange(sends, [(peer, buffer) for (peer, _), buffer in buffers.items()])
     for (peer, n), buffer in buffers.items():

@@ -15,7 +15,7 @@ import pytest
 
 from mrlhf.batch import Prompts
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Sample, SamplingParams
+from mrlhf.inference.base import Finished, SamplingParams
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
@@ -51,32 +51,35 @@ def _as_lists(rollout: Any) -> dict[str, Any]:
         + float((rollout.rollout_logprobs * ~rollout.response_mask).abs().sum()),
         "width": rollout.response_ids.shape[1],
         "stopped": rollout.stopped.tolist(),
-        "version": rollout.version,
+        "versions": [row[row >= 0].tolist() for row in rollout.versions],
     }
 
 
 class Relabelling(FakeEngine):
     """Exchanges the names of two samples of the first prompt."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
-        first, second, *rest = super().generate(*args, **kwargs)
-        names = (first.sample_index, second.sample_index)
-        pairs = zip((second, first), names, strict=True)
-        swapped = [Sample(0, index, s.token_ids, s.logprobs, s.stopped) for s, index in pairs]
-        return [*swapped, *rest]
+    def collect(self) -> Finished:
+        finished = super().collect()
+        first, second, *others = finished.samples
+        swapped = [
+            replace(first, sample_index=second.sample_index),
+            replace(second, sample_index=first.sample_index),
+        ]
+        return Finished([*swapped, *others], finished.stats)
 
 
 class Silent(FakeEngine):
     """Gives no log-probability for the last token of prompt 7's first sample."""
 
-    def generate(self, prompts: Any, uids: Any, *args: Any) -> list[Sample]:
-        samples = super().generate(prompts, uids, *args)
-        return [
-            replace(s, logprobs=[*s.logprobs[:-1], math.nan])
-            if uids[s.prompt_index] == 7 and s.sample_index == 0
-            else s
-            for s in samples
-        ]
+    def collect(self) -> Finished:
+        finished = super().collect()
+        samples = []
+        for sample in finished.samples:
+            uid, _ = self.asked[sample.request_id]
+            if uid == 7 and sample.sample_index == 0:
+                sample = replace(sample, logprobs=[*sample.logprobs[:-1], math.nan])
+            samples.append(sample)
+        return Finished(samples, finished.stats)
 
 
 def _generator(factory: GroupFactory, sizes: tuple[int, int, int], rank: int, engine: Any) -> Generator:
@@ -91,16 +94,15 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
         engine = FakeEngine()
         generator = _generator(factory, sizes, rank, engine)
         stats = generator.take_weights(version=5)
-        rollout = generator.generate(_prompts(UIDS), _sampling(N), "train", step=2)
+        rollout = generator.generate(_prompts(UIDS), _sampling(N), "train", step=2).rollout
         asked = engine.asked
-        generator.rest()
+        generator.sleep()
         few = generator.generate(_prompts([9]), _sampling(1), "validation")
-        metrics = generator.metrics
         generator.generate(_prompts([9]), _sampling(4), "validation")
         found[name] = {
             "rollout": _as_lists(rollout),
-            "few": _as_lists(few),
-            "few metrics": metrics,
+            "few": _as_lists(few.rollout),
+            "few metrics": few.metrics,
             "calls": engine.calls,
             "asked": asked,
             "split": engine.asked,
@@ -110,7 +112,8 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
         }
     refilling = _generator(factory, (2, 2, 1), rank, FakeEngine())
     refilling.take_weights(version=5)
-    found["refill"] = _as_lists(refilling.generate(_prompts(UIDS), _sampling(N), "train", step=2, refill=1))
+    refilled = refilling.generate(_prompts(UIDS), _sampling(N), "train", step=2, refill=1)
+    found["refill"] = _as_lists(refilled.rollout)
     silent = _generator(factory, (2, 2, 1), rank, Silent())
     silent.take_weights(version=5)
     try:
@@ -119,7 +122,8 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
         found["silent"] = str(error)
     relabelled = _generator(factory, (2, 2, 1), rank, Relabelling())
     relabelled.take_weights(version=5)
-    found["relabelled"] = _as_lists(relabelled.generate(_prompts(UIDS), _sampling(N), "train", step=2))
+    mixed_up = relabelled.generate(_prompts(UIDS), _sampling(N), "train", step=2)
+    found["relabelled"] = _as_lists(mixed_up.rollout)
     return found
 
 
@@ -147,7 +151,8 @@ def test_rows_are_those_of_their_prompt_and_sample(ranks: list[dict[str, Any]], 
         assert rows["responses"] == wanted
         assert rows["logprobs"] == [[-(token % 1024) / 1024 for token in row] for row in wanted]
         assert rows["stopped"] == [len(row) < LIMIT for row in wanted]
-        assert (rows["padding"], rows["width"], rows["version"]) == (0, max(map(len, wanted)), 5)
+        assert (rows["padding"], rows["width"]) == (0, max(map(len, wanted)))
+        assert rows["versions"] == [[5] * len(row) for row in wanted]
         assert rank[name]["few"]["responses"] == [response(mix_seed(SEED, "validation"), 9, 0, LIMIT)]
 
 
@@ -181,7 +186,7 @@ def test_replicas_share_the_work_and_keep_samples_together(ranks: list[dict[str,
 
 def test_the_order_of_calls_and_what_is_told(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["2 of tp 2"]["calls"][:5] == ["wake", "reshard", "take_cache", "commit", "generate"]
+        assert rank["2 of tp 2"]["calls"][:5] == ["wake", "reshard", "take_cache", "commit", "submit"]
         assert rank["2 of tp 2"]["stats"] == ReshardStats(0 + 1 + 2 + 3, 4, 30, 1.5)
         metrics = rank["4 replicas"]["few metrics"]  # one prompt of two tokens, one sample: three replicas are idle
         steps = len(response(mix_seed(SEED, "validation"), 9, 0, LIMIT))

@@ -16,7 +16,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator, mix_seed
-from tests.engine_models import fill, hf_model, make_prompts, spec_of
+from tests.engine_models import answer, fill, hf_model, make_prompts, spec_of
 from tests.fake_engine import FakeResharder
 from tests.ranks import run_ranks
 
@@ -44,11 +44,12 @@ def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     groups = GroupFactory(timeout_s=60.0).engine_groups(EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), 1))
     resharder: Any = FakeResharder(None, ReshardStats(0, 0, 0, 0.0))  # type: ignore[arg-type]
     generator = Generator(_engine(model), groups, resharder, SEED)
-    rollout = generator.generate(prompts, SamplingParams(**SAMPLING, seed=0), "train", step=2)
-    alone = _engine(model).generate(tokens, UIDS, SamplingParams(**SAMPLING, seed=mix_seed(SEED, "train 2")))
+    generated = generator.generate(prompts, SamplingParams(**SAMPLING, seed=0), "train", step=2)
+    rollout = generated.rollout
+    alone = answer(_engine(model), tokens, UIDS, SamplingParams(**SAMPLING, seed=mix_seed(SEED, "train 2")))
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
     found = [row[:length] for row, length in rows], rollout.stopped.tolist()
-    return *found, [sample.token_ids for sample in alone], generator.metrics
+    return *found, [sample.token_ids for sample in alone], generated.metrics
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Process groups hold the ranks that the layouts name, and equal layouts share them."""
+"""Process groups hold the ranks that the layouts name, and equal layouts share their groups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ def _memberships(rank: int, world_size: int) -> dict[str, Any]:
     actor_layout = ParallelLayout(tp=2, pp=2, dp=1)
     actor = factory.role_groups(actor_layout)
     again = factory.role_groups(ParallelLayout(tp=2, pp=2, dp=1))
-    assert all(getattr(actor, axis) is getattr(again, axis) for axis in ("tp", "dp", "pp", "mp", "world", "dp_pp"))
+    assert all(
+        getattr(actor, axis) is getattr(again, axis)
+        for axis in ("tp", "dp", "pp", "mp", "world", "dp_pp")
+    )
+
     deep = factory.role_groups(ParallelLayout(tp=1, pp=4, dp=1))
     wide = factory.role_groups(ParallelLayout(tp=1, pp=2, dp=2))
     engine = factory.engine_groups(EngineLayout.inside(actor_layout, tp=2))
+
     return {
-        "actor": [_ranks(group) for group in (actor.tp, actor.dp, actor.pp, actor.mp, actor.world, actor.dp_pp)],
+        "actor": [
+            _ranks(group)
+            for group in (actor.tp, actor.dp, actor.pp, actor.mp, actor.world, actor.dp_pp)
+        ],
         "stages": (actor.is_first_stage, actor.is_last_stage),
         "embedding": (_ranks(actor.collection.embd), _ranks(deep.collection.embd)),
         "optimizer": (_ranks(wide.collection.intra_dist_opt), _ranks(wide.collection.tp_dp_cp)),
@@ -44,9 +52,12 @@ def test_every_rank_is_in_the_groups_of_its_coordinates() -> None:
         "wide": [[0, 1], [0, 2], [0, 1, 2, 3], [0]],
         "engine": (0, 0, [0, 1], [0, 2]),
     }
-    assert second["embedding"] == ([1, 3], None)  # a middle stage of four holds neither end
+
+    # A middle stage of four holds neither end of the pipeline.
+    assert second["embedding"] == ([1, 3], None)
     assert second["engine"] == (0, 1, [0, 1], [1, 3])
     assert third["engine"] == (1, 0, [2, 3], [0, 2])
+
     assert fourth["actor"] == [[2, 3], [3], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 3]]
     assert fourth["stages"] == (False, True)
     assert fourth["wide"] == [[2, 3], [1, 3], [0, 1, 2, 3], [3]]

@@ -1,5 +1,6 @@
-"""Hugging Face files to slots of any layout and back, bit for bit, over gloo; all models and
-layouts in one spawn.
+"""Hugging Face files to slots of any layout and back, bit for bit, over gloo.
+
+One spawn of ranks does all models and layouts.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import tensor_shapes
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.hf import read_weights, write_weights
 from tests.ranks import run_ranks
-from tests.shards import MODELS, make_slots, tiny_config, tiny_spec
+from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
-LAYOUTS = [ParallelLayout.for_world("actor", 4, tp, pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))]
+LAYOUTS = [
+    ParallelLayout.for_world("actor", 4, tp, pp)
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
 DTYPES = {"llama": torch.bfloat16}
 
@@ -33,7 +36,10 @@ def _name(model: str, layout: ParallelLayout, cut: str) -> str:
 
 def _body(rank: int, world_size: int, root: str) -> None:
     for layout in LAYOUTS:
-        writers = dist.new_group([layout.rank_at(tp, 0, pp) for pp in range(layout.pp) for tp in range(layout.tp)])
+        writers = dist.new_group(
+            [layout.rank_at(tp, 0, pp) for pp in range(layout.pp) for tp in range(layout.tp)]
+        )
+
         for model in MODELS:
             spec = tiny_spec(model)
             shapes = tensor_shapes(spec)
@@ -41,28 +47,32 @@ def _body(rank: int, world_size: int, root: str) -> None:
             read_weights(Path(root) / model, slots, shapes)
             if layout.coordinates(rank).dp == 0:
                 for cut, size in SHARD_BYTES.items():
-                    write_weights(Path(root) / _name(model, layout, cut), slots, shapes, writers, size)
+                    directory = Path(root) / _name(model, layout, cut)
+                    write_weights(directory, slots, shapes, writers, size)
+
     _overwrite_and_cast(rank, Path(root))
     _incomplete(rank, Path(root))
 
 
 def _overwrite_and_cast(rank: int, root: Path) -> None:
-    """A checkpoint in five files is replaced by one in a single file of another dtype, and again by
-    a few.
-    """
-    spec, layout = tiny_spec("qwen3"), LAYOUTS[3]
-    slots = make_slots(role_pieces(spec, layout, rank))
-    read_weights(root / "qwen3", slots, tensor_shapes(spec))
+    """A single file of another dtype replaces five files, and a few files replace a single one."""
+    spec = tiny_spec("qwen3")
+    shapes = tensor_shapes(spec)
+    everyone = dist.group.WORLD
+    slots = make_slots(role_pieces(spec, LAYOUTS[3], rank))
+    read_weights(root / "qwen3", slots, shapes)
+
     for size, dtype in ((20_000, None), (10**9, torch.bfloat16)):
-        write_weights(root / "again", slots, tensor_shapes(spec), dist.group.WORLD, size, {"step": "7"}, dtype)
+        write_weights(root / "again", slots, shapes, everyone, size, {"step": "7"}, dtype)
     for size in (10**9, 25_000):
-        write_weights(root / "regrown", slots, tensor_shapes(spec), dist.group.WORLD, size)
+        write_weights(root / "regrown", slots, shapes, everyone, size)
 
 
 def _incomplete(rank: int, root: Path) -> None:
     spec = tiny_spec("llama")
     slots = make_slots(role_pieces(spec, LAYOUTS[3], rank))
-    kept = [slot for slot in slots if rank < 2 or slot.piece.name != "model.layers.3.mlp.up_proj.weight"]
+    lost = "model.layers.3.mlp.up_proj.weight"
+    kept = [slot for slot in slots if rank < 2 or slot.piece.name != lost]
     with pytest.raises(WeightError, match=r"layers.3.mlp.up_proj.weight: .* do not hold the whole"):
         write_weights(root / "holes", kept, tensor_shapes(spec), dist.group.WORLD)
 
@@ -72,25 +82,26 @@ def _load(directory: Path) -> dict[str, torch.Tensor]:
     for file in sorted(directory.glob("*.safetensors")):
         part = load_file(file)
         assert not tensors.keys() & part.keys()
-        tensors |= part
+        tensors.update(part)
     return tensors
 
 
 def _assert_same(directory: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = _load(directory)
-    assert found.keys() == expected.keys(), directory
+    written = _load(directory)
+    assert written.keys() == expected.keys(), directory
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), (directory, name)
+        assert written[name].dtype == tensor.dtype, (directory, name)
+        assert torch.equal(written[name], tensor), (directory, name)
 
 
 def _assert_files_in_order(directory: Path, names: list[str], max_shard_bytes: int) -> None:
-    """The index lists the model's tensors in its own order, over files of no more than the size
-    asked for.
-    """
+    """The index lists the tensors in the model's order; no file is larger than asked for."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert list(index["weight_map"]) == names
     files = list(dict.fromkeys(index["weight_map"].values()))
-    assert files == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
+    assert files == [
+        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+    ]
     assert {file.name for file in directory.iterdir()} == {*files, "model.safetensors.index.json"}
     sizes = [[tensor.nbytes for tensor in load_file(directory / file).values()] for file in files]
     assert all(sum(size) <= max_shard_bytes or len(size) == 1 for size in sizes)
@@ -101,11 +112,13 @@ def _assert_files_in_order(directory: Path, names: list[str], max_shard_bytes: i
 def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(11)
     for model in MODELS:
-        theirs = AutoModelForCausalLM.from_config(tiny_config(model)).to(DTYPES.get(model, torch.float32))
-        theirs.save_pretrained(tmp_path / model)
+        theirs = AutoModelForCausalLM.from_config(tiny_config(model))
+        theirs.to(DTYPES.get(model, torch.float32)).save_pretrained(tmp_path / model)
     run_ranks(4, _body, str(tmp_path))
+
     for model in MODELS:
-        expected, names = load_file(tmp_path / model / "model.safetensors"), list(tensor_shapes(tiny_spec(model)))
+        expected = load_file(tmp_path / model / "model.safetensors")
+        names = list(tensor_shapes(tiny_spec(model)))
         for layout in LAYOUTS:
             for cut, size in SHARD_BYTES.items():
                 directory = tmp_path / _name(model, layout, cut)
@@ -113,11 +126,14 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
                 if cut != "whole":
                     _assert_files_in_order(directory, names, size)
     _check_transformers_reads_it(tmp_path, "qwen2_tied")
+
     again = load_file(tmp_path / "qwen3" / "model.safetensors")
+    cast = {name: tensor.to(torch.bfloat16) for name, tensor in again.items()}
     assert [file.name for file in (tmp_path / "again").iterdir()] == ["model.safetensors"]
-    _assert_same(tmp_path / "again", {name: tensor.to(torch.bfloat16) for name, tensor in again.items()})
+    _assert_same(tmp_path / "again", cast)
     with safe_open(tmp_path / "again" / "model.safetensors", framework="pt") as handle:
         assert handle.metadata() == {"format": "pt", "step": "7"}
+
     _assert_same(tmp_path / "regrown", again)
     assert not list((tmp_path / "holes").iterdir())
 

@@ -1,6 +1,4 @@
-"""Built models against transformers: the same logits and gradients in every layout, for every
-family.
-"""
+"""Built models against transformers: the same logits and gradients in every layout and family."""
 
 from __future__ import annotations
 
@@ -58,13 +56,18 @@ GRADIENTS: dict[str, Recompute] = {
 
 
 def _configs() -> dict[str, transformers.PretrainedConfig]:
-    llama, mistral = transformers.LlamaConfig, transformers.MistralConfig
-    qwen2, qwen3 = transformers.Qwen2Config, transformers.Qwen3Config
+    llama = transformers.LlamaConfig
+    mistral = transformers.MistralConfig
+    qwen2 = transformers.Qwen2Config
+    qwen3 = transformers.Qwen3Config
+
     return {
         "llama": llama(**SIZES, tie_word_embeddings=False),
         "llama-llama3-rope-tied": llama(**SIZES, rope_parameters=LLAMA3, tie_word_embeddings=True),
         "llama-linear-rope": llama(**SIZES, rope_parameters=LINEAR, tie_word_embeddings=False),
-        "mistral-window": mistral(**SIZES, sliding_window=8, head_dim=32, tie_word_embeddings=False),
+        "mistral-window": mistral(
+            **SIZES, sliding_window=8, head_dim=32, tie_word_embeddings=False
+        ),
         "qwen2": qwen2(**SIZES, tie_word_embeddings=False),
         "qwen2-tied": qwen2(**SIZES, tie_word_embeddings=True),
         "qwen3-tied": qwen3(**SIZES, head_dim=32, tie_word_embeddings=True),
@@ -84,13 +87,13 @@ def _weights(columns: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For each model its config.json, weights, and what transformers computes on each sequence
-    alone.
-    """
+    """For each model its config.json, its weights, and what transformers computes from them."""
     root = tmp_path_factory.mktemp("references")
     for name, config in _configs().items():
         scalar = name == "scalar"
-        auto = transformers.AutoModelForTokenClassification if scalar else transformers.AutoModelForCausalLM
+        auto = transformers.AutoModelForCausalLM
+        if scalar:
+            auto = transformers.AutoModelForTokenClassification
         model = auto.from_config(config, attn_implementation="eager").eval()
         torch.manual_seed(0)
         for parameter_name, parameter in model.named_parameters():
@@ -98,8 +101,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.data = 1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise
         if scalar:
             model.score.bias.data.zero_()
+
         outputs = [model(sequence[None]).logits[0] for sequence in _sequences()]
         (torch.cat(outputs) * _weights(outputs[0].shape[1])).sum().backward()
+
         config.save_pretrained(root / name)
         reference = {
             "weights": model.state_dict(),
@@ -117,11 +122,12 @@ def _named_slice(tensors: dict[str, Tensor], slot: Slot) -> Tensor:
 
 def _fill(slots: list[Slot], tensors: dict[str, Tensor]) -> None:
     for slot in slots:
-        view = slot.view(slot.piece.start, slot.piece.stop)
-        view.copy_(_named_slice(tensors, slot).reshape(view.shape))
+        slot.store(_named_slice(tensors, slot))
 
 
-def _run(model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+def _run(
+    model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forward_only: bool
+) -> list[Any]:
     """All sequences in one pack through megatron-core's own schedule; what `finish` returned, on
     the last stage.
     """
@@ -130,14 +136,20 @@ def _run(model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forw
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS))
+    packed = PackedSeqParams(
+        "thd", bounds, bounds, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
+    )
     tokens = torch.cat(_sequences())[None]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
 
     def step(_: Any, module: torch.nn.Module) -> Any:
         return module(tokens, positions, None, packed_seq_params=packed), finish
 
-    communication = {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if groups.layout.pp > 1 else {}
+    communication = (
+        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)}
+        if groups.layout.pp > 1
+        else {}
+    )
     return get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)(
         forward_step_func=step,
         data_iterator=iter([]),
@@ -152,12 +164,17 @@ def _run(model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forw
     )
 
 
-def _worst_output(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: list[Tensor]) -> float:
+def _worst_output(
+    model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: list[Tensor]
+) -> float:
     """Largest deviation of an output; 0 before the last stage."""
     with torch.no_grad():
-        results = _run(model, groups, lambda output, non_loss_data: output[0].float(), forward_only=True)
+        results = _run(
+            model, groups, lambda output, non_loss_data: output[0].float(), forward_only=True
+        )
     if not groups.is_last_stage:
         return 0.0
+
     whole = results[0].contiguous()
     if spec.head == "lm":
         shards = [torch.empty_like(whole) for _ in range(groups.layout.tp)]
@@ -166,34 +183,51 @@ def _worst_output(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expect
     return (whole - torch.cat(expected)).abs().max().item()
 
 
-def _worst_gradient(model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: dict[str, Tensor]) -> float:
-    """Largest deviation of a gradient from transformers', relative to the largest entry of its
-    tensor.
-    """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+def _worst_gradient(
+    model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: dict[str, Tensor]
+) -> float:
+    """Largest deviation of a gradient, relative to the largest entry of its tensor."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
 
-    layout, at = groups.layout, groups.coordinates
+    layout = groups.layout
+    coordinates = groups.coordinates
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model.config.finalize_model_grads_func = finalize_model_grads
-    module = DistributedDataParallel(model.config, settings, model.module, pg_collection=groups.collection)
+    module = DistributedDataParallel(
+        model.config, settings, model.module, pg_collection=groups.collection
+    )
     module.zero_grad_buffer()
+
     weights = _weights(1)
     if spec.head == "lm":
-        padded = torch.nn.functional.pad(_weights(VOCABULARY), (0, spec.padded_vocab(layout.tp) - VOCABULARY))
-        weights = padded.chunk(layout.tp, dim=1)[at.tp]
-    _run(model._replace(module=module), groups, lambda output: ((output[0] * weights).sum(), {}), forward_only=False)
+        padded = torch.nn.functional.pad(
+            _weights(VOCABULARY), (0, spec.padded_vocab(layout.tp) - VOCABULARY)
+        )
+        weights = padded.chunk(layout.tp, dim=1)[coordinates.tp]
+    _run(
+        model._replace(module=module),
+        groups,
+        lambda output: ((output[0] * weights).sum(), {}),
+        forward_only=False,
+    )
+
     worst = 0.0
-    for slot in slots_of(module, spec, layout, at):
-        wanted = _named_slice(expected, slot)
-        found = replace(slot, parameter=slot.parameter.main_grad).view(slot.piece.start, slot.piece.stop)
-        scale = expected[slot.piece.name].abs().max()
-        worst = max(worst, ((found.reshape(wanted.shape) - wanted).abs().max() / scale).item())
+    for slot in slots_of(module, spec, layout, coordinates):
+        gradient = replace(slot, parameter=slot.parameter.main_grad).load()
+        deviation = (gradient - _named_slice(expected, slot)).abs().max()
+        worst = max(worst, (deviation / expected[slot.piece.name].abs().max()).item())
     return worst
 
 
 def _sequence_parallel(tp: int, pp: int) -> tuple[bool, ...]:
     """What each layout is built with: both where it is quick, and nothing that has no effect."""
-    return (False,) if tp == 1 else (False, True) if pp == 1 else (True,)
+    if tp == 1:
+        return (False,)
+    return (False, True) if pp == 1 else (True,)
 
 
 def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str, float]:
@@ -212,20 +246,26 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
                 sequence_parallel=sequence_parallel,
                 recompute=GRADIENTS.get(name, "none"),
             )
+
             slots = slots_of(model.module, spec, layout, groups.coordinates)
             names = [parameter for parameter, _ in model.module.named_parameters()]
             assert names == parameter_names(spec, layout, groups.coordinates.pp)
             assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
             _fill(slots, reference["weights"])
+
             label = name + (" sp" if sequence_parallel else "")
             worst[label] = _worst_output(model, spec, groups, reference["outputs"])
             if name in GRADIENTS:
-                worst[label + " gradient"] = _worst_gradient(model, spec, groups, reference["gradients"])
+                worst[label + " gradient"] = _worst_gradient(
+                    model, spec, groups, reference["gradients"]
+                )
     return worst
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_packed_outputs_and_gradients_equal_transformers(references: Path, tp: int, pp: int) -> None:
+def test_packed_outputs_and_gradients_equal_transformers(
+    references: Path, tp: int, pp: int
+) -> None:
     for worst in run_ranks(tp * pp, _parity, tp, pp, str(references)):
         assert len(worst) == (len(_configs()) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
         assert max(worst.values()) < 1e-4, worst
@@ -233,9 +273,12 @@ def test_packed_outputs_and_gradients_equal_transformers(references: Path, tp: i
 
 def _other_forms(rank: int, world_size: int, root: str) -> dict[str, float]:
     """Deviations of a plain batch on one stage, and of bfloat16 on two."""
-    factory, path, worst = GroupFactory(timeout_s=120.0), Path(root) / "qwen3-tied", {}
-    spec, reference = load_spec(path, head="lm"), torch.load(path / "reference.pt")
+    path = Path(root) / "qwen3-tied"
+    spec = load_spec(path, head="lm")
+    reference = torch.load(path / "reference.pt")
+    factory = GroupFactory(timeout_s=120.0)
     options: dict[str, Any] = {"device": CPU, "sequence_parallel": True, "recompute": "none"}
+    worst = {}
 
     groups = factory.role_groups(ParallelLayout(tp=1, pp=1, dp=world_size))
     model = build_model(spec, groups, dtype=torch.float32, **options)
@@ -244,7 +287,8 @@ def _other_forms(rank: int, world_size: int, root: str) -> dict[str, float]:
     batch = torch.stack([_sequences()[row][:19] for row in rows])
     with torch.no_grad():
         output = model.module(batch, torch.arange(19).expand(2, -1), None)
-    worst["plain batch"] = (output - torch.stack([reference["outputs"][row][:19] for row in rows])).abs().max().item()
+    expected = torch.stack([reference["outputs"][row][:19] for row in rows])
+    worst["plain batch"] = (output - expected).abs().max().item()
 
     groups = factory.role_groups(ParallelLayout(tp=1, pp=world_size, dp=1))
     model = build_model(spec, groups, dtype=torch.bfloat16, **options)
@@ -277,11 +321,19 @@ def test_rotary_frequencies_equal_transformers(tmp_path: Path, rope: dict[str, A
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "rope type 'dynamic' is not supported"),
-        ({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}, "rope type 'yarn' scales attention by 1.13"),
+        (
+            {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            "rope type 'dynamic' is not supported",
+        ),
+        (
+            {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+            "rope type 'yarn' scales attention by 1.13",
+        ),
     ],
 )
-def test_rotary_types_that_one_table_cannot_give(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
+def test_rotary_types_that_one_table_cannot_give(
+    tmp_path: Path, rope: dict[str, Any], message: str
+) -> None:
     transformers.LlamaConfig(**SIZES, rope_parameters=rope).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=message):
         inverse_frequencies(load_spec(tmp_path, head="lm"))

@@ -18,16 +18,17 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.preflight import check, check_models
 from mrlhf.data.arithmetic import write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.preflight import check, check_models
 from mrlhf.rollout.collector import Collected
+from mrlhf.run.startup import Run
+from mrlhf.trainers.experience import ModelOutputs
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
-from mrlhf.run.startup import Run
 from tests import plain_ppo
 from tests.ranks import run_ranks
 
@@ -37,9 +38,20 @@ MODEL, REWARD_MODEL = "llama", "qwen2-tied-critic"
 KL_COEF, TARGET_KL, HORIZON = 0.2, 1e-4, 100
 # Overrides of the base configuration; those in LAYOUTS must not change a number.
 LAYOUTS: dict[str, list[str]] = {
-    "tp2 pp2": ["actor.tp=2", "actor.pp=2", "critic.tp=2", "rollout.tp=2", "rollout.verify_reshard=true"],
+    "tp2 pp2": [
+        "actor.tp=2",
+        "actor.pp=2",
+        "critic.tp=2",
+        "rollout.tp=2",
+        "rollout.verify_reshard=true",
+    ],
     "dp4": ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=2"],
-    "tp2 dp2": ["actor.tp=2", "actor.sequence_parallel=true", "actor.micro_batch_tokens=16", "reward_model.pp=2"],
+    "tp2 dp2": [
+        "actor.tp=2",
+        "actor.sequence_parallel=true",
+        "actor.micro_batch_tokens=16",
+        "reward_model.pp=2",
+    ],
 }
 ONCE = ["actor.ppo_epochs=1", "actor.ppo_mini_batch_size=8", "actor.micro_batch_tokens=16"]
 FULL_KL = ["algorithm.kl_penalty=full", "actor.kl_loss_type=full"]
@@ -73,7 +85,9 @@ OTHERS: dict[str, list[str]] = {
         "data.gen_batch_size=4",
         "algorithm.adv_estimator=remax",
     ],
-    "unusable gradients": ["actor.optim={lr: 1.0e-3, skip_grad_norm: 1.0e-9, max_skipped_steps: 3}"],
+    "unusable gradients": [
+        "actor.optim={lr: 1.0e-3, skip_grad_norm: 1.0e-9, max_skipped_steps: 3}"
+    ],
     "full KL, tp2 pp2": ["actor.tp=2", "actor.pp=2", *FULL_KL],
     "full KL, dp4": FULL_KL,
 }
@@ -111,7 +125,12 @@ def _base(root: Path) -> dict[str, Any]:
         },
         "algorithm": {
             "use_kl_in_reward": True,
-            "kl_ctrl": {"type": "adaptive", "kl_coef": KL_COEF, "target_kl": TARGET_KL, "horizon": HORIZON},
+            "kl_ctrl": {
+                "type": "adaptive",
+                "kl_coef": KL_COEF,
+                "target_kl": TARGET_KL,
+                "horizon": HORIZON,
+            },
         },
         "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
     }
@@ -122,16 +141,22 @@ class Watched(PPOTrainer):
 
     experience: Experience
 
-    def evaluate_rollout(self, collected: Collected, timer: PhaseTimer, metrics: dict[str, float]) -> Experience:
-        self.experience = super().evaluate_rollout(collected, timer, metrics)
-        return self.experience
+    def make_experience(
+        self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
+    ) -> tuple[Experience, dict[str, float]]:
+        self.experience, metrics = super().make_experience(collected, outputs, timer)
+        return self.experience, metrics
 
 
 def _fingerprint(role: Any) -> list[float]:
-    return [] if role is None else [slot.parameter.double().sum().item() for slot in role.slots]
+    return (
+        [] if role is None else [slot.parameter.double().sum().item() for slot in role.engine.slots]
+    )
 
 
-def _steps(root: Path, name: str, overrides: list[str], rank: int, factory: GroupFactory) -> list[dict[str, Any]]:
+def _steps(
+    root: Path, name: str, overrides: list[str], rank: int, factory: GroupFactory
+) -> list[dict[str, Any]]:
     """What came of each step: its metrics, its experience as lists, and the weights' sums before
     and after.
     """
@@ -191,17 +216,27 @@ def ranks(root: Path) -> list[dict[str, Any]]:
 
 def _comparable(metrics: dict[str, float]) -> dict[str, float]:
     """Without what a layout may change."""
-    return {k: v for k, v in metrics.items() if not k.startswith(("timing", "perf/", "reshard/", "rollout/"))}
+    return {
+        k: v
+        for k, v in metrics.items()
+        if not k.startswith(("timing", "perf/", "reshard/", "rollout/"))
+    }
 
 
 def _responses(experience: Experience) -> list[list[int]]:
     rollout = experience.rollout
-    return [ids[:length] for ids, length in zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)]
+    return [
+        ids[:length]
+        for ids, length in zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
     "family",
-    [list(LAYOUTS), *([f"{name}, tp2 pp2", f"{name}, dp4"] for name in ("full KL", "grpo", "bypass"))],
+    [
+        list(LAYOUTS),
+        *([f"{name}, tp2 pp2", f"{name}, dp4"] for name in ("full KL", "grpo", "bypass")),
+    ],
     ids=["layouts", "full KL", "grpo", "bypass"],
 )
 def test_a_step_is_the_same_on_every_layout(ranks: list[dict[str, Any]], family: list[str]) -> None:
@@ -210,15 +245,23 @@ def test_a_step_is_the_same_on_every_layout(ranks: list[dict[str, Any]], family:
         for number, step in enumerate(ranks[0][name]):
             wanted, title = first[number], f"{name}, step {number + 1}"
             assert _responses(step["experience"]) == _responses(wanted["experience"]), title
-            for field in ("scores", "old_logprobs", "ref_logprobs", "values", "token_rewards", "advantages", "returns"):
+            for field in (
+                "scores",
+                "old_logprobs",
+                "ref_logprobs",
+                "values",
+                "token_rewards",
+                "advantages",
+                "returns",
+            ):
                 found, expected = (getattr(s["experience"], field) for s in (step, wanted))
                 if expected is None:
                     assert found is None
                     continue
                 assert torch.allclose(found, expected, rtol=0, atol=1e-4), f"{title}: {field}"
-            assert _comparable(step["metrics"]) == pytest.approx(_comparable(wanted["metrics"]), rel=1e-4, abs=2e-5), (
-                title
-            )
+            assert _comparable(step["metrics"]) == pytest.approx(
+                _comparable(wanted["metrics"]), rel=1e-4, abs=2e-5
+            ), title
 
 
 def test_all_ranks_tell_the_same(ranks: list[dict[str, Any]]) -> None:
@@ -230,7 +273,13 @@ def test_all_ranks_tell_the_same(ranks: list[dict[str, Any]]) -> None:
 
 def test_training_learns_something_to_compare(ranks: list[dict[str, Any]]) -> None:
     one, two = (step["metrics"] for step in ranks[0]["dp4"])
-    for name in ("actor/pg_loss", "actor/ppo_kl", "actor/kl_loss", "actor/grad_norm", "critic/vf_loss"):
+    for name in (
+        "actor/pg_loss",
+        "actor/ppo_kl",
+        "actor/kl_loss",
+        "actor/grad_norm",
+        "critic/vf_loss",
+    ):
         assert abs(one[name]) > 1e-4 and abs(one[name] - two[name]) > 1e-4, name
     assert len({tuple(response) for response in _responses(ranks[0]["dp4"][0]["experience"])}) > 8
 
@@ -241,7 +290,8 @@ def test_the_engine_and_the_trainer_agree(ranks: list[dict[str, Any]]) -> None:
             if name.startswith("bypass"):
                 continue  # measured while the policy is trained
             assert step["metrics"]["training/rollout_probs_diff_max"] < 1e-5, (name, number)
-            assert step["experience"].rollout.version == number
+            rollout = step["experience"].rollout
+            assert (rollout.versions[rollout.loss_mask] == number).all()
 
 
 def test_the_experience_is_what_the_models_say(ranks: list[dict[str, Any]], root: Path) -> None:
@@ -249,8 +299,13 @@ def test_the_experience_is_what_the_models_say(ranks: list[dict[str, Any]], root
     rollout = experience.rollout
     logprobs, entropy = plain_ppo.evaluate(plain_ppo.load(root / MODEL), rollout)
     _close(experience.old_logprobs, logprobs)
-    _close(experience.ref_logprobs, plain_ppo.evaluate(plain_ppo.load(root / f"{MODEL}-ref"), rollout)[0])
-    _close(experience.values, plain_ppo.token_values(plain_ppo.load(root / f"{MODEL}-critic"), rollout))
+    _close(
+        experience.ref_logprobs,
+        plain_ppo.evaluate(plain_ppo.load(root / f"{MODEL}-ref"), rollout)[0],
+    )
+    _close(
+        experience.values, plain_ppo.token_values(plain_ppo.load(root / f"{MODEL}-critic"), rollout)
+    )
     judge, scores = plain_ppo.load(root / REWARD_MODEL), []
     for sequence in rollout.sequences():
         with torch.no_grad():
@@ -258,7 +313,9 @@ def test_the_experience_is_what_the_models_say(ranks: list[dict[str, Any]], root
     # No answer of a random model is right.
     assert metrics["reward/exact_match"] == 0.0
     _close(experience.scores, torch.tensor(scores))
-    assert metrics["actor/entropy"] == pytest.approx(entropy[rollout.response_mask].mean().item(), abs=1e-5)
+    assert metrics["actor/entropy"] == pytest.approx(
+        entropy[rollout.response_mask].mean().item(), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["dp4", "terminal"])
@@ -285,21 +342,29 @@ def test_rewards_and_advantages_by_hand(ranks: list[dict[str, Any]], name: str) 
 def test_the_adaptive_coefficient_moves_by_its_formula(ranks: list[dict[str, Any]]) -> None:
     one, two = (step["metrics"] for step in ranks[0]["dp4"])
     assert one["actor/reward_kl_penalty_coeff"] == KL_COEF
-    assert one["actor/reward_kl_penalty"] > 2 * TARGET_KL  # so the error is clipped to 0.2; a step has 16 samples
-    assert two["actor/reward_kl_penalty_coeff"] == pytest.approx(KL_COEF * (1 + 0.2 * 16 / HORIZON), rel=1e-12)
+    assert (
+        one["actor/reward_kl_penalty"] > 2 * TARGET_KL
+    )  # so the error is clipped to 0.2; a step has 16 samples
+    assert two["actor/reward_kl_penalty_coeff"] == pytest.approx(
+        KL_COEF * (1 + 0.2 * 16 / HORIZON), rel=1e-12
+    )
 
 
 def test_full_kl_is_that_of_the_distributions(ranks: list[dict[str, Any]], root: Path) -> None:
     step = ranks[0]["full KL, tp2 pp2"][0]
     rollout = step["experience"].rollout
-    kl = plain_ppo.full_kl(plain_ppo.load(root / MODEL), plain_ppo.load(root / f"{MODEL}-ref"), rollout)
+    kl = plain_ppo.full_kl(
+        plain_ppo.load(root / MODEL), plain_ppo.load(root / f"{MODEL}-ref"), rollout
+    )
     mean = (kl.sum(dim=1) / rollout.response_mask.sum(dim=1)).mean().item()
     assert step["metrics"]["actor/reward_kl_penalty"] == pytest.approx(mean, abs=1e-5)
 
 
 def test_the_first_update_sees_the_ratio_one(ranks: list[dict[str, Any]]) -> None:
     for step in ranks[0]["terminal"]:
-        assert step["metrics"]["actor/ppo_kl"] == 0.0 and step["metrics"]["actor/pg_clipfrac"] == 0.0
+        assert (
+            step["metrics"]["actor/ppo_kl"] == 0.0 and step["metrics"]["actor/pg_clipfrac"] == 0.0
+        )
         assert step["moved"] == [True, True]
 
 
@@ -312,19 +377,28 @@ def test_warm_up_leaves_the_actor_alone(ranks: list[dict[str, Any]]) -> None:
         assert "critic/vf_loss" in one
 
 
-def test_group_relative_advantages_by_hand_and_without_a_critic(ranks: list[dict[str, Any]]) -> None:
+def test_group_relative_advantages_by_hand_and_without_a_critic(
+    ranks: list[dict[str, Any]],
+) -> None:
     for step in ranks[0]["grpo, dp4"]:
         experience = step["experience"]
         assert experience.values is None
-        assert not any(name.startswith(("critic/vf", "critic/values", "timing_s/values")) for name in step["metrics"])
+        assert not any(
+            name.startswith(("critic/vf", "critic/values", "timing_s/values"))
+            for name in step["metrics"]
+        )
         totals = experience.token_rewards.double().sum(dim=1).view(-1, 2)
-        wanted = (totals - totals.mean(dim=1, keepdim=True)) / (totals.std(dim=1, keepdim=True) + 1e-6)
+        wanted = (totals - totals.mean(dim=1, keepdim=True)) / (
+            totals.std(dim=1, keepdim=True) + 1e-6
+        )
         mask = experience.rollout.response_mask
         _close(experience.advantages, torch.where(mask, wanted.reshape(-1, 1), 0.0))
         assert step["moved"] == [True, False]
 
 
-def test_remax_takes_off_what_the_greedy_answer_gets(ranks: list[dict[str, Any]], root: Path) -> None:
+def test_remax_takes_off_what_the_greedy_answer_gets(
+    ranks: list[dict[str, Any]], root: Path
+) -> None:
     step = ranks[0]["remax"][0]
     experience, rollout = step["experience"], step["experience"].rollout
     policy, judge = plain_ppo.load(root / MODEL), plain_ppo.load(root / REWARD_MODEL)
@@ -341,10 +415,14 @@ def test_remax_takes_off_what_the_greedy_answer_gets(ranks: list[dict[str, Any]]
     to_come = experience.token_rewards.flip(1).cumsum(1).flip(1)
     baseline = torch.tensor(baselines).repeat_interleave(2)[:, None]
     _close(experience.advantages, torch.where(rollout.response_mask, to_come - baseline, 0.0))
-    assert step["metrics"]["critic/greedy_score/mean"] == pytest.approx(sum(baselines) / 8, abs=1e-5)
+    assert step["metrics"]["critic/greedy_score/mean"] == pytest.approx(
+        sum(baselines) / 8, abs=1e-5
+    )
 
 
-def test_bypass_takes_the_engines_word_and_still_measures_the_mismatch(ranks: list[dict[str, Any]]) -> None:
+def test_bypass_takes_the_engines_word_and_still_measures_the_mismatch(
+    ranks: list[dict[str, Any]],
+) -> None:
     for step in ranks[0]["bypass, dp4"]:
         experience, metrics = step["experience"], step["metrics"]
         assert torch.equal(experience.old_logprobs, experience.rollout.rollout_logprobs)
@@ -358,15 +436,22 @@ def test_bypass_takes_the_engines_word_and_still_measures_the_mismatch(ranks: li
         assert 0.0 <= metrics["rollout_corr/rollout_rs_masked_fraction"] < 1.0
 
 
-def test_bypass_measures_the_mismatch_also_while_the_critic_warms_up(ranks: list[dict[str, Any]]) -> None:
+def test_bypass_measures_the_mismatch_also_while_the_critic_warms_up(
+    ranks: list[dict[str, Any]],
+) -> None:
     one, two = (step["metrics"] for step in ranks[0]["bypass, warmup"])
     for metrics in (one, two):
-        assert abs(metrics["rollout_corr/kl"]) < 0.1 and metrics["training/rollout_probs_diff_max"] < 0.1
+        assert (
+            abs(metrics["rollout_corr/kl"]) < 0.1
+            and metrics["training/rollout_probs_diff_max"] < 0.1
+        )
         assert metrics["actor/entropy"] > 1.0
     assert "timing_s/old_log_prob" in one and "timing_s/old_log_prob" not in two
 
 
-def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(ranks: list[dict[str, Any]]) -> None:
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
+    ranks: list[dict[str, Any]],
+) -> None:
     for step in ranks[0]["dynamic sampling"]:
         experience, metrics = step["experience"], step["metrics"]
         differing = sum(len(set(pair.tolist())) > 1 for pair in experience.scores.view(-1, 2))
@@ -377,17 +462,29 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(ranks: list[di
         assert metrics["training/filtered_groups"] > 0
 
 
-def test_a_refill_has_the_weights_again_after_a_reward_model_had_the_memory(ranks: list[dict[str, Any]]) -> None:
+def test_a_refill_has_the_weights_again_after_a_reward_model_had_the_memory(
+    ranks: list[dict[str, Any]],
+) -> None:
     for number, step in enumerate(ranks[0]["refill with a reward model"]):
         experience, metrics = step["experience"], step["metrics"]
         assert metrics["training/num_gen_batches"] >= 2 and len(experience.rollout) == 16
-        assert experience.rollout.version == number
+        rollout = experience.rollout
+        assert (rollout.versions[rollout.loss_mask] == number).all()
         assert metrics["training/rollout_probs_diff_max"] < 1e-5
         assert metrics["critic/greedy_score/mean"] != 0.0
 
 
 def test_the_mismatch_is_measured_in_every_step(ranks: list[dict[str, Any]]) -> None:
-    names = ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "ppl_ratio", "chi2_token", "chi2_seq")
+    names = (
+        "kl",
+        "k3_kl",
+        "training_ppl",
+        "rollout_ppl",
+        "log_ppl_diff",
+        "ppl_ratio",
+        "chi2_token",
+        "chi2_seq",
+    )
     for step in ranks[0]["dp4"]:
         found = [step["metrics"][f"rollout_corr/{name}"] for name in names]
         assert found == pytest.approx([0, 0, found[2], found[2], 0, 1, 0, 0], abs=1e-4)
@@ -408,7 +505,11 @@ def test_a_run_whose_gradients_are_not_usable_ends_and_leaves_its_batch(
 
 def test_a_users_function_scores(ranks: list[dict[str, Any]], root: Path) -> None:
     for number, step in enumerate(ranks[0]["custom"], start=1):
-        rows = (root / "runs" / "custom" / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
+        rows = (
+            (root / "runs" / "custom" / "rollouts" / f"step_{number:06d}.jsonl")
+            .read_text()
+            .splitlines()
+        )
         dumped = [json.loads(row) for row in rows]
         assert len(dumped) == 16
         letters = [len(row["response"]) / 10 for row in dumped]
@@ -419,28 +520,45 @@ def test_a_users_function_scores(ranks: list[dict[str, Any]], root: Path) -> Non
         assert step["metrics"]["reward/letters/digits"] == pytest.approx(sum(digits) / 16)
 
 
-def test_a_stop_string_ends_a_response_as_a_stop_token_does(ranks: list[dict[str, Any]], root: Path) -> None:
+def test_a_stop_string_ends_a_response_as_a_stop_token_does(
+    ranks: list[dict[str, Any]], root: Path
+) -> None:
     by_string = 0
     for number, step in enumerate(ranks[0]["stop"], start=1):
-        rows = (root / "runs" / "stop" / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
+        rows = (
+            (root / "runs" / "stop" / "rollouts" / f"step_{number:06d}.jsonl")
+            .read_text()
+            .splitlines()
+        )
         dumped = [json.loads(row) for row in rows]
         for row in dumped:
-            first = next((i for i, character in enumerate(row["response"]) if character in "12345+"), None)
+            first = next(
+                (i for i, character in enumerate(row["response"]) if character in "12345+"), None
+            )
             assert first is None or row["stopped"], row
             by_string += first is not None
         rollout = step["experience"].rollout
         lengths = rollout.response_lengths
         cut = sum(not row["stopped"] for row in dumped) / len(dumped)
         assert step["metrics"]["response_length/clip_ratio"] == pytest.approx(cut)
-        assert all(length == 5 for length, stopped in zip(lengths, rollout.stopped, strict=True) if not stopped)
+        assert all(
+            length == 5
+            for length, stopped in zip(lengths, rollout.stopped, strict=True)
+            if not stopped
+        )
     assert by_string > 4
-    assert _responses(ranks[0]["stop"][0]["experience"]) != _responses(ranks[0]["dp4"][0]["experience"])
+    assert _responses(ranks[0]["stop"][0]["experience"]) != _responses(
+        ranks[0]["dp4"][0]["experience"]
+    )
 
 
 def test_a_users_function_that_raises_is_named(ranks: list[dict[str, Any]], root: Path) -> None:
     for rank in ranks:
         message = rank["raising"]
-        assert f"reward function breaks of {root / 'rewards.py'} raised ZeroDivisionError: no such number" in message
+        assert (
+            f"reward function breaks of {root / 'rewards.py'} raised ZeroDivisionError: no such number"
+            in message
+        )
         assert "\n" not in message
 
 

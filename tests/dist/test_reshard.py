@@ -1,5 +1,6 @@
-"""Resharding over gloo into a fake engine: bit for bit, shared where layouts coincide, bounded, and
-verified.
+"""Resharding over gloo into fake and real engines: exact, bounded in memory, and verified.
+
+Engines share the storage of training weights where the layouts coincide.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODELS = ("llama", "qwen2_tied", "qwen3")
 
 
 class FakeEngine:
-    """Weights without inference: tensors of NaN until bound or filled."""
+    """An engine that only holds weights; its tensors are NaN until they are bound or filled."""
 
     def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype) -> None:
         self._pieces: dict[str, tuple[Piece, ...]] = {}
@@ -61,74 +62,91 @@ class FakeEngine:
         for parameter, pieces in self._pieces.items():
             if parameter not in self.tensors:
                 self.tensors[parameter] = make_slots(pieces, self._dtype)[0].parameter
-        return [Slot(piece, self.tensors[piece.parameter]) for pieces in self._pieces.values() for piece in pieces]
+
+        slots: list[Slot] = []
+        for parameter, pieces in self._pieces.items():
+            slots += [Slot(piece, self.tensors[parameter]) for piece in pieces]
+        return slots
 
 
 def _plan_of(spec: ModelSpec, actor: ParallelLayout, engine_tp: int, itemsize: int) -> ReshardPlan:
-    engine_layout, world = EngineLayout.inside(actor, engine_tp), range(actor.world_size)
+    engine_layout = EngineLayout.inside(actor, engine_tp)
+    world = range(actor.world_size)
     source = {r: role_pieces(spec, actor, r) for r in world}
     target = {r: engine_pieces(spec, engine_layout, r) for r in world}
     return plan(source, target, itemsize, actor.groups("tp", "pp"))
 
 
 def _make(
-    spec: ModelSpec, actor: ParallelLayout, engine_tp: int, rank: int, dtype: torch.dtype, **options: bool
+    spec: ModelSpec,
+    actor: ParallelLayout,
+    engine_tp: int,
+    rank: int,
+    dtype: torch.dtype,
+    **options: bool,
 ) -> tuple[Resharder, list[Slot], FakeEngine]:
-    found = _plan_of(spec, actor, engine_tp, dtype.itemsize)
-    assert found.bytes_moved == found.bytes_minimum
+    reshard_plan = _plan_of(spec, actor, engine_tp, dtype.itemsize)
+    assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
     slots = make_slots(role_pieces(spec, actor, rank), dtype)
     engine = FakeEngine(engine_pieces(spec, EngineLayout.inside(actor, engine_tp), rank), dtype)
-    return Resharder(found, slots, engine, rank, BUCKET_BYTES, **options), slots, engine
+    resharder = Resharder(reshard_plan, slots, engine, rank, BUCKET_BYTES, **options)
+    return resharder, slots, engine
 
 
 def _assert_holds(engine: WeightHolder, full: dict[str, Tensor]) -> None:
     for slot in engine.weight_slots():
         piece = slot.piece
-        assert torch.equal(stored(slot), full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)), (
-            piece
-        )
+        expected = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+        assert torch.equal(stored(slot), expected), piece
 
 
 def _all_layouts(rank: int) -> None:
     for model in MODELS:
-        spec, dtype = tiny_spec(model), torch.bfloat16 if model == "qwen3" else torch.float32
+        spec = tiny_spec(model)
+        dtype = torch.bfloat16 if model == "qwen3" else torch.float32
         if model == "qwen2_tied":
-            spec = replace(spec, num_kv_heads=2)  # on four ranks two share each
+            # With an engine on four ranks, two ranks share each KV head.
+            spec = replace(spec, num_kv_heads=2)
         full = full_tensors(spec, dtype)
         layouts = [case for case in CASES if case[0] <= spec.num_kv_heads]
         for number, (tp, pp, engine_tp) in enumerate(layouts):
             actor = ParallelLayout.for_world("actor", 4, tp, pp)
             options = {"verify": number % 3 == 0, "shared_memory": number % 4 > 0}
             resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, **options)
-            for scale in (1.0, -2.0):  # the second run brings new weights into the same storage
+
+            # The second run brings new weights into the same storage.
+            for scale in (1.0, -2.0):
                 scaled = {name: tensor * scale for name, tensor in full.items()}
                 fill(slots, scaled)
                 calls: list[str] = []
-                stats = resharder.run(meanwhile=lambda calls=calls: calls.append("now"))
+                stats = resharder.run(meanwhile=lambda calls=calls: calls.append("called"))
                 _assert_holds(engine, scaled)
-                assert calls == ["now"]
+                assert calls == ["called"]
                 assert stats.bytes_moved == stats.bytes_had_to_move
                 assert stats.peak_extra_bytes <= BUCKET_BYTES
+
             if (tp, pp) == (engine_tp, 1):
                 _assert_shared(slots, engine)
                 assert stats.bytes_moved == stats.peak_extra_bytes == 0
             else:
                 kind = SharedRings if options["shared_memory"] else LinkBuckets
                 assert isinstance(resharder.carrier, kind)
+
     assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
 
 
 def _storage_may_change(rank: int) -> None:
-    """Weights that are put elsewhere between two runs, on either side, are found there; the old
-    ones are let go.
-    """
-    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    """Weights that have moved between two runs, on either side, are found; old ones are freed."""
+    spec = tiny_spec("llama")
+    actor = ParallelLayout(2, 2, 1)
     resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32)
     fill(slots, full_tensors(spec))
     resharder.run()
+
     old = [weakref.ref(tensor) for tensor in engine.tensors.values()]
     engine.tensors.clear()
     assert all(reference() is None for reference in old)
+
     for slot in slots:
         slot.parameter.set_(torch.full_like(slot.parameter, float("nan")))
     changed = {name: tensor + 1 for name, tensor in full_tensors(spec).items()}
@@ -138,11 +156,14 @@ def _storage_may_change(rank: int) -> None:
 
 
 def _a_rank_that_does_not_come_is_named(rank: int) -> None:
-    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    spec = tiny_spec("llama")
+    actor = ParallelLayout(2, 2, 1)
     resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, timeout_s=0.5)
     fill(slots, full_tensors(spec))
     if rank != 2:
-        with pytest.raises(WeightError, match=rf"rank {rank} waited 0.5 s for ranks \[.*2.*\] to move weights"):
+        with pytest.raises(
+            WeightError, match=rf"rank {rank} waited 0.5 s for ranks \[.*2.*\] to move weights"
+        ):
             resharder.run()
         with pytest.raises(WeightError, match="failed half-way"):
             resharder.run()
@@ -150,8 +171,9 @@ def _a_rank_that_does_not_come_is_named(rank: int) -> None:
 
 
 def _no_room_falls_back(rank: int) -> None:
-    """Where one rank cannot share memory, all send."""
-    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    """If one rank cannot share memory, all ranks send over gloo."""
+    spec = tiny_spec("llama")
+    actor = ParallelLayout(2, 2, 1)
     if rank == 1:
         shared_memory.DIRECTORY = Path("/nonexistent")
     resharder, slots, engine = _make(spec, actor, 2, rank, torch.float32)
@@ -160,11 +182,13 @@ def _no_room_falls_back(rank: int) -> None:
     resharder.run()
     _assert_holds(engine, full_tensors(spec))
     shared_memory.DIRECTORY = DIRECTORY
+
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
             patch.setattr(os, "posix_fallocate", _full)
         resharder, _, engine = _make(spec, actor, 2, rank, torch.float32)
     assert isinstance(resharder.carrier, LinkBuckets)
+
     dist.barrier()
     assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
 
@@ -179,11 +203,16 @@ def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:
 
 
 class DamagingCarrier:
-    """A link that damages the last byte of the first slice that rank 3 gets from rank 0."""
+    """Damages the last byte of the first slice that rank 3 gets from rank 0."""
 
     def __init__(self, carrier: Carrier, moves: Sequence[Move], rank: int) -> None:
-        self._carrier, self.peak_bytes = carrier, carrier.peak_bytes
-        self._damaged = next((m for m in moves if (m.source_rank, m.target_rank) == (0, 3) and rank == 3), None)
+        self._carrier = carrier
+        self.peak_bytes = carrier.peak_bytes
+        self._damaged: Move | None = None
+        if rank == 3:
+            self._damaged = next(
+                move for move in moves if (move.source_rank, move.target_rank) == (0, 3)
+            )
 
     def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
         moved = self._carrier.carry(source, target, work)
@@ -194,19 +223,26 @@ class DamagingCarrier:
 
 
 def _damage_is_noticed(rank: int) -> None:
-    spec, actor = tiny_spec("llama"), ParallelLayout(2, 2, 1)
+    spec = tiny_spec("llama")
+    actor = ParallelLayout(2, 2, 1)
     full = full_tensors(spec)
+    moves = _plan_of(spec, actor, 1, 4).moves
     for shared in (False, True):
         for verify in (False, True):
-            resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, verify=verify, shared_memory=shared)
-            resharder.carrier = DamagingCarrier(resharder.carrier, _plan_of(spec, actor, 1, 4).moves, rank)
+            resharder, slots, engine = _make(
+                spec, actor, 1, rank, torch.float32, verify=verify, shared_memory=shared
+            )
+            assert resharder.carrier is not None
+            resharder.carrier = DamagingCarrier(resharder.carrier, moves, rank)
             fill(slots, full)
+
             if rank != 3:
                 resharder.run()
                 _assert_holds(engine, full)
             elif verify:
                 with pytest.raises(
-                    WeightError, match=r"bytes of model\.\S+\[\d+:\d+\] of dimension \d from rank 0 to rank 3;"
+                    WeightError,
+                    match=r"bytes of model\.\S+\[\d+:\d+\] of dimension \d from rank 0 to rank 3;",
                 ):
                     resharder.run()
             else:
@@ -216,17 +252,21 @@ def _damage_is_noticed(rank: int) -> None:
 
 
 def _one_group_alone(rank: int) -> None:
-    """A plan of one model-parallel group, over that group, serves its ranks."""
-    spec, actor = tiny_spec("qwen2_tied"), ParallelLayout(1, 2, 2)
+    """A plan of one model-parallel group, carried out over that group, is enough for its ranks."""
+    spec = tiny_spec("qwen2_tied")
+    actor = ParallelLayout(1, 2, 2)
     engine_layout = EngineLayout.inside(actor, 2)
     for ranks in actor.groups("tp", "pp"):
         group = dist.new_group(ranks)
         if rank in ranks:
             source = {r: role_pieces(spec, actor, r) for r in ranks}
             target = {r: engine_pieces(spec, engine_layout, r) for r in ranks}
-            slots, engine = make_slots(source[rank]), FakeEngine(target[rank], torch.float32)
+            slots = make_slots(source[rank])
+            engine = FakeEngine(target[rank], torch.float32)
             fill(slots, full_tensors(spec))
-            Resharder(plan(source, target, 4), slots, engine, rank, 10**6, verify=True, group=group).run()
+
+            part = plan(source, target, 4)
+            Resharder(part, slots, engine, rank, 10**6, verify=True, group=group).run()
             _assert_holds(engine, full_tensors(spec))
 
 
@@ -235,43 +275,53 @@ class NativeWeights:
 
     def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
         self.parameters = Parameters(spec, tp_rank, tp_size, torch.device("cpu"), torch.float32)
-        self.bind, self.weight_slots = self.parameters.bind, self.parameters.slots
+        self.bind = self.parameters.bind
+        self.weight_slots = self.parameters.slots
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         return self.parameters.pieces
 
 
 def _native_engine(rank: int) -> None:
-    """The real engine has the pieces that the plan expects, and takes them in; padding rows are
-    zero.
-    """
+    """The real engine has the pieces that the plan expects, and is filled; padding rows are 0."""
     for kv_heads in (4, 2, 1):
-        spec, actor = replace(tiny_spec("qwen2_tied"), num_kv_heads=kv_heads), ParallelLayout(min(2, kv_heads), 2, 1)
-        actor = ParallelLayout.for_world("actor", 4, actor.tp, 4 // actor.tp)
+        spec = replace(tiny_spec("qwen2_tied"), num_kv_heads=kv_heads)
+        actor_tp = min(2, kv_heads)
+        actor = ParallelLayout.for_world("actor", 4, actor_tp, 4 // actor_tp)
         for tp in (1, 2, 4):
             engine = NativeWeights(spec, rank % tp, tp)
             slots = make_slots(role_pieces(spec, actor, rank))
             fill(slots, full_tensors(spec))
-            Resharder(_plan_of(spec, actor, tp, 4), slots, engine, rank, BUCKET_BYTES, verify=True).run()
-            pieces = engine_pieces(spec, EngineLayout.inside(actor, tp), rank)
-            assert [piece for held in engine.parameter_pieces().values() for piece in held] == pieces
+            reshard_plan = _plan_of(spec, actor, tp, 4)
+            Resharder(reshard_plan, slots, engine, rank, BUCKET_BYTES, verify=True).run()
+
+            held = [piece for pieces in engine.parameter_pieces().values() for piece in pieces]
+            assert held == engine_pieces(spec, EngineLayout.inside(actor, tp), rank)
             _assert_holds(engine, full_tensors(spec))
+
             rows = engine.parameters["embedding.word_embeddings.weight"]
             assert rows.shape[0] == -(-37 // tp)
             if tp == 4:
                 assert (rows[-3:].eq(0).all().item()) == (rank == 3)
+
             if (tp, kv_heads) == (4, 2):
                 qkv = engine.parameters["decoder.layers.1.self_attention.linear_qkv.weight"]
-                assert torch.equal(qkv, _two_groups_on_four_ranks(full_tensors(spec), "model.layers.1.self_attn", rank))
+                expected = _two_kv_heads_on_four_ranks(
+                    full_tensors(spec), "model.layers.1.self_attn", rank
+                )
+                assert torch.equal(qkv, expected)
 
 
-def _two_groups_on_four_ranks(full: dict[str, Tensor], prefix: str, rank: int) -> Tensor:
-    """8 query heads of 4 rows, 2 KV heads: two query heads a rank; ranks 0 and 1 hold KV head 0, 2
-    and 3 hold 1.
+def _two_kv_heads_on_four_ranks(full: dict[str, Tensor], prefix: str, rank: int) -> Tensor:
+    """The qkv rows of one rank for 8 query heads and 2 KV heads, 4 rows each.
+
+    Each rank has two query heads; ranks 0 and 1 hold KV head 0, ranks 2 and 3 KV head 1.
     """
     q, k, v = (full[f"{prefix}.{name}_proj.weight"] for name in "qkv")
+    query_rows = slice(8 * rank, 8 * rank + 8)
     head = rank // 2
-    return torch.cat([q[8 * rank : 8 * rank + 8], k[4 * head : 4 * head + 4], v[4 * head : 4 * head + 4]])
+    kv_rows = slice(4 * head, 4 * head + 4)
+    return torch.cat([q[query_rows], k[kv_rows], v[kv_rows]])
 
 
 def _body(rank: int, world_size: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -35,24 +35,38 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.rl.correction import Correction, Criterion
 from mrlhf.rl.names import PolicyLossName
-from mrlhf.rl.policy_losses import POLICY_LOSSES
 from mrlhf.roles.actor import Actor
-from mrlhf.roles.base import Role
 from mrlhf.roles.critic import Critic
-from mrlhf.roles.frozen import Reference
+from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.roles.reference import Reference
+from mrlhf.training.engine import ModelEngine
 from tests import plain_losses, plain_ppo
 from tests.plain_ppo import Case, Outcome
 from tests.ranks import run_ranks
 
-R = TypeVar("R", bound=Role)
-
 CPU = Device("cpu", torch.device("cpu"), "gloo")
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2)]}  # world size -> (tp, pp)
+LAYOUTS = {
+    1: [(1, 1)],
+    2: [(2, 1), (1, 2), (1, 1)],
+    4: [(2, 2), (2, 1), (1, 2)],
+}  # world size -> (tp, pp)
 MODELS = ("llama", "qwen2-tied")
-NEAR = {"use_kl_loss": True, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.3, "entropy_coeff": 0.05}
+NEAR = {
+    "use_kl_loss": True,
+    "kl_loss_type": "low_var_kl",
+    "kl_loss_coef": 0.3,
+    "entropy_coeff": 0.05,
+}
 FULL = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.3}
 TRUST = {"clip_ratio_low": plain_losses.TRUST_LOW, "clip_ratio_high": plain_losses.TRUST_HIGH}
-BASIC_CASES = ("plain", "clipped gradient", "sampled KL and entropy", "full KL", "entropy", "weights and rejection")
+BASIC_CASES = (
+    "plain",
+    "clipped gradient",
+    "sampled KL and entropy",
+    "full KL",
+    "entropy",
+    "weights and rejection",
+)
 CASES = {
     "plain": Case("llama", "token-mean"),
     "clipped gradient": Case("qwen2-tied", "token-sum", clip_grad=1.0),
@@ -60,12 +74,18 @@ CASES = {
     "full KL": Case("llama", "seq-mean-token-sum-norm", FULL),
     "entropy": Case("llama", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
     "weights and rejection": Case("llama", "token-mean", NEAR, corrected=True),
-    "rejection by sequence means": Case("llama", "seq-mean-token-mean", corrected=True, loss="gspo"),
-    "weights of a geometric mean": Case("llama", "seq-mean-token-mean", corrected=True, loss="geo_mean"),
+    "rejection by sequence means": Case(
+        "llama", "seq-mean-token-mean", corrected=True, loss="gspo"
+    ),
+    "weights of a geometric mean": Case(
+        "llama", "seq-mean-token-mean", corrected=True, loss="geo_mean"
+    ),
     "a gradient that is no number": Case("llama", "token-mean", broken=True),
     "positive examples": Case("llama", "token-mean", {"positive_lm_coef": 0.3}),
     "bypass, reinforce": Case("llama", "token-mean", loss="reinforce", bypass="reinforce"),
-    "bypass, sequence weights": Case("llama", "seq-mean-token-sum", loss="reinforce", bypass="sequence"),
+    "bypass, sequence weights": Case(
+        "llama", "seq-mean-token-sum", loss="reinforce", bypass="sequence"
+    ),
     "bypass, rejection": Case("llama", "token-mean", bypass="geo"),
 } | {
     loss: Case(
@@ -89,7 +109,13 @@ COVARIANCE = PolicyLossSection(
 BYPASS = {
     "reinforce": Correction("token", None, plain_losses.THRESHOLD, normalise=True, criteria=()),
     "sequence": Correction("sequence", None, plain_losses.THRESHOLD, normalise=False, criteria=()),
-    "geo": Correction(None, None, 1.0, False, (Criterion("seq_mean_k1", 1 / plain_losses.BAND, plain_losses.BAND),)),
+    "geo": Correction(
+        None,
+        None,
+        1.0,
+        False,
+        (Criterion("seq_mean_k1", 1 / plain_losses.BAND, plain_losses.BAND),),
+    ),
 }
 
 
@@ -123,7 +149,9 @@ SAFETY_FORMS = ("one pack", "sequence-parallel")  # without and with the distrib
 SAFETY_LAYOUTS = ((1, 1, 1), (4, 2, 1))  # world size, tp, pp; the others share the code
 FORMS = {
     "many packs": Form(tuple(CASES), MODELS, 12, distributed_optimizer=True),
-    "one pack": Form(("sampled KL and entropy", "entropy"), ("llama",), 1000, distributed_optimizer=False),
+    "one pack": Form(
+        ("sampled KL and entropy", "entropy"), ("llama",), 1000, distributed_optimizer=False
+    ),
     "sequence-parallel": Form(
         ("clipped gradient", "full KL"),
         ("qwen2-tied",),
@@ -139,10 +167,10 @@ def _forms(tp: int) -> Iterator[tuple[str, Form]]:
     return ((name, form) for name, form in FORMS.items() if tp > 1 or not form.sequence_parallel)
 
 
-def _build(make: Callable[..., R], section: Any, groups: RoleGroups, head: Any, *rest: Any) -> R:
-    role = make(section, load_spec(section.path, head), groups, CPU, *rest)
-    role.load(section.path, seed=0)
-    return role
+def _engine(section: Any, groups: RoleGroups, head: Any) -> ModelEngine:
+    engine = ModelEngine(section, load_spec(section.path, head), groups, CPU)
+    engine.load(section.path, seed=0)
+    return engine
 
 
 def _actor(root: Path, case: Case, form: Form, groups: RoleGroups, **changes: Any) -> Actor:
@@ -158,12 +186,17 @@ def _actor(root: Path, case: Case, form: Form, groups: RoleGroups, **changes: An
         "loss_agg_mode": case.agg,
         "loss_scale_factor": plain_ppo.SCALE,
     }
-    settings |= form.settings(groups) | case.settings | {"optim": _optim(ActorOptimSection, case, form)} | changes
+    settings |= (
+        form.settings(groups)
+        | case.settings
+        | {"optim": _optim(ActorOptimSection, case, form)}
+        | changes
+    )
     bypass = None if case.bypass is None else BYPASS[case.bypass]
-    loss = POLICY_LOSSES[case.loss]
-    actor = _build(Actor, ActorSection(**settings), groups, "lm", plain_ppo.TEMPERATURE, loss, bypass)
-    actor.prepare(actor.section.optim, total_updates=1)
-    return actor
+    section = ActorSection(**settings)
+    engine = _engine(section, groups, "lm")
+    engine.attach_optimizer(section.optim, total_updates=1)
+    return Actor(engine, PolicyLossSettings.named(case.loss, section, bypass), plain_ppo.TEMPERATURE)
 
 
 def _critic(root: Path, case: Case, form: Form, groups: RoleGroups) -> Critic:
@@ -176,14 +209,14 @@ def _critic(root: Path, case: Case, form: Form, groups: RoleGroups) -> Critic:
         optim=_optim(OptimSection, case, form),
         **form.settings(groups),
     )
-    critic = _build(Critic, section, groups, "scalar")
-    critic.prepare(section.optim, total_updates=1)
-    return critic
+    engine = _engine(section, groups, "scalar")
+    engine.attach_optimizer(section.optim, total_updates=1)
+    return Critic(engine, section)
 
 
 def _reference(root: Path, case: Case, form: Form, groups: RoleGroups) -> Reference:
     section = ReferenceSection(path=str(root / f"{case.model}-ref"), **form.settings(groups))
-    return _build(Reference, section, groups, "lm", plain_ppo.TEMPERATURE)
+    return Reference(_engine(section, groups, "lm"), plain_ppo.TEMPERATURE)
 
 
 def _optim(make: type[OptimSection], case: Case, form: Form) -> OptimSection:
@@ -216,18 +249,17 @@ def _train(root: Path, name: str, form: Form, groups: RoleGroups, out: Path) -> 
     case = CASES[name]
     experience = _experience_of(root, case)
     rollout = experience.rollout
-    lengths = [len(tokens) for tokens in rollout.sequences()]
     actor = _actor(root, case, form, groups)
-    plan = actor.plan(lengths, plain_ppo.MINI_BATCH)
+    cut = actor.cut(rollout, plain_ppo.MINI_BATCH)
     ref_logits = None
     if case.settings.get("kl_loss_type") == "full":
-        ref_logits = _reference(root, case, form, groups).logits(rollout, plan)
-    metrics = actor.update(experience, plan, ref_logits).metrics
-    actor.export(out / "actor", 10**9)
+        ref_logits = _reference(root, case, form, groups).logits(cut)
+    metrics = actor.update(experience, cut, ref_logits).metrics
+    actor.engine.export(out / "actor", 10**9)
     if case.has_critic:
         critic = _critic(root, case, form, groups)
-        metrics |= critic.update(experience, critic.plan(lengths, plain_ppo.MINI_BATCH))
-        critic.export(out / "critic", 10**9)
+        metrics |= critic.update(experience, critic.cut(rollout, plain_ppo.MINI_BATCH))
+        critic.engine.export(out / "critic", 10**9)
     return metrics
 
 
@@ -236,20 +268,21 @@ def _look(root: Path, model: str, form: Form, groups: RoleGroups) -> dict[str, T
     rollout, case = _experience(root, model).rollout, Case(model, "token-mean")
     actor, critic = _actor(root, case, form, groups), _critic(root, case, form, groups)
     reference = _reference(root, case, form, groups)
-    lengths = [len(tokens) for tokens in rollout.sequences()]
-    plan = actor.plan(lengths, plain_ppo.MINI_BATCH)
-    evaluation = actor.evaluate(rollout, plan, reference.logits(rollout, plan))
+    cut = actor.cut(rollout, plain_ppo.MINI_BATCH)
+    evaluation = actor.evaluate(rollout, cut, reference.logits(cut))
     assert evaluation.full_kl is not None
     return {
         "logprobs": evaluation.logprobs,
         "entropy": evaluation.entropy,
         "full_kl": evaluation.full_kl,
         "ref_logprobs": reference.logprobs(rollout),
-        "values": critic.values(rollout, critic.plan(lengths, plain_ppo.MINI_BATCH)),
+        "values": critic.values(rollout, critic.cut(rollout, plain_ppo.MINI_BATCH)),
     }
 
 
-def _first_update(root: Path, model: str, form: Form, groups: RoleGroups, dtype: str = "float32") -> dict[str, Any]:
+def _first_update(
+    root: Path, model: str, form: Form, groups: RoleGroups, dtype: str = "float32"
+) -> dict[str, Any]:
     """Metrics of one mini-batch whose old log-probs the same actor has just evaluated, and those
     log-probs.
 
@@ -257,35 +290,44 @@ def _first_update(root: Path, model: str, form: Form, groups: RoleGroups, dtype:
     same.
     """
     settings = {"use_kl_loss": True, "kl_loss_type": "abs", "entropy_coeff": 0.1}
-    actor = _actor(root, Case(model, "token-mean", settings), form, groups, ppo_epochs=1, dtype=dtype)
+    actor = _actor(
+        root, Case(model, "token-mean", settings), form, groups, ppo_epochs=1, dtype=dtype
+    )
     experience = _experience(root, model)
-    plan = actor.plan([len(tokens) for tokens in experience.rollout.sequences()], len(experience.rollout))
-    logprobs = actor.evaluate(experience.rollout, plan).logprobs
+    cut = actor.cut(experience.rollout, len(experience.rollout))
+    logprobs = actor.evaluate(experience.rollout, cut).logprobs
     fresh = replace(experience, old_logprobs=logprobs, ref_logprobs=logprobs)
-    return {**actor.update(fresh, plan).metrics, "logprobs": logprobs.tolist()}
+    return {**actor.update(fresh, cut).metrics, "logprobs": logprobs.tolist()}
 
 
 def _stops_and_skips(root: Path, form: Form, groups: RoleGroups) -> dict[str, Any]:
     """Metrics of updates that end early or skip steps, and whether the weights moved."""
     experience = _experience(root, "llama")
-    case, plan_lengths = Case("llama", "token-mean"), [len(tokens) for tokens in experience.rollout.sequences()]
+    case = Case("llama", "token-mean")
     found: dict[str, Any] = {}
 
-    def run(name: str, change: Callable[[Tensor, Tensor], Experience], optim: dict[str, Any], **keys: Any) -> None:
+    def run(
+        name: str,
+        change: Callable[[Tensor, Tensor], Experience],
+        optim: dict[str, Any],
+        **keys: Any,
+    ) -> None:
         settings = _optim(ActorOptimSection, case, form).model_copy(update=optim)
         actor = _actor(root, case, form, groups, optim=settings, **keys)
-        plan = actor.plan(plan_lengths, plain_ppo.MINI_BATCH)
-        logprobs = actor.evaluate(experience.rollout, plan).logprobs
-        before = [slot.parameter.double().sum().item() for slot in actor.slots]
+        cut = actor.cut(experience.rollout, plain_ppo.MINI_BATCH)
+        logprobs = actor.evaluate(experience.rollout, cut).logprobs
+        before = [slot.parameter.double().sum().item() for slot in actor.engine.slots]
         try:
-            found[name] = actor.update(change(logprobs, experience.advantages.clone()), plan).metrics
+            found[name] = actor.update(change(logprobs, experience.advantages.clone()), cut).metrics
         except TrainingError as error:
             found[name] = {"error": str(error)}
-        after = [slot.parameter.double().sum().item() for slot in actor.slots]
+        after = [slot.parameter.double().sum().item() for slot in actor.engine.slots]
         found[name]["moved"] = float(before != after)
 
     def far(logprobs: Tensor, advantages: Tensor) -> Experience:
-        shift = torch.where(torch.arange(len(logprobs)) < plain_ppo.MINI_BATCH, 0.0, 0.2)  # the second mini-batch
+        shift = torch.where(
+            torch.arange(len(logprobs)) < plain_ppo.MINI_BATCH, 0.0, 0.2
+        )  # the second mini-batch
         return replace(experience, old_logprobs=logprobs + shift[:, None])
 
     def all_far(logprobs: Tensor, advantages: Tensor) -> Experience:
@@ -307,17 +349,29 @@ def _stops_and_skips(root: Path, form: Form, groups: RoleGroups) -> dict[str, An
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     factory, where = GroupFactory(timeout_s=120.0), Path(root)
-    found: dict[str, dict[str, Any]] = {"trained": {}, "evaluated": {}, "first": {}, "bfloat16": {}, "safety": {}}
+    found: dict[str, dict[str, Any]] = {
+        "trained": {},
+        "evaluated": {},
+        "first": {},
+        "bfloat16": {},
+        "safety": {},
+    }
     for tp, pp in LAYOUTS[world_size]:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
         for form_name, form in _forms(tp):
             layout = f"tp{tp} pp{pp} dp{groups.layout.dp} {form_name}"
             # In four ranks the other losses run on the deepest layout alone: building models takes
             # the time.
-            cases = form.cases if (world_size, tp, pp) in FULL_LAYOUTS else [c for c in form.cases if c in BASIC_CASES]
+            cases = (
+                form.cases
+                if (world_size, tp, pp) in FULL_LAYOUTS
+                else [c for c in form.cases if c in BASIC_CASES]
+            )
             for case in cases:
                 label = f"{layout}, {case}"
-                found["trained"][label] = _train(where, case, form, groups, where / str(world_size) / label)
+                found["trained"][label] = _train(
+                    where, case, form, groups, where / str(world_size) / label
+                )
             for model in form.models:
                 label = f"{layout}, {model}"
                 looks = _look(where, model, form, groups)
@@ -353,7 +407,9 @@ def expected(root: Path) -> dict[str, dict[str, Outcome]]:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def world(request: pytest.FixtureRequest, root: Path) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
+def world(
+    request: pytest.FixtureRequest, root: Path
+) -> tuple[Path, list[dict[str, dict[str, Any]]]]:
     """Where the weights went, and what each rank found."""
     return root / str(request.param), run_ranks(request.param, _in_ranks, str(root))
 
@@ -362,13 +418,21 @@ def test_the_plain_loop_meets_every_branch(expected: dict[str, dict[str, Outcome
     for name, outcomes in expected.items():
         if CASES[name].broken:
             continue
-        for metric, value in (pair for outcome in outcomes.values() for pair in outcome.metrics.items()):
+        for metric, value in (
+            pair for outcome in outcomes.values() for pair in outcome.metrics.items()
+        ):
             clips = metric == "actor/pg_clipfrac" and CASES[name].loss not in UNCLIPPED
             clips |= (
-                metric == "actor/pg_clipfrac_lower" and CASES[name].loss in CLIPPED_BELOW and not CASES[name].bypass
+                metric == "actor/pg_clipfrac_lower"
+                and CASES[name].loss in CLIPPED_BELOW
+                and not CASES[name].bypass
             )
             assert math.isfinite(value), (name, metric, value)
-            assert value != 0 or (metric.startswith("actor/pg_clipfrac") and not clips), (name, metric, value)
+            assert value != 0 or (metric.startswith("actor/pg_clipfrac") and not clips), (
+                name,
+                metric,
+                value,
+            )
         for role, outcome in outcomes.items():
             assert outcome.metrics[f"{role}/grad_norm"] > CASES[name].clip_grad
 
@@ -382,7 +446,9 @@ def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, dict[str, 
     labels = ranks[0]["trained"]
     assert {label.split(", ", 1)[1] for label in labels} == CASES.keys()
     for label, metrics in labels.items():
-        assert all(rank["trained"][label] == metrics for rank in ranks), f"{label}: ranks tell different metrics"
+        assert all(rank["trained"][label] == metrics for rank in ranks), (
+            f"{label}: ranks tell different metrics"
+        )
         case = CASES[label.split(", ", 1)[1]]
         for role, outcome in expected[label.split(", ", 1)[1]].items():
             for name, value in outcome.metrics.items():
@@ -395,7 +461,11 @@ def test_updates_equal_the_plain_loop(world: Any, expected: dict[str, dict[str, 
                 # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to
                 # 1e-2 * 1e-6 / EPS.
                 torch.testing.assert_close(
-                    tensor, outcome.weights[name], rtol=0, atol=1e-5, msg=partial(_named, f"{label}: {name}")
+                    tensor,
+                    outcome.weights[name],
+                    rtol=0,
+                    atol=1e-5,
+                    msg=partial(_named, f"{label}: {name}"),
                 )
 
 
@@ -413,12 +483,18 @@ def test_evaluations_equal_transformers(world: Any, root: Path) -> None:
             "values": plain_ppo.token_values(plain_ppo.load(root / f"{model}-critic"), rollout),
         }
         for rank in world[1]:
-            found = {label: looks for label, looks in rank["evaluated"].items() if label.endswith(model)}
+            found = {
+                label: looks for label, looks in rank["evaluated"].items() if label.endswith(model)
+            }
             assert found
             for label, looks in found.items():
                 for name, table in wanted.items():
                     torch.testing.assert_close(
-                        torch.tensor(looks[name]), table, rtol=0, atol=2e-5, msg=partial(_named, f"{label}: {name}")
+                        torch.tensor(looks[name]),
+                        table,
+                        rtol=0,
+                        atol=2e-5,
+                        msg=partial(_named, f"{label}: {name}"),
                     )
 
 
@@ -436,14 +512,22 @@ def test_an_update_ends_before_the_step_that_is_too_far(world: Any) -> None:
         assert rank["safety"]
         for layout, found in rank["safety"].items():
             stopped = found["stopped"]
-            assert (stopped["actor/kl_stopped"], stopped["actor/optimizer_steps"], stopped["moved"]) == (1, 1, 1), (
+            assert (
+                stopped["actor/kl_stopped"],
+                stopped["actor/optimizer_steps"],
+                stopped["moved"],
+            ) == (1, 1, 1), layout
+            assert stopped["actor/ppo_kl"] == 0.0, (
                 layout
-            )
-            assert stopped["actor/ppo_kl"] == 0.0, layout  # of the one mini-batch that was trained on
+            )  # of the one mini-batch that was trained on
             assert 0.1 < stopped["actor/kl_at_stop"] < 1.0, layout
             at_once = found["stopped at once"]
             assert (at_once["actor/optimizer_steps"], at_once["moved"]) == (0, 0), layout
-            assert at_once["actor/ppo_kl"] == at_once["actor/kl_at_stop"] == pytest.approx(0.2, abs=1e-5), layout
+            assert (
+                at_once["actor/ppo_kl"]
+                == at_once["actor/kl_at_stop"]
+                == pytest.approx(0.2, abs=1e-5)
+            ), layout
             near = found["near enough"]
             assert (near["actor/kl_stopped"], near["actor/optimizer_steps"]) == (0, 4), layout
             # The second mini-batch has 24 of 41 tokens, and nothing moves.
@@ -456,15 +540,19 @@ def test_unusable_gradients_are_skipped_and_end_the_run(world: Any) -> None:
         assert rank["safety"]
         for layout, found in rank["safety"].items():
             broken = found["one broken mini-batch"]
-            assert (broken["actor/skipped_steps"], broken["actor/optimizer_steps"], broken["moved"]) == (2, 2, 1), (
-                layout
-            )
+            assert (
+                broken["actor/skipped_steps"],
+                broken["actor/optimizer_steps"],
+                broken["moved"],
+            ) == (2, 2, 1), layout
             assert all(math.isfinite(value) for value in broken.values()), layout
             assert found["too large"]["moved"] == 0, layout
             assert found["too large"]["error"].startswith("3 optimizer steps in a row"), layout
             assert "limit skip_grad_norm 1e-06" in found["too large"]["error"], layout
             patient = found["too large, patient"]
-            assert (patient["actor/skipped_steps"], patient["actor/optimizer_steps"]) == (4, 0), layout
+            assert (patient["actor/skipped_steps"], patient["actor/optimizer_steps"]) == (4, 0), (
+                layout
+            )
             assert patient["moved"] == 0 and math.isnan(patient["actor/grad_norm"]), layout
 
 

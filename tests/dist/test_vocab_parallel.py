@@ -1,6 +1,4 @@
-"""A vocabulary split over ranks gives what one rank computes, values and gradients, padding
-included.
-"""
+"""A vocabulary that is split over ranks gives the values and gradients that one rank computes."""
 
 from __future__ import annotations
 
@@ -12,25 +10,32 @@ from torch import Tensor
 from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
 from tests.ranks import run_ranks
 
-TOKENS, TEMPERATURE = 9, 0.8
+TOKENS = 9
+TEMPERATURE = 0.8
 
 
 def _logits(columns: int, seed: int) -> Tensor:
     return 4 * torch.randn(TOKENS, columns, generator=torch.Generator().manual_seed(seed))
 
 
-def _all_sizes(rank: int, world_size: int, vocab_sizes: tuple[int, ...]) -> list[tuple[float, float, float, int]]:
+def _all_sizes(
+    rank: int, world_size: int, vocab_sizes: tuple[int, ...]
+) -> list[tuple[float, float, float, int]]:
     return [_shard_results(rank, world_size, vocab_size) for vocab_size in vocab_sizes]
 
 
 def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, float, float, int]:
-    """Largest deviations from float64 of values and gradients, the padding's gradient, and the
-    all-reduces made.
+    """Compare one shard with the whole vocabulary in float64.
+
+    Returns:
+        Largest error of the values, largest error of the gradients, sum of the padding's gradients,
+        and number of all-reduces.
     """
     group = dist.group.WORLD
     shard = -(-vocab_size // world_size)
     mine = slice(rank * shard, (rank + 1) * shard)
-    whole, reference = _logits(shard * world_size, 0), _logits(shard * world_size, 1)
+    whole = _logits(shard * world_size, 0)
+    reference = _logits(shard * world_size, 1)
     targets = torch.arange(TOKENS) * 5 % vocab_size
     weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(2))
 
@@ -44,7 +49,9 @@ def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, 
 
     dist.all_reduce = counting
     logits = whole[:, mine].clone().requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(logits, targets, group, TEMPERATURE, vocab_size, with_entropy=True)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, targets, group, TEMPERATURE, vocab_size, with_entropy=True
+    )
     kl = vocab_parallel_kl(logits, reference[:, mine].clone(), group, TEMPERATURE, vocab_size)
     values = torch.stack([logprobs, entropy, kl])
     (values * weights).sum().backward()
@@ -55,9 +62,14 @@ def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, 
     log_q = torch.log_softmax(reference.double()[:, :vocab_size] / TEMPERATURE, dim=-1)
     p = log_p.exp()
     expected = torch.stack(
-        [log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(dim=1), (p * (log_p - log_q)).sum(dim=1)]
+        [
+            log_p.gather(1, targets[:, None])[:, 0],
+            -(p * log_p).sum(dim=1),
+            (p * (log_p - log_q)).sum(dim=1),
+        ]
     )
     (expected * weights).sum().backward()
+
     worst_gradient = (logits.grad - slow.grad[:, mine]).abs().max().item()
     padding = logits.grad[:, max(0, vocab_size - rank * shard) :]
     return (values - expected).abs().max().item(), worst_gradient, padding.abs().sum().item(), calls
@@ -65,10 +77,11 @@ def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, 
 
 @pytest.mark.parametrize(("world_size", "vocab_sizes"), [(2, (33,)), (4, (41, 5))])
 def test_shards_equal_the_whole(world_size: int, vocab_sizes: tuple[int, ...]) -> None:
-    """41 pads the last rank's shard; of 5 the last of four ranks has nothing but padding."""
-    results = run_ranks(world_size, _all_sizes, vocab_sizes)
-    for value, gradient, padding, calls in (result for rank_results in results for result in rank_results):
-        assert value < 1e-5
-        assert gradient < 1e-5
-        assert padding == 0.0
-        assert calls == 4  # two for log-probabilities with entropy, two for the KL
+    """With 41 columns the last shard has padding; with 5 the last of four shards is all padding."""
+    for results_of_rank in run_ranks(world_size, _all_sizes, vocab_sizes):
+        assert len(results_of_rank) == len(vocab_sizes)
+        for value_error, gradient_error, padding, calls in results_of_rank:
+            assert value_error < 1e-5
+            assert gradient_error < 1e-5
+            assert padding == 0.0
+            assert calls == 4  # two for log-probabilities with entropy, two for the KL

@@ -11,9 +11,7 @@ from tests.e2e.programs import run_program, succeed, torchrun
 
 @pytest.fixture(scope="session")
 def start_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `data/` and `sft/model/`, as the first two commands of `make demo` write
-    them.
-    """
+    """A directory with `data/` and `sft/model/`, as the first two commands of `make demo` write."""
     root = tmp_path_factory.mktemp("start")
     succeed(run_program(["tools/prepare_data.py", "arithmetic", "--out", str(root / "data")]))
     places = [f"data.train_files={root}/data/sft.jsonl", f"data.tokenizer={root}/data/tokenizer"]

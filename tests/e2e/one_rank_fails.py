@@ -1,29 +1,26 @@
-"""A launcher whose engine raises on rank 1 while all others wait for its samples; a program for
-`test_failure`.
-"""
+"""The program of `test_failure`: the engine of rank 1 raises while the others wait for samples."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from mrlhf.batch import Prompts
 from mrlhf.config import PPOConfig
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Sample, SamplingParams
+from mrlhf.inference.base import Request, SamplingParams
 from mrlhf.parallel.layout import EngineLayout
+from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator
-from mrlhf.preflight import dry_run, preflight
 from mrlhf.run.program import Program, main
 from mrlhf.run.startup import start
 from tests.fake_engine import FakeEngine, FakeResharder
 
 
 class Raising(FakeEngine):
-    def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[Sample]:
-        raise EngineError(f"no room for {len(prompts)} prompts; raise rollout.kv_cache_mb")
+    def submit(self, requests: Sequence[Request]) -> None:
+        raise EngineError(f"no room for {len(requests)} prompts; raise rollout.kv_cache_mb")
 
 
 def train(config: PPOConfig) -> None:

@@ -1,4 +1,4 @@
-"""Starts the launchers and tools as a user does, as processes. It knows no assertion."""
+"""Starts the launchers and tools as processes, as a user does."""
 
 from __future__ import annotations
 

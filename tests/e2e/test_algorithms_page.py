@@ -1,6 +1,4 @@
-"""What docs/algorithms.md says: its command runs, its keys and defaults exist, and it names every
-method there is.
-"""
+"""docs/algorithms.md: its command runs, its keys and defaults exist, and it names every method."""
 
 from __future__ import annotations
 
@@ -143,9 +141,11 @@ def test_presets_are_as_the_page_has_them(preset: str) -> None:
         for line in section("Rollout correction").split("\n")
         if re.match(rf"\| [^|]*`{preset}`", line)
     ]
+
     (cells,) = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     names, weights, rejection = cells
     wanted = PRESETS[preset]
+
     if "rollout_is" in wanted:
         assert (
             f"`{wanted['rollout_is']}`" in weights
@@ -153,10 +153,12 @@ def test_presets_are_as_the_page_has_them(preset: str) -> None:
         )
     else:
         assert not weights
+
     if "rollout_rs" in wanted:
         assert f"`{wanted['rollout_rs']}` {wanted['rollout_rs_threshold']}" in rejection
     else:
         assert not rejection or rejection.startswith("none, ")
+
     assert ("bypass" in names) == ("bypass_mode" in wanted)
 
 

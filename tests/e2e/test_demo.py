@@ -1,6 +1,4 @@
-"""The demo as shipped: SFT and PPO on arithmetic at TP=2 x PP=2, what it reports, and the
-checkpoint it leaves.
-"""
+"""The demo as shipped: SFT and PPO on arithmetic at TP=2 x PP=2, its report and its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 @pytest.fixture(scope="module")
 def demo(start_policy: Path) -> dict[str, Any]:
     """Run what `make demo` runs, in a directory of its own."""
-    root, data = start_policy, start_policy / "data"
+    root = start_policy
+    data = root / "data"
     ppo = [f"actor.path={root}/sft/model", f"data.train_files={data}/train.jsonl"]
     ppo += [f"data.val_files={data}/held_out.jsonl", f"trainer.output_dir={root}"]
     log = succeed(
@@ -45,7 +44,8 @@ def test_it_learns(demo: dict[str, Any]) -> None:
 
 
 def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
-    log, root = demo["log"], demo["root"]
+    log = demo["log"]
+    root = demo["root"]
     for phrase in (
         "start_accuracy",
         "final_accuracy",
@@ -54,7 +54,9 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
         str(root / "actor"),
     ):
         assert phrase in log
+
     assert (root / "curves.png").read_bytes().startswith(b"\x89PNG")
+
     rows = [
         json.loads(line)
         for line in (root / "rollouts" / "step_000020.jsonl").read_text().splitlines()
@@ -87,6 +89,7 @@ def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     lines = (demo["root"] / "data" / "held_out.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
+
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         output = model.generate(
@@ -98,5 +101,6 @@ def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
     answers = tokenizer.batch_decode(
         output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
     )
+
     right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
     assert right / len(rows) == demo["summary"]["final_accuracy"]

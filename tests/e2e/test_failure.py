@@ -18,14 +18,14 @@ def test_an_engine_that_raises_on_one_rank_ends_the_job(tmp_path: Path) -> None:
         "actor.pp=1",
         f"trainer.output_dir={tmp_path}",
     ]
-    keys += [
-        "distributed.timeout_s=3600"
-    ]  # longer than the test: waiting for the others would be seen
+    # longer than the test: if the job waited for the other ranks, the test would time out
+    keys += ["distributed.timeout_s=3600"]
     program = ["-m", "tests.e2e.one_rank_fails", "--config", "configs/demo_cpu.yaml"]
+
     done = torchrun(4, [*program, *keys], timeout=150)
     assert done.returncode != 0
     assert (
-        "[rank 1] ERROR mrlhf.run.program: EngineError: no room for 1 prompts; raise rollout.kv_cache_mb"
-        in (done.stderr)
+        "[rank 1] ERROR mrlhf.run.program: EngineError: no room for 1 prompts; raise "
+        "rollout.kv_cache_mb" in (done.stderr)
     )
     assert "a rank went on without the others" not in done.stdout

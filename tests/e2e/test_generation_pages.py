@@ -1,6 +1,4 @@
-"""What docs/generation.md and docs/benchmarks.md say about generation: its command, keys, metrics
-and benchmark.
-"""
+"""docs/generation.md: its command, keys and metrics; and the benchmark of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -52,9 +50,11 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     ]
     output = succeed(run_program(arguments, timeout=240))
     assert "| 3M | float32 | 1 | 8 x 16 |" in output
+
     (result,) = json.loads(file.read_text())
     assert result["failed"] == {}
     assert result["greedy_agreement"] == {"native": 1.0, "transformers": 1.0}
+
     even, spread = result["workloads"]
     for found in even["contenders"].values():
         assert (found["tokens"], found["shortest"], found["longest"]) == (128, 16, 16)

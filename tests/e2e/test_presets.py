@@ -1,6 +1,4 @@
-"""Each preset as shipped, laid over the arithmetic task through the launcher: it learns, and says
-what it did.
-"""
+"""Each preset as shipped, over the arithmetic task and through the launcher: it learns."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from tests.e2e.programs import ROOT, succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-# What fits a preset's numbers to this task: those of the comment in its file, and a batch of a few
-# hundred samples.
+# The arguments that fit a preset to this task: those of the comment in its file, and a batch of a
+# few hundred samples.
 FITTED: dict[str, list[str]] = {
     "ppo": ["rollout.n=8"],
     "grpo": ["rollout.n=8"],
@@ -92,7 +90,8 @@ PPO_METRICS = {
 @pytest.fixture(scope="module", params=FITTED)
 def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[dict[str, Any]]]:
     """The preset's name, and its metrics of each step."""
-    name, out = request.param, start_policy / request.param
+    name = request.param
+    out = start_policy / name
     configs = [
         "--config",
         "configs/arithmetic_cpu.yaml",
@@ -106,6 +105,7 @@ def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[d
         f"trainer.output_dir={out}",
         "trainer.val_sampled=true",
     ]
+
     arguments = [*configs, *places, *FITTED[name], *EXTRA.get(name, [])]
     succeed(torchrun(2, ["launch/train_ppo.py", *arguments], timeout=600))
     return name, [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -123,18 +123,21 @@ def test_the_reward_rises(run: tuple[str, list[dict[str, Any]]]) -> None:
         if "val_sampled/arithmetic/reward_mean" in record
     ]
     assert held_out[-1] > held_out[0] + 0.2, name
+
     steps = [record for record in records if record["step"] > 0]
     assert len(steps) == 20
     assert all(("critic/vf_loss" in record) == (name in CRITICS) for record in steps), name
     assert all(
         record["actor/skipped_steps"] == 0 for record in steps if "actor/skipped_steps" in record
     ), name
+
     if name == "dapo":
         assert sum(record["training/filtered_groups"] for record in steps) > 0
         assert all(record["training/num_gen_batches"] >= 1 for record in steps)
     else:
         scores = [record["critic/score/mean"] for record in steps]
         assert sum(scores[-5:]) / 5 > sum(scores[:5]) / 5 + 0.1, name
+
     if name == "ppo":
         assert steps[-1].keys() >= PPO_METRICS, PPO_METRICS - steps[-1].keys()
         assert all(isinstance(steps[-1][metric], (int, float)) for metric in PPO_METRICS)

@@ -1,6 +1,4 @@
-"""The whole RLHF sequence through the shipped GSM8K configurations, cut to two steps each, on
-made-up problems.
-"""
+"""The whole RLHF sequence with the shipped GSM8K files, two steps each, on made-up problems."""
 
 from __future__ import annotations
 
@@ -20,10 +18,17 @@ pytestmark = pytest.mark.timeout(900)
 def _problems(count: int, rng: random.Random) -> list[dict[str, str]]:
     rows = []
     for _ in range(count):
-        apples, pears = rng.randrange(2, 99), rng.randrange(2, 99)
+        apples = rng.randrange(2, 99)
+        pears = rng.randrange(2, 99)
         total = apples + pears
-        question = f"Ann has {apples} apples and Bob has {pears} pears. How many pieces of fruit do they have in all?"
-        answer = f"They have {apples}+{pears}=<<{apples}+{pears}={total}>>{total} pieces of fruit.\n#### {total}"
+        question = (
+            f"Ann has {apples} apples and Bob has {pears} pears. How many pieces of fruit do they "
+            "have in all?"
+        )
+        answer = (
+            f"They have {apples}+{pears}=<<{apples}+{pears}={total}>>{total} pieces of fruit.\n"
+            f"#### {total}"
+        )
         rows.append({"question": question, "answer": answer})
     return rows
 
@@ -35,7 +40,8 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of the form that users get GSM8K in."""
-    rng, directory = random.Random(0), tmp_path_factory.mktemp("source")
+    rng = random.Random(0)
+    directory = tmp_path_factory.mktemp("source")
     test = _problems(60, rng)
     _write(directory / "train.jsonl", _problems(160, rng))
     _write(directory / "test.jsonl", test)
@@ -55,6 +61,7 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     prepare = ["gsm8k", "--source", str(source), "--out", str(data), "--vocab-size", "400"]
     succeed(run_program(["tools/prepare_data.py", *prepare]))
+
     sft = [
         f"data.train_files={data}/sft.jsonl",
         f"data.tokenizer={data}/tokenizer",
@@ -66,6 +73,7 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
         f"trainer.output_dir={tmp_path}/sft",
     ]
     succeed(torchrun(2, ["launch/train_sft.py", "--config", "configs/gsm8k_sft_cpu.yaml", *sft]))
+
     rm = [
         f"model.path={tmp_path}/sft/model",
         f"data.train_files={data}/preferences.jsonl",
@@ -74,6 +82,7 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
     rm += ["trainer.total_steps=2", "trainer.total_epochs=1", "optim.lr_warmup_steps=1"]
     rm += [f"trainer.output_dir={tmp_path}/rm"]
     succeed(torchrun(2, ["launch/train_rm.py", "--config", "configs/gsm8k_rm_cpu.yaml", *rm]))
+
     ppo = [f"actor.path={tmp_path}/sft/model", f"critic.path={tmp_path}/rm/model"]
     ppo += [f"reward_model.path={tmp_path}/rm/model", f"data.train_files={data}/rl_train.jsonl"]
     ppo += [
@@ -85,6 +94,7 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
     ppo += ["actor.optim.lr_warmup_steps=1", "rollout.tp=2", "trainer.tensorboard=true"]
     ppo += [f"trainer.output_dir={tmp_path}/ppo"]
     succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/gsm8k_cpu.yaml", *ppo]))
+
     stages = [str(tmp_path / stage) for stage in ("sft", "rm", "ppo")]
     succeed(run_program(["tools/report.py", "--out", str(tmp_path), *stages]))
 
@@ -98,8 +108,10 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
         "seconds",
     }
     assert 0.0 <= summary["rm_pair_accuracy"] <= 1.0
+
     parts = [json.loads(Path(stage, "summary.json").read_text())["seconds"] for stage in stages]
     assert summary["seconds"] == pytest.approx(sum(parts), abs=0.1)
+
     records = [
         json.loads(line) for line in (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -109,6 +121,7 @@ def test_sequence(source: Path, tmp_path: Path) -> None:
     )
     assert 0.0 <= records[-1]["val/openai/gsm8k/acc@1"] <= 1.0
     assert list((tmp_path / "ppo" / "tensorboard").iterdir())
+
     scorer, report = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "rm" / "model", output_loading_info=True
     )

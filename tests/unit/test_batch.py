@@ -1,22 +1,31 @@
-"""Selecting and joining the batches of a step."""
+"""Selecting and joining the batches of a step, and what a rollout may not hold."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from tests.rollouts import make_rollout, with_holes
 
 
 def _rollout(uids, lengths, n=2, version=3):
     """`n` responses to each prompt; token t of a response is 100 * row + t."""
     prompts = Prompts(
-        [[uid] * 2 for uid in uids], list(uids), [str(u) for u in uids], ["x"] * len(uids), ["1"] * len(uids),
-        [{"uid": uid} for uid in uids],
-    ).repeat(n)  # fmt: skip
+        token_ids=[[uid] * 2 for uid in uids],
+        uid=list(uids),
+        text=[str(uid) for uid in uids],
+        data_source=["x"] * len(uids),
+        ground_truth=["1"] * len(uids),
+        extra_info=[{"uid": uid} for uid in uids],
+    ).repeat(n)
+
     width = max(lengths)
     positions = torch.arange(width)
     mask = positions < torch.tensor(lengths)[:, None]
     ids = torch.where(mask, 100 * torch.arange(len(lengths))[:, None] + positions, 0)
-    return Rollout(
+
+    return make_rollout(
         prompts=prompts,
         sample_index=[row % n for row in range(len(lengths))],
         response_ids=ids,
@@ -27,9 +36,9 @@ def _rollout(uids, lengths, n=2, version=3):
     )
 
 
-def test_groups_are_the_samples_of_a_prompt_also_where_a_prompt_comes_twice():
-    assert _rollout([7, 9, 7], [1, 2, 3, 1, 1, 2]).groups.tolist() == [0, 0, 1, 1, 2, 2]
-    assert _rollout([7, 9], [1, 2], n=1).groups.tolist() == [0, 1]
+def test_prompt_groups_are_the_samples_of_a_prompt_also_where_a_prompt_comes_twice():
+    assert _rollout([7, 9, 7], [1, 2, 3, 1, 1, 2]).prompt_groups.tolist() == [0, 0, 1, 1, 2, 2]
+    assert _rollout([7, 9], [1, 2], n=1).prompt_groups.tolist() == [0, 1]
 
 
 def test_select_takes_everything_of_a_row_along():
@@ -41,11 +50,13 @@ def test_select_takes_everything_of_a_row_along():
     assert chosen.response_lengths == [2, 3, 3]
     assert chosen.rollout_logprobs[0].tolist() == [-200.0, -201.0, 0.0]
     assert chosen.stopped.tolist() == [True, False, False]
-    assert chosen.version == 3
+    assert chosen.loss_mask.sum(dim=1).tolist() == [2, 3, 3]
+    assert chosen.versions[0].tolist() == [3, 3, NO_VERSION]
 
 
 def test_join_pads_to_the_longest_and_keeps_the_order():
     joined = Rollout.join([_rollout([7], [1, 2]), _rollout([9, 4], [4, 1, 3, 2])])
+
     assert joined.prompts.uid == [7, 7, 9, 9, 4, 4]
     assert joined.response_lengths == [1, 2, 4, 1, 3, 2]
     assert (
@@ -55,10 +66,51 @@ def test_join_pads_to_the_longest_and_keeps_the_order():
         == (6, 4)
     )
     assert joined.response_ids[1].tolist() == [100, 101, 0, 0]
-    assert joined.groups.tolist() == [0, 0, 1, 1, 2, 2]
+    assert joined.prompt_groups.tolist() == [0, 0, 1, 1, 2, 2]
     assert joined.sequences()[0] == [7, 7, 0]
 
 
-def test_two_versions_of_the_policy_make_no_batch():
-    with pytest.raises(AssertionError, match="one version"):
-        Rollout.join([_rollout([7], [1, 2]), _rollout([9], [1, 2], version=4)])
+def test_tokens_keep_the_version_that_drew_them():
+    holes = torch.tensor([[False, True, False], [False, False, False]])
+    joined = Rollout.join(
+        [with_holes(_rollout([7], [3, 2]), holes), _rollout([9], [1, 4], version=4)]
+    )
+    none = NO_VERSION
+
+    assert joined.versions.tolist() == [
+        [3, none, 3, none],
+        [3, 3, none, none],
+        [4, none, none, none],
+        [4, 4, 4, 4],
+    ]
+    assert joined.newest_version == 4
+    assert joined.select([1, 0]).versions.tolist() == [[3, 3, none, none], [3, none, 3, none]]
+
+
+def test_a_token_that_was_not_drawn_is_there_and_does_not_train():
+    holes = torch.tensor([[False, True, False], [True, False, False]])
+    rollout = with_holes(_rollout([7], [3, 2]), holes)
+    assert rollout.loss_mask.tolist() == [[True, False, True], [False, True, False]]
+    assert rollout.response_lengths == [3, 2]
+    assert rollout.sequences() == [[7, 7, 0, 1, 2], [7, 7, 100, 101]]
+    assert rollout.select([1]).loss_mask.tolist() == [[False, True, False]]
+    wider = Rollout.join([rollout, _rollout([9], [1, 4])])
+    assert wider.loss_mask[1].tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("field", "table", "message"),
+    [
+        ("loss_mask", [[True, True, True]], "a token trains that is not there"),
+        ("loss_mask", [[True, True]], r"\(1, 2\) against tokens \(1, 3\)"),
+        ("loss_mask", [[True, False, False]], "exactly the tokens that train have a version"),
+        ("response_mask", [[True, False, True]], "a response has a gap"),
+        ("rollout_logprobs", [[0.0, 0.0, -1.0]], "a token that does not train has a log-prob"),
+        ("sample_index", [0, 1], "2 sample indices and 1 stop flags for 1 prompts"),
+    ],
+)
+def test_tables_that_contradict_each_other_make_no_rollout(field, table, message):
+    rollout = _rollout([7], [2, 3]).select([0])
+    changed = table if field == "sample_index" else torch.tensor(table)
+    with pytest.raises(AssertionError, match=message):
+        replace(rollout, **{field: changed})

@@ -1,6 +1,4 @@
-"""Which groups dynamic sampling keeps, and how it refills a batch from an endless supply of
-prompts.
-"""
+"""How a step's batch is collected, and how dynamic sampling fills it with further prompts."""
 
 import logging
 from itertools import count
@@ -8,33 +6,43 @@ from itertools import count
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
+from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection, FilterGroupsSection
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
-from mrlhf.rollout.collector import Collector, choose_groups, groups_that_differ
+from mrlhf.rollout.collector import Collector
+from mrlhf.rollout.dynamic_sampling import (
+    DynamicSampler,
+    choose_prompt_groups,
+    prompt_groups_that_differ,
+)
+from mrlhf.rollout.generator import Generated
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
+from tests.rollouts import make_rollout
 
 N = 2
 
 
 def test_a_group_differs_when_not_all_its_values_are_the_same():
     values = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.5, 0.5, -1.0, 0.0])
-    assert groups_that_differ(values, 2) == [False, True, False, True]
-    assert groups_that_differ(values, 4) == [True, True]
-    assert groups_that_differ(values, 1) == [False] * 8
+    assert prompt_groups_that_differ(values, 2) == [False, True, False, True]
+    assert prompt_groups_that_differ(values, 4) == [True, True]
+    assert prompt_groups_that_differ(values, 1) == [False] * 8
 
 
 def test_what_has_no_value_does_not_differ():
     nan = float("nan")
-    assert groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [
+    assert prompt_groups_that_differ(torch.tensor([nan, 1.0, nan, nan, 0.0, 1.0]), 2) == [
         False,
         False,
         True,
     ]
-    assert groups_that_differ(torch.tensor([nan, 1.0, 1.0, nan, 0.0, 1.0]), 3) == [False, True]
+    assert prompt_groups_that_differ(torch.tensor([nan, 1.0, 1.0, nan, 0.0, 1.0]), 3) == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,38 +55,43 @@ def test_what_has_no_value_does_not_differ():
     ],
 )
 def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen):
-    assert choose_groups(differs, 3) == chosen
+    assert choose_prompt_groups(differs, 3) == chosen
 
 
 class _Generator:
-    """Answers prompt u with u and, in sample 1, u + 1 where u is divisible by `informative`, else u
-    again.
-    """
+    """Answers prompt u with the token u; if `informative` divides u, sample 1 is u + 1 instead."""
 
     def __init__(self, informative: int) -> None:
-        self.informative, self.calls = informative, []
-        self.metrics: dict[str, float] = {}
+        self.informative = informative
+        self.calls = []
 
     def generate(self, prompts, sampling, stream, step, refill=0):
         self.calls.append((stream, step, refill, len(prompts), sampling.temperature, sampling.n))
-        self.metrics = {
+        metrics = {
             "rollout/preemptions": 1,
             "rollout/peak_kv_cache_bytes": 10 - refill,
             "rollout/imbalance": refill,
         }
+
         repeated = prompts.repeat(sampling.n)
         answers = [
             uid + (row % sampling.n) * (uid % self.informative == 0)
             for row, uid in enumerate(repeated.uid)
         ]
-        rows = len(repeated)
-        return Rollout(
-            repeated, [row % sampling.n for row in range(rows)], torch.tensor(answers)[:, None],
-            torch.ones(rows, 1, dtype=torch.bool), torch.zeros(rows, 1), torch.ones(rows, dtype=torch.bool), version=0,
-        )  # fmt: skip
 
-    def rest(self):
-        self.calls.append("rest")
+        rows = len(repeated)
+        rollout = make_rollout(
+            repeated,
+            [row % sampling.n for row in range(rows)],
+            torch.tensor(answers)[:, None],
+            torch.ones(rows, 1, dtype=torch.bool),
+            torch.zeros(rows, 1),
+            torch.ones(rows, dtype=torch.bool),
+        )
+        return Generated(rollout, metrics)
+
+    def sleep(self):
+        self.calls.append("sleep")
 
     def take_weights(self, version):
         self.calls.append(f"weights {version}")
@@ -102,13 +115,19 @@ def _prompts(size):
 
 
 def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, **filters):
+    generator = _Generator(informative)
+    scorer = _Scorer()
+    shaper = RewardShaper(AlgorithmSection(), max_response_length=5)
+    prompts = _prompts(gen_batch_size)
+    section = FilterGroupsSection(**filters)
+
+    sampler = DynamicSampler(generator, scorer, shaper, prompts, train_batch_size, section)
     return Collector(
-        generator=_Generator(informative),
-        scorer=_Scorer(),
-        shaper=RewardShaper(AlgorithmSection(), max_response_length=5),
-        prompts=_prompts(gen_batch_size),
-        train_batch_size=train_batch_size,
-        filters=FilterGroupsSection(**filters),
+        generator=generator,
+        scorer=scorer,
+        shaper=shaper,
+        prompts=prompts,
+        dynamic_sampler=sampler if section.enable else None,
         greedy_baseline=greedy,
     )
 
@@ -122,13 +141,15 @@ def _collect(collector):
 def test_equal_groups_are_replaced_by_those_of_further_prompts():
     collector = _collector(informative=2, enable=True, max_num_gen_batches=5)
     collected = _collect(collector)
+
     assert collected.rollout.prompts.uid == [2, 2, 4, 4, 6, 6, 8, 8]
     assert collected.scores.total.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert collector.generator.calls == [
         ("train", 7, 0, 4, 0.8, N),
         ("train", 7, 1, 4, 0.8, N),
-        "rest",
+        "sleep",
     ]
+
     assert collected.metrics == {
         "training/num_gen_batches": 2,
         "training/generated_groups": 8,
@@ -146,7 +167,7 @@ def test_a_reward_model_finds_the_engine_asleep():
     collector.scorer.has_model = True
     _collect(collector)
     assert [call if isinstance(call, str) else call[0] for call in collector.generator.calls] == [
-        "train", "rest", "weights 0", "train", "rest", "weights 0", "greedy baseline", "rest"
+        "train", "sleep", "weights 0", "train", "sleep", "weights 0", "greedy baseline", "sleep"
     ]  # fmt: skip
 
 
@@ -164,7 +185,7 @@ def test_at_the_limit_the_batch_is_filled_with_what_there_is_and_says_so(caplog)
     assert collected.rollout.prompts.uid == [1, 1, 2, 2, 3, 3, 6, 6]
     assert collected.metrics["training/uninformative_groups"] == 3
     assert collected.metrics["training/filtered_groups"] == 4
-    assert "3 of 4 groups have equal rewards after 2 batches" in caplog.text
+    assert "3 of 4 prompt groups have equal rewards after 2 batches" in caplog.text
 
 
 def test_without_filtering_each_step_is_one_batch():
@@ -181,7 +202,7 @@ def test_without_filtering_each_step_is_one_batch():
 def test_the_greedy_baseline_is_one_more_response_a_prompt():
     collector = _collector(informative=2, greedy=True, enable=True)
     collected = _collect(collector)
-    assert collector.generator.calls[-2:] == [("greedy baseline", 7, 0, 4, 0.0, 1), "rest"]
+    assert collector.generator.calls[-2:] == [("greedy baseline", 7, 0, 4, 0.0, 1), "sleep"]
     assert collected.greedy_scores.tolist() == [2, 2, 4, 4, 6, 6, 8, 8]
 
 

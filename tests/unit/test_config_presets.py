@@ -8,7 +8,8 @@ import pytest
 from mrlhf.config import PPOConfig, flatten, load_config
 from mrlhf.preflight.method_checks import method_problems
 
-FILES = sorted((Path(__file__).parents[2] / "configs" / "algorithms").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted((CONFIGS / "algorithms").glob("*.yaml"))
 ARGUMENTS = [
     "actor.path=m",
     "reward.terms=[{name: gsm8k}]",
@@ -55,22 +56,28 @@ def load(*files: Path) -> PPOConfig:
 
 def method(config: PPOConfig) -> dict[str, Any]:
     """The values that are in use."""
-    algorithm, unused = config.algorithm, list(OF_THE_TASK)
-    unused += [] if algorithm.use_kl_in_reward else ["algorithm.kl_"]
+    algorithm = config.algorithm
+    unused = list(OF_THE_TASK)
+    if not algorithm.use_kl_in_reward:
+        unused.append("algorithm.kl_")
+    if not config.actor.use_kl_loss:
+        unused.append("actor.kl_loss_")
+    if not config.needs_critic:
+        unused.append("critic.")
+
     for name, section in (
         ("overlong_buffer", algorithm.overlong_buffer),
         ("filter_groups", algorithm.filter_groups),
     ):
-        numbers = section.model_dump(exclude={"enable"})
-        unused += [] if section.enable else [f"algorithm.{name}.{key}" for key in numbers]
-    unused += [] if config.actor.use_kl_loss else ["actor.kl_loss_"]
-    unused += [] if config.needs_critic else ["critic."]
-    flat = flatten(config).items()
-    return {
-        key: value
-        for key, value in flat
-        if key.startswith(METHOD) and not key.startswith(tuple(unused))
-    }
+        if not section.enable:
+            numbers = section.model_dump(exclude={"enable"})
+            unused += [f"algorithm.{name}.{key}" for key in numbers]
+
+    values = {}
+    for key, value in flatten(config).items():
+        if key.startswith(METHOD) and not key.startswith(tuple(unused)):
+            values[key] = value
+    return values
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -93,6 +100,15 @@ def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(
     assert over.algorithm.reward_clip == 5.0
     assert method(over) == method(load(file))
     assert not list(method_problems(over))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("base", ["arithmetic_cpu", "demo_cpu", "gsm8k_cpu"])
+def test_a_preset_over_a_shipped_configuration_leaves_no_key_without_effect(
+    base: str, file: Path
+) -> None:
+    config = load_config(PPOConfig, [CONFIGS / f"{base}.yaml", file])
+    assert not [line for line in method_problems(config) if "has no effect" in line]
 
 
 def test_the_presets_differ() -> None:

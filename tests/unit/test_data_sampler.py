@@ -29,7 +29,7 @@ def test_an_epoch_has_each_row_once_and_epochs_differ():
 def test_order_depends_on_the_seed_and_on_nothing_else():
     assert take(StatefulSampler(20, 4, seed=1), 10) == take(StatefulSampler(20, 4, seed=1), 10)
     assert take(StatefulSampler(20, 4, seed=1), 10) != take(StatefulSampler(20, 4, seed=2), 10)
-    # Written down once: a checkpoint of an older version must go on in the same order.
+    # The literal order must stay: a checkpoint of an older version continues in it.
     assert take(StatefulSampler(8, 4, seed=1), 2) == [[5, 1, 0, 3], [4, 7, 2, 6]]
 
 

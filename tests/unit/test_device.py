@@ -1,5 +1,6 @@
-"""Device choice, the launcher's environment, and the CPU stand-ins: torch stays as it was, and
-nothing loads early.
+"""Device choice, the launcher's environment, and the CPU stand-ins.
+
+The stand-ins leave torch unchanged and import nothing early.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ assert "torch._dynamo" not in sys.modules, "a compiler was imported"
 UNTOUCHED = """
 import torch
 import torch.cuda, torch.distributed, torch.nn.functional, torch.utils.checkpoint
-watched = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed, torch.nn.functional, torch.random]
+watched = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed]
+watched += [torch.nn.functional, torch.random]
 before = [{name: id(value) for name, value in vars(module).items()} for module in watched]
 import mrlhf
 from megatron.core.models.gpt import GPTModel
-import megatron.core.tensor_parallel.random, megatron.core.pipeline_parallel.schedules, megatron.core.optimizer
+import megatron.core.tensor_parallel.random
+import megatron.core.pipeline_parallel.schedules
+import megatron.core.optimizer
 for module, names in zip(watched, before, strict=True):
     changed = [name for name in names if id(vars(module).get(name)) != names[name]]
     assert not changed, (module, changed)
@@ -52,7 +56,8 @@ def function(): pass
 assert megatron.core.jit.jit_fuser(function) is function
 from megatron.core.transformer.moe import moe_utils
 assert moe_utils.te_general_gemm is None
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 model_parallel_cuda_manual_seed(5, tp_rank=1, ep_rank=0, etp_rank=0)
 outside = torch.get_rng_state()
 with get_cuda_rng_tracker().fork():
@@ -67,8 +72,10 @@ import sys
 import mrlhf
 from megatron.core.models.gpt import GPTModel
 import torch, transformers
-config = transformers.LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                                  num_key_value_heads=2, vocab_size=16, rope_theta=10000.0)
+config = transformers.LlamaConfig(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=16, rope_theta=10000.0,
+)
 transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
 model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])
 expected = 10000.0 ** (-torch.arange(0, 16, 2).double() / 16)
@@ -76,8 +83,16 @@ torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), expected, a
 """
 
 
+TOO_EARLY = """
+import sys
+import types
+sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+import mrlhf
+"""
+
+
 def run_python(program: str, *arguments: str) -> None:
-    """Run `program` in an interpreter that has imported nothing; no GPU is visible."""
+    """Run `program` in a new interpreter that sees no GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error::UserWarning:megatron", "-c", program, *arguments]
     done = subprocess.run(
@@ -98,11 +113,9 @@ def test_transformers_loads_right_rotary_frequencies_in_the_same_process(tmp_pat
     run_python(ROTARY, str(tmp_path))
 
 
-def test_megatron_imported_too_early_is_found_out() -> None:
+def test_megatron_imported_too_early_is_refused() -> None:
     with pytest.raises(AssertionError, match="import mrlhf first"):
-        run_python(
-            "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core'); import mrlhf"
-        )
+        run_python(TOO_EARLY)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +163,18 @@ def test_dtype() -> None:
 
 
 def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
+    environment = {
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
         "MASTER_ADDR": "x",
         "MASTER_PORT": "1",
-    }.items():
+    }
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     launch = read_launch()
     assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
+
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("MASTER_PORT")
     with pytest.raises(
@@ -170,9 +185,8 @@ def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peak_memory_on_the_cpu_counts_what_was_touched() -> None:
     before = CPU.max_memory_allocated()
-    block = torch.ones(
-        before // 4 + 2**24
-    )  # four bytes an element: more than the process ever held
+    # With four bytes an element this is more than the process has ever held.
+    block = torch.ones(before // 4 + 2**24)
     CPU.synchronize()
     assert CPU.max_memory_allocated() >= before + 2**24
     del block

@@ -1,6 +1,4 @@
-"""Counted operations against torch's own counter on transformers' models, and causal pairs against
-a loop.
-"""
+"""Counted operations against torch's own counter, and causal pairs against a loop."""
 
 from __future__ import annotations
 
@@ -37,6 +35,7 @@ def test_equals_what_torch_counts(name: str) -> None:
         logits = model(tokens).logits
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
+
     width = spec.num_layers * spec.num_heads * spec.head_dim
     # eager attention multiplies all pairs, masked or not
     unseen = 4 * width * (LENGTH * LENGTH - pairs_by_loop(LENGTH, spec.sliding_window))
@@ -54,7 +53,7 @@ def test_a_value_model_has_one_output() -> None:
 
 
 def test_literal_numbers() -> None:
-    # hidden 48, 3 layers, 4 heads of 12 on 2 groups, MLP 80, vocabulary 131:
+    # hidden 48, 3 layers, 4 heads of 12 on 2 KV heads, MLP 80, vocabulary 131:
     # a layer has 48 * (48 + 24 + 24) + 48 * 48 + 3 * 48 * 80 = 18432 weights, the output layer 6288
     spec = spec_of(hf_model("llama"))
     assert forward_flops(spec, 2) == 2 * (3 * 18432 + 6288) * 2 + 4 * 3 * 48 * 3

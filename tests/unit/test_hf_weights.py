@@ -1,5 +1,6 @@
-"""Reading checkpoints that transformers wrote, what is refused, and random initialisation. One
-process.
+"""Reading checkpoints that transformers wrote, what is refused, and random initialisation.
+
+All in one process.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import tensor_shapes
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.weights.hf import read_weights, split_files
+from mrlhf.weights.files import split_files
+from mrlhf.weights.hf import read_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Slot
-from tests.shards import MODELS, full_tensors, make_slots, stored, tiny_config, tiny_spec
+from tests.shards import (
+    MODELS,
+    full_tensors,
+    make_slots,
+    stored,
+    tensor_shapes,
+    tiny_config,
+    tiny_spec,
+)
 
 LAYOUTS = [ParallelLayout(tp, pp, 1) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
 
@@ -62,7 +71,9 @@ def test_reads_what_transformers_saved(model: str, max_shard_size: str, tmp_path
     theirs = AutoModelForCausalLM.from_config(tiny_config(model))
     theirs.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
-    full, spec = theirs.state_dict(), tiny_spec(model)
+
+    full = theirs.state_dict()
+    spec = tiny_spec(model)
     for layout in LAYOUTS:
         for rank in range(layout.world_size):
             slots = _slots(spec, layout, rank)
@@ -85,8 +96,10 @@ def test_scalar_model_from_a_policy_and_from_a_classifier(checkpoint: Path, tmp_
     assert read_weights(checkpoint, slots, tensor_shapes(spec), **options) == ["score.weight"]
     for slot in slots:
         assert bool(slot.parameter.isnan().any()) == (slot.piece.name == "score.weight")
+
     config = tiny_config("llama")
-    config.num_labels, config.pad_token_id = 1, 0
+    config.num_labels = 1
+    config.pad_token_id = 0
     classifier = AutoModelForSequenceClassification.from_config(config)
     classifier.save_pretrained(tmp_path / "classifier")
     assert read_weights(tmp_path / "classifier", slots, tensor_shapes(spec), **options) == []
@@ -134,6 +147,7 @@ def test_long_lists_of_names_are_cut(checkpoint: Path) -> None:
 def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"neither model.safetensors nor .*save_pretrained"):
         read_weights(tmp_path, [], {})
+
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(
@@ -153,14 +167,16 @@ def test_files_are_filled_as_the_hub_does(max_shard_bytes: int) -> None:
 @pytest.mark.parametrize("model", ["qwen2_tied", "qwen3"])
 def test_initial_weights_do_not_depend_on_the_layout(model: str) -> None:
     spec = tiny_spec(model)
-    (whole,) = [_slots(spec, LAYOUTS[0], 0)]
+    whole = _slots(spec, LAYOUTS[0], 0)
     initialise(whole, tensor_shapes(spec), seed=5)
     full = {slot.piece.name: stored(slot) for slot in whole}
+
     for layout in LAYOUTS[1:]:
         for rank in range(layout.world_size):
             slots = _slots(spec, layout, rank)
             initialise(slots, tensor_shapes(spec), seed=5)
             assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
+
     initialise(whole, tensor_shapes(spec), seed=6)
     again = {slot.piece.name: stored(slot) for slot in whole}
     assert not torch.equal(full["model.embed_tokens.weight"], again["model.embed_tokens.weight"])
@@ -170,24 +186,20 @@ def test_initial_weights_have_the_stated_deviations() -> None:
     spec = tiny_spec("qwen2", head="scalar")
     slots = _slots(spec, LAYOUTS[0], 0)
     initialise(slots, tensor_shapes(spec), seed=1, std=0.1, head_std=3.0)
-    found = {slot.piece.name: stored(slot) for slot in slots}
+    weights = {slot.piece.name: stored(slot) for slot in slots}
+
     prefix = "model.layers.2."
-    assert (
-        found[prefix + "input_layernorm.weight"].eq(1).all()
-        and found["model.norm.weight"].eq(1).all()
-    )
-    assert found[prefix + "self_attn.k_proj.bias"].eq(0).all()
-    assert found["model.embed_tokens.weight"].std().item() == pytest.approx(0.1, rel=0.1)
-    assert found[prefix + "mlp.gate_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
-    assert found[prefix + "mlp.down_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
-    assert found[prefix + "self_attn.o_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
-    assert found["score.weight"].std().item() == pytest.approx(3.0, rel=0.4)
-    gates = [found[f"model.layers.{layer}.mlp.gate_proj.weight"] for layer in range(4)]
+    assert weights[prefix + "input_layernorm.weight"].eq(1).all()
+    assert weights["model.norm.weight"].eq(1).all()
+    assert weights[prefix + "self_attn.k_proj.bias"].eq(0).all()
+    assert weights["model.embed_tokens.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert weights[prefix + "mlp.gate_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert weights[prefix + "mlp.down_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert weights[prefix + "self_attn.o_proj.weight"].std().item() == pytest.approx(0.1, rel=0.1)
+    assert weights["score.weight"].std().item() == pytest.approx(3.0, rel=0.4)
+    gates = [weights[f"model.layers.{layer}.mlp.gate_proj.weight"] for layer in range(4)]
     assert not torch.equal(gates[0], gates[1])
-    initialise(
-        [slot for slot in slots if slot.piece.name == "score.weight"],
-        tensor_shapes(spec),
-        1,
-        head_std=0.0,
-    )
-    assert stored(slots[-1]).eq(0).all() and slots[-1].piece.name == "score.weight"
+
+    (head,) = [slot for slot in slots if slot.piece.name == "score.weight"]
+    initialise([head], tensor_shapes(spec), 1, head_std=0.0)
+    assert stored(head).eq(0).all()

@@ -1,22 +1,23 @@
-"""Ranks, coordinates and groups of layouts: what is promised of every layout, and literal examples."""
+"""Ranks, coordinates and groups: what holds for every layout, and literal examples."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
 from mrlhf.errors import ConfigError
-from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AXES, Coordinates, EngineLayout, ParallelLayout
 
 LAYOUTS = [
     ParallelLayout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3))
 ]
-NAMES: tuple[Axis, ...] = ("tp", "dp", "pp")
-AXES = [axes for count in range(4) for axes in itertools.combinations(NAMES, count)]
+SUBSETS = [axes for count in range(4) for axes in itertools.combinations(AXES, count)]
 
 
 def test_ranks_run_along_tensor_then_data_then_pipeline() -> None:
+    assert AXES == ("tp", "dp", "pp")
     layout = ParallelLayout(tp=2, pp=2, dp=3)
     assert [layout.coordinates(rank) for rank in (0, 1, 2, 5, 6, 11)] == [
         Coordinates(tp=0, dp=0, pp=0),
@@ -32,10 +33,10 @@ def test_ranks_run_along_tensor_then_data_then_pipeline() -> None:
 def test_rank_at_inverts_coordinates(layout: ParallelLayout) -> None:
     seen = set()
     for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        assert layout.rank_at(at.tp, at.dp, at.pp) == rank
-        assert at.tp < layout.tp and at.dp < layout.dp and at.pp < layout.pp
-        seen.add(at)
+        place = layout.coordinates(rank)
+        assert layout.rank_at(place.tp, place.dp, place.pp) == rank
+        assert place.tp < layout.tp and place.dp < layout.dp and place.pp < layout.pp
+        seen.add(place)
     assert len(seen) == layout.tp * layout.pp * layout.dp
 
 
@@ -43,15 +44,13 @@ def test_rank_at_inverts_coordinates(layout: ParallelLayout) -> None:
 def test_groups_cover_the_world_once_and_differ_along_their_axes_only(
     layout: ParallelLayout,
 ) -> None:
-    for axes in AXES:
+    for axes in SUBSETS:
         groups = layout.groups(*axes)
-        assert sorted(rank for group in groups for rank in group) == list(range(layout.world_size))
-        size = 1
-        for axis in axes:
-            size *= getattr(layout, axis)
+        assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
+        size = math.prod(getattr(layout, axis) for axis in axes)
         for group in groups:
             assert len(group) == size and group == sorted(group)
-            for fixed in set(NAMES) - set(axes):
+            for fixed in set(AXES) - set(axes):
                 assert len({getattr(layout.coordinates(rank), fixed) for rank in group}) == 1
 
 
@@ -95,7 +94,8 @@ def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(
     layout: ParallelLayout,
 ) -> None:
     size = layout.tp * layout.pp
-    for tp in (tp for tp in range(1, size + 1) if size % tp == 0):
+    divisors = [tp for tp in range(1, size + 1) if size % tp == 0]
+    for tp in divisors:
         engines = EngineLayout.inside(layout, tp)
         assert sorted(itertools.chain(*engines.replicas)) == list(range(layout.world_size))
         for number, replica in enumerate(engines.replicas):

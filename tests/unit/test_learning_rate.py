@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mrlhf.config.sections import OptimSection
-from mrlhf.roles.base import learning_rate_schedule
+from mrlhf.training.optimizer import learning_rate_schedule
 
 
 def _rates(updates: int, **keys: Any) -> list[float]:

@@ -1,6 +1,4 @@
-"""Log lines, metrics files, the progress display and the curves, each read back from where it was
-written.
-"""
+"""Log lines, metrics files, progress and curves, each read back from where it was written."""
 
 import io
 import json
@@ -16,7 +14,8 @@ from mrlhf.log import MetricsWriter, Progress, configure_logging, plot_curves, r
 
 @pytest.fixture
 def clean_logging():
-    root, ours = logging.getLogger(), logging.getLogger("mrlhf")
+    root = logging.getLogger()
+    ours = logging.getLogger("mrlhf")
     before = (root.handlers[:], root.level, ours.level)
     yield
     root.handlers[:] = before[0]
@@ -47,10 +46,8 @@ def test_each_step_is_one_sorted_line_readable_at_once(tmp_path):
         text = (tmp_path / "run" / "metrics.jsonl").read_text()
         assert text == '{"a/y": null, "b/x": 0.5, "c": null, "d": 3, "step": 1}\n'
         writer.write(2, {"b/x": 0.25})
-    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [
-        1,
-        2,
-    ]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
@@ -59,12 +56,8 @@ def test_a_resumed_run_appends_and_the_later_record_of_a_step_is_read(tmp_path):
         with MetricsWriter(tmp_path) as writer:
             for step in steps:
                 writer.write(step, {"x": value})
-    assert [(r["step"], r["x"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
-        (1, 0),
-        (2, 0),
-        (3, 1),
-        (4, 1),
-    ]
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(record["step"], record["x"]) for record in records] == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
 def test_broken_metrics_files_are_named_with_the_line(tmp_path):
@@ -84,10 +77,8 @@ def test_tensorboard_holds_the_same_numbers(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["critic/score/mean"]
-    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [
-        (1, 0.25),
-        (2, 0.75),
-    ]
+    scalars = events.Scalars("critic/score/mean")
+    assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 0.25), (2, 0.75)]
 
 
 def test_tensorboard_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
@@ -105,12 +96,14 @@ def test_without_a_terminal_progress_is_one_line_a_step(monkeypatch, caplog):
         ("kl", "actor/ppo_kl"),
         ("length", "response_length/mean"),
     ]
+
     stream = io.StringIO()
     with Progress(12, columns, first_step=2, stream=stream) as progress:
         clock[0] += 30
         progress.update(3, {"critic/score/mean": 0.123456, "response_length/mean": 34.0})
         clock[0] += 10
         progress.update(4, {"critic/score/mean": 0.5, "actor/ppo_kl": float("nan")})
+
     assert caplog.messages == [
         "step 3/12, reward 0.1235, length 34, 0:04:30 left",
         "step 4/12, reward 0.5, kl nan, 0:02:40 left",
@@ -143,12 +136,16 @@ def test_curves_are_drawn_with_gaps_and_a_missing_metric_is_named(tmp_path):
             writer.write(
                 step, {"critic/score/mean": 0.1 * step, "actor/ppo_kl": float("nan"), "val": 1.0}
             )
-    source, png = tmp_path / "metrics.jsonl", tmp_path / "plots" / "curves.png"
+
+    source = tmp_path / "metrics.jsonl"
+    png = tmp_path / "plots" / "curves.png"
     plot_curves(source, png, ["critic/score/mean", "actor/ppo_kl", "val", "step"])
     header = png.read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+    width = int.from_bytes(header[16:20], "big")
+    height = int.from_bytes(header[20:24], "big")
     assert (width, height) == (3 * 540, 2 * 384)  # four panels: three beside each other, two rows
+
     with pytest.raises(DataError, match="did you mean 'critic/score/mean'"):
         plot_curves(source, png, ["critic/scores/mean"])
 

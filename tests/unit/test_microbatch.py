@@ -10,7 +10,14 @@ import random
 import pytest
 import torch
 
-from mrlhf.parallel.microbatch import make_pack, pack_rows, plan_mini_batches, split_balanced
+from mrlhf.parallel.microbatch import (
+    BatchCut,
+    PackedMiniBatch,
+    cut_mini_batches,
+    make_pack,
+    pack_rows,
+    split_balanced,
+)
 
 
 def _batches() -> list[list[int]]:
@@ -78,9 +85,9 @@ def test_which_rows_share_an_optimizer_step_depends_on_the_batch_alone() -> None
             list(range(begin, min(begin + 8, count))) for begin in range(0, count - count % 8, 8)
         ]
         for dp, budget in itertools.product((1, 2, 4), (1, 50, 10**6)):
-            plan = plan_mini_batches(lengths[: count - count % 8], 8, dp, budget)
-            assert [mini_batch.rows for mini_batch in plan] == wanted
-            for mini_batch in plan:
+            mini_batches = cut_mini_batches(lengths[: count - count % 8], 8, dp, budget)
+            assert [mini_batch.rows for mini_batch in mini_batches] == wanted
+            for mini_batch in mini_batches:
                 shares = mini_batch.micro_batches
                 assert len(shares) == dp and all(shares)
                 assert (
@@ -90,10 +97,31 @@ def test_which_rows_share_an_optimizer_step_depends_on_the_batch_alone() -> None
 
 
 def test_the_last_mini_batch_may_be_smaller() -> None:
-    plan = plan_mini_batches([4, 6, 5, 3, 2], mini_batch_rows=3, dp=1, budget=10)
-    assert [mini_batch.rows for mini_batch in plan] == [[0, 1, 2], [3, 4]]
-    assert plan[0].micro_batches == [[[0, 1], [2]]]
-    assert plan[1].micro_batches == [[[3, 4]]]
+    mini_batches = cut_mini_batches([4, 6, 5, 3, 2], mini_batch_rows=3, dp=1, budget=10)
+    assert [mini_batch.rows for mini_batch in mini_batches] == [[0, 1, 2], [3, 4]]
+    assert mini_batches[0].micro_batches == [[[0, 1], [2]]]
+    assert mini_batches[1].micro_batches == [[[3, 4]]]
+
+
+def test_what_belongs_together_stays_in_one_micro_batch() -> None:
+    # Pairs of 10, 8, 9 and 4 tokens; over two ranks 10 + 4 and 9 + 8, which fill two packs each.
+    lengths = [4, 6, 5, 3, 2, 7, 2, 2]
+    mini_batches = cut_mini_batches(lengths, 8, dp=2, budget=13, together=2)
+    assert [mini_batch.rows for mini_batch in mini_batches] == [list(range(8))]
+    assert mini_batches[0].micro_batches == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]]
+    mini_batches = cut_mini_batches(lengths, 4, dp=1, budget=18, together=2)
+    assert [mini_batch.micro_batches for mini_batch in mini_batches] == [
+        [[[0, 1, 2, 3]]],
+        [[[4, 5, 6, 7]]],
+    ]
+
+
+def test_a_mini_batch_counts_the_rows_of_its_packs_from_its_first() -> None:
+    packs = [make_pack(SEQUENCES, [2, 1, 1], rows, "last", 1) for rows in ([1], [2])]
+    mini_batch = PackedMiniBatch([1, 2], packs)
+    assert [pack.rows for pack in mini_batch.local_packs] == [[0], [1]]
+    cut = BatchCut([mini_batch, PackedMiniBatch([3], [])])
+    assert cut.packs == packs
 
 
 SEQUENCES = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]

@@ -28,7 +28,7 @@ def test_sets_of_names_hold_known_names():
     estimators = set(get_args(names.AdvantageEstimator))
     losses = set(get_args(names.LossMode))
     assert {*names.WHITENED, *names.DISCOUNTED, *names.COMPARES_ANSWERS} <= estimators
-    assert losses >= names.SEQUENCE_LEVEL | names.COVARIANCE | names.CLIPPED
+    assert losses >= names.SEQUENCE_LEVEL | names.COVARIANCE | set(names.CLIPPED)
     assert set(names.CORRECTNESS_TERMS) <= set(RULES)
 
 

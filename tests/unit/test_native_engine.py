@@ -7,13 +7,20 @@ import pytest
 import torch
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import InferenceEngine, Sample, SamplingParams
+from mrlhf.inference.base import (
+    InferenceEngine,
+    Sample,
+    SamplingParams,
+    generate,
+    requests_for,
+)
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
 from tests.engine_models import (
     MODELS,
     VOCABULARY,
+    answer,
     empty_engine,
     fill,
     hf_model,
@@ -62,7 +69,7 @@ def assert_same(samples: list[Sample], others: list[Sample], tolerance: float = 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
-    samples = make_engine(model).generate(PROMPTS, UIDS, GREEDY)
+    samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         assert sample.token_ids == hf_greedy(model, prompt) and not sample.stopped
         logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
@@ -73,13 +80,13 @@ def test_greedy_equals_transformers_generate(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_sampling_equals_a_slow_loop_over_transformers(name):
     model = hf_model(name)
-    samples = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
+    samples = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
     order = [(i, j) for i in range(len(PROMPTS)) for j in range(3)]
-    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == order
-    keys = sample_keys(5, UIDS, [range(3)] * len(UIDS))
+    assert [(sample.request_id, sample.sample_index) for sample in samples] == order
+    keys = sample_keys([5] * len(UIDS), UIDS, [range(3)] * len(UIDS))
     for sample, key in zip(samples, keys, strict=True):
         length = len(sample.token_ids)
-        logprobs = hf_logprobs(model, PROMPTS[sample.prompt_index], sample.token_ids, 0.8)
+        logprobs = hf_logprobs(model, PROMPTS[sample.request_id], sample.token_ids, 0.8)
         below = logprobs.double().exp().cumsum(-1)
         for position, (token, u) in enumerate(
             zip(
@@ -100,10 +107,10 @@ def test_sampling_equals_a_slow_loop_over_transformers(name):
 
 def test_samples_depend_neither_on_batch_order_nor_on_slots_nor_on_prefill_batches():
     model = hf_model("llama")
-    whole = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
+    whole = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
     order = [4, 0, 8, 2, 7, 1, 3, 6, 5]
-    shuffled = make_engine(model).generate(
-        [PROMPTS[i] for i in order], [UIDS[i] for i in order], SAMPLED
+    shuffled = answer(
+        make_engine(model), [PROMPTS[i] for i in order], [UIDS[i] for i in order], SAMPLED
     )
     by_place = [whole[3 * i + j] for i in order for j in range(3)]
     assert_same(shuffled, by_place)
@@ -111,8 +118,8 @@ def test_samples_depend_neither_on_batch_order_nor_on_slots_nor_on_prefill_batch
         engine = make_engine(
             model, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
         )
-        assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), whole)
-    alone = make_engine(model).generate([PROMPTS[5]], [UIDS[5]], SAMPLED)
+        assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), whole)
+    alone = answer(make_engine(model), [PROMPTS[5]], [UIDS[5]], SAMPLED)
     assert_same(alone, whole[15:18])
 
 
@@ -123,18 +130,21 @@ def test_seed_uid_and_sample_index_each_change_the_draw():
     responses = [
         sample.token_ids
         for uid, sampling in itertools.product((1, 2), (draw, other_seed))
-        for sample in engine.generate([PROMPTS[1]], [uid], sampling)
+        for sample in answer(engine, [PROMPTS[1]], [uid], sampling)
     ]
     assert len({tuple(response) for response in responses}) == 8
-    assert engine.generate([PROMPTS[1]], [1], draw)[1].token_ids == responses[1]
+    assert answer(engine, [PROMPTS[1]], [1], draw)[1].token_ids == responses[1]
 
 
 def test_greedy_stops_after_the_first_stop_token():
     engine = make_engine(hf_model("qwen2-tied"))
-    free = engine.generate(PROMPTS, UIDS, GREEDY)
+    free = answer(engine, PROMPTS, UIDS, GREEDY)
     stop = (free[0].token_ids[0], free[1].token_ids[5], free[2].token_ids[13])
-    stopped = engine.generate(
-        PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop_token_ids=stop)
+    stopped = answer(
+        engine,
+        PROMPTS,
+        UIDS,
+        SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop_token_ids=stop),
     )
     for before, after in zip(free, stopped, strict=True):
         ends = [i for i, token in enumerate(before.token_ids) if token in stop]
@@ -150,7 +160,7 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
     engine = make_engine(model, max_length=256)
     sampling = SamplingParams(temperature=0.0, max_tokens=200, seed=0)
     for prompt, sample in zip(
-        PROMPTS[:2], engine.generate(PROMPTS[:2], UIDS[:2], sampling), strict=True
+        PROMPTS[:2], answer(engine, PROMPTS[:2], UIDS[:2], sampling), strict=True
     ):
         logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
@@ -165,8 +175,8 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
     engine = make_engine(model, dtype=torch.bfloat16)
     exact = hf_model("qwen3", torch.bfloat16).float()
     errors, reference = [], []
-    for sample in engine.generate(PROMPTS, UIDS, SAMPLED):
-        index, prompt = torch.tensor(sample.token_ids)[:, None], PROMPTS[sample.prompt_index]
+    for sample in answer(engine, PROMPTS, UIDS, SAMPLED):
+        index, prompt = torch.tensor(sample.token_ids)[:, None], PROMPTS[sample.request_id]
         wanted, theirs = (
             hf_logprobs(m, prompt, sample.token_ids, 0.8).gather(-1, index)[:, 0]
             for m in (exact, model)
@@ -180,12 +190,12 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
 def test_commit_serves_the_new_weights():
     first, second = hf_model("llama", seed=0), hf_model("llama", seed=1)
     engine = make_engine(first)
-    old = engine.generate(PROMPTS, UIDS, GREEDY)
+    old = answer(engine, PROMPTS, UIDS, GREEDY)
     fill(engine.weight_slots(), second)
     engine.commit(2)
-    new = engine.generate(PROMPTS, UIDS, GREEDY)
+    new = answer(engine, PROMPTS, UIDS, GREEDY)
     assert engine.version == 2
-    assert_same(new, make_engine(second).generate(PROMPTS, UIDS, GREEDY), tolerance=0)
+    assert_same(new, answer(make_engine(second), PROMPTS, UIDS, GREEDY), tolerance=0)
     assert [sample.token_ids for sample in new] != [sample.token_ids for sample in old]
 
 
@@ -212,13 +222,13 @@ def test_bound_parameters_are_the_training_parameters_themselves():
     assert len(shared) == len(training) - 1
     engine.commit(1)
     assert_same(
-        engine.generate(PROMPTS, UIDS, GREEDY), source.generate(PROMPTS, UIDS, GREEDY), tolerance=0
+        answer(engine, PROMPTS, UIDS, GREEDY), answer(source, PROMPTS, UIDS, GREEDY), tolerance=0
     )
-    before = engine.generate(PROMPTS, UIDS, GREEDY)
+    before = answer(engine, PROMPTS, UIDS, GREEDY)
     with torch.no_grad():
         training["output_layer.weight"].mul_(2.0)
     engine.commit(2)
-    after = engine.generate(PROMPTS, UIDS, GREEDY)
+    after = answer(engine, PROMPTS, UIDS, GREEDY)
     assert after[0].logprobs[0] != before[0].logprobs[0]
     training["output_layer.weight"].sum().backward()
     assert training["output_layer.weight"].grad is not None
@@ -230,32 +240,32 @@ def test_bound_parameters_are_the_training_parameters_themselves():
 
 def test_sleep_frees_the_cache_and_wake_changes_nothing():
     engine: InferenceEngine = make_engine(hf_model("llama"))
-    before = engine.generate(PROMPTS, UIDS, SAMPLED)
+    before = answer(engine, PROMPTS, UIDS, SAMPLED)
     assert engine.cache_bytes > 0
     engine.sleep()
     assert engine.cache_bytes == 0
     with pytest.raises(EngineError, match="wake"):
-        engine.generate(PROMPTS, UIDS, SAMPLED)
+        answer(engine, PROMPTS, UIDS, SAMPLED)
     engine.wake()
     engine.commit(1)
-    assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before, tolerance=0)
+    assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before, tolerance=0)
 
 
 def test_bad_requests_are_refused_in_one_line():
     engine = make_engine(hf_model("llama"))
     with pytest.raises(
         EngineError,
-        match=r"prompt 1: 51 tokens \+ max_tokens 14 exceed.*64.*data.max_prompt_length",
+        match=r"request 1: a prompt of 51 tokens \+ max_tokens 14 exceed.*64.*data.max_prompt_length",
     ):
-        engine.generate([[1], [1] * 51], [0, 1], GREEDY)
-    assert len(engine.generate([[1] * 50], [0], GREEDY)[0].token_ids) == 14
-    with pytest.raises(EngineError, match="prompt 0 is empty"):
-        engine.generate([[]], [0], GREEDY)
+        answer(engine, [[1], [1] * 51], [0, 1], GREEDY)
+    assert len(answer(engine, [[1] * 50], [0], GREEDY)[0].token_ids) == 14
+    with pytest.raises(EngineError, match="prompt of request 0 is empty"):
+        answer(engine, [[]], [0], GREEDY)
     with pytest.raises(EngineError, match=f"vocabulary is {VOCABULARY}"):
-        engine.generate([[VOCABULARY]], [0], GREEDY)
+        answer(engine, [[VOCABULARY]], [0], GREEDY)
     with pytest.raises(EngineError, match="no weights yet"):
-        empty_engine(hf_model("llama")).generate([[1]], [0], GREEDY)
-    assert engine.generate([], [], GREEDY) == []
+        answer(empty_engine(hf_model("llama")), [[1]], [0], GREEDY)
+    assert answer(engine, [], [], GREEDY) == []
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -264,9 +274,7 @@ def test_weights_that_are_not_finite_are_named(temperature):
     engine.weight_slots()[0].parameter.fill_(float("nan"))
     engine.commit(2)
     with pytest.raises(EngineError, match="NaN or inf"):
-        engine.generate(
-            PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0)
-        )
+        answer(engine, PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))
 
 
 def tight(model, blocks: int, block_size: int = 4, **changes):
@@ -281,7 +289,7 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
     prefix = make_prompts(4)[3]
     prompts = [*PROMPTS, *(prefix[:10] + prompt for prompt in PROMPTS[:4])]
     uids = list(range(len(prompts)))
-    whole = make_engine(model).generate(prompts, uids, SAMPLED)
+    whole = answer(make_engine(model), prompts, uids, SAMPLED)
     seen = set()
     for blocks, block_size, budget in [
         (12, 4, 512),
@@ -291,13 +299,14 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
         (16, 3, 512),
     ]:
         engine = tight(model, blocks, block_size, max_prefill_tokens=budget, max_length=48)
-        assert_same(engine.generate(prompts, uids, SAMPLED), whole)
-        stats = engine.stats()
+        finished = generate(engine, requests_for(prompts, uids, SAMPLED))
+        assert_same(finished.samples, whole)
+        stats = finished.stats
         assert stats.peak_cache_bytes <= stats.cache_bytes
         assert stats.computed_prompt_tokens <= stats.prompt_tokens
         seen |= {"preempted"} if stats.preemptions else set()
         seen |= {"chunked"} if stats.steps > 60 else set()
-        greedy = engine.generate(prompts, uids, GREEDY)
+        greedy = answer(engine, prompts, uids, GREEDY)
         assert [sample.token_ids for sample in greedy] == [
             hf_greedy(model, prompt) for prompt in prompts
         ]
@@ -307,24 +316,25 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
 def test_prompts_and_their_common_beginnings_are_computed_once():
     engine = make_engine(hf_model("llama"), block_size=4)
     prompt = list(range(30))
-    engine.generate([prompt], [0], SamplingParams(n=8, temperature=1.0, max_tokens=2, seed=0))
-    assert (engine.stats().prompt_tokens, engine.stats().computed_prompt_tokens) == (240, 30)
-    engine.generate([prompt[:20] + [99] * 5], [0], GREEDY)
-    assert (engine.stats().prompt_tokens, engine.stats().computed_prompt_tokens) == (25, 5)
+    eight = SamplingParams(n=8, temperature=1.0, max_tokens=2, seed=0)
+    stats = generate(engine, requests_for([prompt], [0], eight)).stats
+    assert (stats.prompt_tokens, stats.computed_prompt_tokens) == (240, 30)
+    stats = generate(engine, requests_for([prompt[:20] + [99] * 5], [0], GREEDY)).stats
+    assert (stats.prompt_tokens, stats.computed_prompt_tokens) == (25, 5)
     engine.commit(2)
-    engine.generate([prompt], [0], GREEDY)
-    assert engine.stats().computed_prompt_tokens == 30
+    stats = generate(engine, requests_for([prompt], [0], GREEDY)).stats
+    assert stats.computed_prompt_tokens == 30
 
 
 def test_a_cache_of_old_weights_is_never_read():
     first, second = hf_model("llama", seed=0), hf_model("llama", seed=1)
     engine = make_engine(first, block_size=4)
-    engine.generate(PROMPTS, UIDS, GREEDY)
+    answer(engine, PROMPTS, UIDS, GREEDY)
     fill(engine.weight_slots(), second)
     engine.commit(2)
     assert_same(
-        engine.generate(PROMPTS, UIDS, GREEDY),
-        make_engine(second, block_size=4).generate(PROMPTS, UIDS, GREEDY),
+        answer(engine, PROMPTS, UIDS, GREEDY),
+        answer(make_engine(second, block_size=4), PROMPTS, UIDS, GREEDY),
         0,
     )
 
@@ -339,30 +349,31 @@ def test_a_thousand_requests_of_random_lengths_come_back_once_each():
     stop = tuple(range(12))
     sampling = SamplingParams(temperature=1.0, max_tokens=20, seed=3, stop_token_ids=stop)
     engine = tight(model, 120, max_num_seqs=48, max_prefill_tokens=100)
-    samples = engine.generate(prompts, range(1000), sampling)
-    assert [(sample.prompt_index, sample.sample_index) for sample in samples] == [
+    finished = generate(engine, requests_for(prompts, range(1000), sampling))
+    samples = finished.samples
+    assert [(sample.request_id, sample.sample_index) for sample in samples] == [
         (i, 0) for i in range(1000)
     ]
-    assert engine.stats().preemptions > 0
-    assert engine.stats().generated_tokens == sum(len(sample.token_ids) for sample in samples)
+    assert finished.stats.preemptions > 0
+    assert finished.stats.generated_tokens == sum(len(sample.token_ids) for sample in samples)
     for sample in samples:
         assert sample.stopped == (sample.token_ids[-1] in stop) and (
             sample.stopped or len(sample.token_ids) == 20
         )
         assert not set(sample.token_ids[:-1]) & set(stop)
     chosen = range(0, 1000, 37)
-    alone = make_engine(model).generate([prompts[i] for i in chosen], list(chosen), sampling)
+    alone = answer(make_engine(model), [prompts[i] for i in chosen], list(chosen), sampling)
     for one, i in zip(alone, chosen, strict=True):
         assert one.token_ids == samples[i].token_ids
 
 
 def test_chosen_samples_are_those_of_the_whole():
     model = hf_model("llama")
-    whole = make_engine(model).generate(PROMPTS[:3], UIDS[:3], SAMPLED)
-    part = make_engine(model).generate(
-        PROMPTS[:3], UIDS[:3], SAMPLED, [range(1, 3), range(0), range(2, 3)]
+    whole = answer(make_engine(model), PROMPTS[:3], UIDS[:3], SAMPLED)
+    part = answer(
+        make_engine(model), PROMPTS[:3], UIDS[:3], SAMPLED, [range(1, 3), range(0), range(2, 3)]
     )
-    assert [(sample.prompt_index, sample.sample_index) for sample in part] == [
+    assert [(sample.request_id, sample.sample_index) for sample in part] == [
         (0, 1),
         (0, 2),
         (2, 2),
@@ -375,11 +386,14 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it():
         return "".join(f"<{token}>" for token in token_ids)
 
     engine = make_engine(hf_model("llama"), decode=decode)
-    free = engine.generate(PROMPTS, UIDS, GREEDY)
+    free = answer(engine, PROMPTS, UIDS, GREEDY)
     first, second = free[2].token_ids[4:6]
     stop = f"{first}><{second}"
-    stopped = engine.generate(
-        PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=(stop, "absent"))
+    stopped = answer(
+        engine,
+        PROMPTS,
+        UIDS,
+        SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=(stop, "absent")),
     )
     for before, after in zip(free, stopped, strict=True):
         ends = [i + 1 for i in range(14) if stop in decode(before.token_ids[: i + 1])]
@@ -394,18 +408,21 @@ def test_a_cache_that_is_too_small_is_refused_with_both_numbers():
     with pytest.raises(
         EngineError, match=r"room for 60 tokens.*may have 64 tokens.*rollout.kv_cache_mb"
     ):
-        tight(model, 15).generate([[1]], [0], GREEDY)
-    assert len(tight(model, 16).generate([[1]], [0], GREEDY)[0].token_ids) == 14
+        answer(tight(model, 15), [[1]], [0], GREEDY)
+    assert len(answer(tight(model, 16), [[1]], [0], GREEDY)[0].token_ids) == 14
 
 
 def test_an_error_in_the_middle_leaves_an_engine_that_works():
     engine = make_engine(hf_model("llama"), decode=lambda ids: 1 / 0)
-    before = engine.generate(PROMPTS, UIDS, SAMPLED)
+    before = answer(engine, PROMPTS, UIDS, SAMPLED)
     with pytest.raises(ZeroDivisionError):
-        engine.generate(
-            PROMPTS, UIDS, SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",))
+        answer(
+            engine,
+            PROMPTS,
+            UIDS,
+            SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",)),
         )
-    assert_same(engine.generate(PROMPTS, UIDS, SAMPLED), before)
+    assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before)
 
 
 def test_a_stop_string_around_tokens_without_text_is_found():
@@ -413,11 +430,12 @@ def test_a_stop_string_around_tokens_without_text_is_found():
         return "".join({0: "EN", 1: "D"}.get(token, "") for token in token_ids)
 
     sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=0, stop=("END",))
-    sequences = Sequences([[5]], [0], [range(1)], sampling, decode)
+    sequences = Sequences(sampling, decode)
+    assert sequences.add(requests_for([[5]], [0], sampling)) == [[0]]
     zero = np.zeros(1, dtype=np.float32)
     drawn = [0, *[9] * 30, 1]
     ended = [sequences.record(np.array([0]), np.array([token]), zero) for token in drawn]
-    assert ended == [[]] * 31 + [[0]] and sequences.samples()[0].stopped
+    assert ended == [[]] * 31 + [[0]] and sequences.remove(0).stopped
 
 
 def test_weights_that_were_not_finite_leave_nothing_behind():
@@ -427,19 +445,19 @@ def test_weights_that_were_not_finite_leave_nothing_behind():
     engine.weight_slots()[0].parameter.fill_(float("nan"))
     engine.commit(2)
     with pytest.raises(EngineError, match="NaN or inf"):
-        engine.generate([[1] * 16] * 4, range(4), GREEDY)
+        answer(engine, [[1] * 16] * 4, range(4), GREEDY)
     engine.weight_slots()[0].parameter.copy_(good)
     engine.commit(3)
     assert_same(
-        engine.generate(PROMPTS, UIDS, GREEDY),
-        make_engine(model).generate(PROMPTS, UIDS, GREEDY),
+        answer(engine, PROMPTS, UIDS, GREEDY),
+        answer(make_engine(model), PROMPTS, UIDS, GREEDY),
         0,
     )
 
 
 def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):
     model = hf_model("mistral-window")
-    whole = make_engine(model).generate(PROMPTS, UIDS, SAMPLED)
+    whole = answer(make_engine(model), PROMPTS, UIDS, SAMPLED)
     monkeypatch.setattr(kernels, "load", lambda dtype: None)
     for limits in ({}, {"max_prefill_tokens": 5, "block_size": 3}):
-        assert_same(make_engine(model, **limits).generate(PROMPTS, UIDS, SAMPLED), whole)
+        assert_same(answer(make_engine(model, **limits), PROMPTS, UIDS, SAMPLED), whole)

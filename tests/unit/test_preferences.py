@@ -102,9 +102,8 @@ def repeated():
 def test_split_keeps_a_prompt_on_one_side():
     data = repeated()
     train, held_out = split_by_prompt(data, 0.25, seed=1)
-    train_prompts, held_prompts = (
-        {row.fields["prompt"] for row in side} for side in (train, held_out)
-    )
+    train_prompts = {row.fields["prompt"] for row in train}
+    held_prompts = {row.fields["prompt"] for row in held_out}
     assert len(held_prompts) == 5 and len(train_prompts) == 15
     assert not train_prompts & held_prompts
     assert sorted(row.number for row in train + held_out) == list(range(1, 51))

@@ -135,6 +135,7 @@ def test_malformed_files(tmp_path):
     bad.write_text("[1]\n")
     with pytest.raises(DataError, match="found list"):
         read_rows([bad])
+
     (tmp_path / "bad.parquet").write_text("no")
     with pytest.raises(DataError, match="not a readable parquet file"):
         read_rows([tmp_path / "bad.parquet"])

@@ -1,4 +1,7 @@
-"""The invariants of reshard plans, on plans carried out over tensors of row numbers in one process."""
+"""The invariants of reshard plans, checked by carrying plans out in one process.
+
+The tensors are numbered: all numbers of all tensors differ.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from mrlhf.errors import WeightError
 from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.reshard.chunks import chunks_of
+from mrlhf.reshard.chunks import Chunk, chunks_of
 from mrlhf.reshard.plan import Move, ReshardPlan, plan, split
-from mrlhf.weights.shard import Piece, Rule, pieces_of
+from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
 from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
 
 Pieces = Mapping[int, Sequence[Piece]]
+Slots = dict[int, list[Slot]]
 SMALL = [
     (ParallelLayout.for_world("actor", 4, tp, pp), engine_tp)
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
@@ -43,15 +47,16 @@ def _wide(model: str) -> ModelSpec:
 
 def _sides(spec: ModelSpec, actor: ParallelLayout, engine: EngineLayout) -> tuple[Pieces, Pieces]:
     world = range(actor.world_size)
-    return {r: role_pieces(spec, actor, r) for r in world}, {
-        r: engine_pieces(spec, engine, r) for r in world
-    }
+    source = {rank: role_pieces(spec, actor, rank) for rank in world}
+    target = {rank: engine_pieces(spec, engine, rank) for rank in world}
+    return source, target
 
 
 def _numbered(pieces: Pieces) -> dict[str, torch.Tensor]:
-    """Full tensors in which every number is another."""
+    """Full tensors in which all numbers differ."""
     shapes = {piece.name: piece.full_shape for held in pieces.values() for piece in held}
-    tensors, first = {}, 0
+    tensors: dict[str, torch.Tensor] = {}
+    first = 0
     for name, shape in sorted(shapes.items()):
         size = torch.Size(shape).numel()
         tensors[name] = torch.arange(first, first + size, dtype=torch.float64).view(shape)
@@ -59,30 +64,33 @@ def _numbered(pieces: Pieces) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_carried_out(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
-    """Carry the plan out: each number of the target is written once, or aliased, and is the right
-    one.
-    """
+def _slot(slots: Slots, rank: int, piece: Piece) -> Slot:
+    """The slot in which `rank` stores `piece`."""
+    (slot,) = [slot for slot in slots[rank] if slot.piece.key == piece.key]
+    return slot
+
+
+def _check_carried_out(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> None:
+    """Carry the plan out; each target number must be right, and written or aliased once."""
     full = _numbered(source)
-    have = {rank: make_slots(pieces, torch.float64) for rank, pieces in source.items()}
-    want = {rank: make_slots(pieces, torch.float64) for rank, pieces in target.items()}
-    for slots in have.values():
+    source_slots = {rank: make_slots(pieces, torch.float64) for rank, pieces in source.items()}
+    target_slots = {rank: make_slots(pieces, torch.float64) for rank, pieces in target.items()}
+    for slots in source_slots.values():
         fill(slots, full)
-    by_key = [
-        {(rank, s.piece.key): s for rank, slots in side.items() for s in slots}
-        for side in (have, want)
-    ]
-    for alias in found.aliases:
+
+    for alias in reshard_plan.aliases:
         for piece in alias.pieces:
             assert piece.parameter == alias.parameter
-            (other,) = [slot for slot in have[alias.rank] if slot.piece.key == piece.key]
-            by_key[1][alias.rank, piece.key].parameter.copy_(other.parameter)
-    for move in (*found.copies, *found.moves):
-        view = by_key[1][move.target_rank, move.target.key].view(move.start, move.stop)
-        assert view.isnan().all(), f"{move} arrives twice"
-        sent = by_key[0][move.source_rank, move.source.key].view(move.start, move.stop)
-        view.copy_(sent.reshape(view.shape))
-    for rank, slots in want.items():
+            trained = _slot(source_slots, alias.rank, piece)
+            _slot(target_slots, alias.rank, piece).parameter.copy_(trained.parameter)
+
+    for move in (*reshard_plan.copies, *reshard_plan.moves):
+        received = _slot(target_slots, move.target_rank, move.target).view(move.start, move.stop)
+        assert received.isnan().all(), f"{move} arrives twice"
+        sent = _slot(source_slots, move.source_rank, move.source).view(move.start, move.stop)
+        received.copy_(sent.reshape(received.shape))
+
+    for rank, slots in target_slots.items():
         for slot in slots:
             piece = slot.piece
             expected = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
@@ -90,24 +98,28 @@ def _check_carried_out(found: ReshardPlan, source: Pieces, target: Pieces) -> No
 
 
 def _numbers(pieces: Sequence[Piece], full: Mapping[str, torch.Tensor]) -> set[float]:
-    return {
-        number
-        for p in pieces
-        for number in full[p.name].narrow(p.dim, p.start, p.stop - p.start).flatten().tolist()
-    }
+    numbers: set[float] = set()
+    for piece in pieces:
+        held = full[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start)
+        numbers.update(held.flatten().tolist())
+    return numbers
 
 
-def _check_bytes(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
-    """Bytes by rank, against sets of numbers."""
+def _check_bytes(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> None:
+    """Compare the bytes of each rank with sets of numbers."""
     full = _numbered(source)
+    itemsize = reshard_plan.itemsize
     for rank, pieces in target.items():
-        needed, held = _numbers(pieces, full), _numbers(source.get(rank, ()), full)
-        assert found.minimum[rank] == found.itemsize * len(needed - held)
-    assert found.bytes_moved == found.bytes_minimum
-    total = sum(len(_numbers(pieces, full)) for pieces in target.values())
-    assert found.bytes_moved + found.bytes_local + found.bytes_aliased == found.itemsize * total
-    assert all(move.source_rank != move.target_rank for move in found.moves)
-    assert all(copy.source_rank == copy.target_rank for copy in found.copies)
+        needed = _numbers(pieces, full)
+        held = _numbers(source.get(rank, ()), full)
+        assert reshard_plan.minimum[rank] == itemsize * len(needed - held)
+    assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
+
+    total = itemsize * sum(len(_numbers(pieces, full)) for pieces in target.values())
+    filled = reshard_plan.bytes_moved + reshard_plan.bytes_local + reshard_plan.bytes_aliased
+    assert filled == total
+    assert all(move.source_rank != move.target_rank for move in reshard_plan.moves)
+    assert all(copy.source_rank == copy.target_rank for copy in reshard_plan.copies)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied", "qwen3"])
@@ -115,12 +127,11 @@ def _check_bytes(found: ReshardPlan, source: Pieces, target: Pieces) -> None:
 def test_every_number_arrives_once_and_none_needlessly(
     model: str, actor: ParallelLayout, tp: int
 ) -> None:
-    spec, engine = tiny_spec(model), EngineLayout.inside(actor, tp)
-    source, target = _sides(spec, actor, engine)
-    found = plan(source, target, 4, actor.groups("tp", "pp"))
-    _check_carried_out(found, source, target)
-    _check_bytes(found, source, target)
-    assert found == plan(source, target, 4, actor.groups("tp", "pp"))
+    source, target = _sides(tiny_spec(model), actor, EngineLayout.inside(actor, tp))
+    reshard_plan = plan(source, target, 4, actor.groups("tp", "pp"))
+    _check_carried_out(reshard_plan, source, target)
+    _check_bytes(reshard_plan, source, target)
+    assert reshard_plan == plan(source, target, 4, actor.groups("tp", "pp"))
 
 
 @pytest.mark.parametrize(
@@ -134,28 +145,33 @@ def test_every_number_arrives_once_and_none_needlessly(
     ],
 )
 def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
-    spec, actor = _wide(model), ParallelLayout.for_world("actor", 64, tp, pp)
+    actor = ParallelLayout.for_world("actor", 64, tp, pp)
     groups = actor.groups("tp", "pp")
-    source, target = _sides(spec, actor, EngineLayout.inside(actor, engine_tp))
-    found = plan(source, target, 2, groups)
-    _check_bytes(found, source, target)
-    _check_carried_out(found, source, target)
+    source, target = _sides(_wide(model), actor, EngineLayout.inside(actor, engine_tp))
+    reshard_plan = plan(source, target, 2, groups)
+    _check_bytes(reshard_plan, source, target)
+    _check_carried_out(reshard_plan, source, target)
+
     group_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
-    assert all(group_of[move.source_rank] == group_of[move.target_rank] for move in found.moves)
-    # One group alone gives that group's part of the plan.
+    for move in reshard_plan.moves:
+        assert group_of[move.source_rank] == group_of[move.target_rank]
+
+    # Planning for one group gives the part of the plan that belongs to this group.
     ranks = groups[1]
     part = plan({r: source[r] for r in ranks}, {r: target[r] for r in ranks}, 2)
-    assert part.moves == tuple(move for move in found.moves if group_of[move.target_rank] == 1)
+    moves_of_group = [move for move in reshard_plan.moves if group_of[move.target_rank] == 1]
+    assert part.moves == tuple(moves_of_group)
 
 
 def test_coinciding_layouts_share_everything() -> None:
     for model in MODELS:
         actor = ParallelLayout.for_world("actor", 4, 2, 1)
         source, target = _sides(tiny_spec(model), actor, EngineLayout.inside(actor, 2))
-        found = plan(source, target, 4)
-        assert not found.moves and not found.copies and found.bytes_minimum == 0
+        reshard_plan = plan(source, target, 4)
+        assert not reshard_plan.moves and not reshard_plan.copies
+        assert reshard_plan.bytes_minimum == 0
         names = parameter_names(tiny_spec(model), actor, 0)
-        assert [alias.parameter for alias in found.aliases if alias.rank == 3] == names
+        assert [alias.parameter for alias in reshard_plan.aliases if alias.rank == 3] == names
 
 
 def test_a_fused_norm_is_shared_under_its_other_name() -> None:
@@ -166,20 +182,20 @@ def test_a_fused_norm_is_shared_under_its_other_name() -> None:
         for p in source[0]
     ]
     assert fused != source[0]
-    found = plan({0: fused, 1: source[1]}, target, 4)
-    assert found.bytes_moved == found.bytes_local == 0
+    reshard_plan = plan({0: fused, 1: source[1]}, target, 4)
+    assert reshard_plan.bytes_moved == reshard_plan.bytes_local == 0
 
 
 def test_stage_layers_are_shared_where_only_stages_differ() -> None:
     actor = ParallelLayout(2, 2, 1)
     engine = EngineLayout.inside(actor, 2)
     source, target = _sides(tiny_spec("qwen2_tied"), actor, engine)
-    found = plan(source, target, 4, actor.groups("tp", "pp"))
-    shared = {alias.parameter for alias in found.aliases if alias.rank == 2}
+    reshard_plan = plan(source, target, 4, actor.groups("tp", "pp"))
+    shared = {alias.parameter for alias in reshard_plan.aliases if alias.rank == 2}
     assert "decoder.layers.2.mlp.linear_fc1.weight" in shared
     # The last stage's copy of the tied embedding serves as the engine's embedding.
     assert "embedding.word_embeddings.weight" in shared
-    assert found.bytes_local == 0
+    assert reshard_plan.bytes_local == 0
 
 
 @pytest.mark.parametrize(("periods", "sizes"), FUSED)
@@ -191,17 +207,18 @@ def test_blocks_of_any_size_are_cut_where_both_sides_can_view_them(
     for count, tp in zip(periods, sizes, strict=True):
         rule = Rule(("a", "b"), 0, count)
         sides.append({rank: pieces_of("fused", rule, shapes, rank, tp) for rank in range(tp)})
-    found = plan(*sides, itemsize=4)
-    _check_carried_out(found, *sides)
-    _check_bytes(found, *sides)
-    for move in (*found.moves, *found.copies):
+    source, target = sides
+
+    reshard_plan = plan(source, target, itemsize=4)
+    _check_carried_out(reshard_plan, source, target)
+    _check_bytes(reshard_plan, source, target)
+
+    for move in (*reshard_plan.moves, *reshard_plan.copies):
         for elements in (1, 2, 7, 10**6):
             parts = split(move, elements)
-            assert [part.start for part in parts] == [
-                move.start,
-                *(part.stop for part in parts[:-1]),
-            ]
-            assert parts[-1].stop == move.stop
+            stops = [part.stop for part in parts]
+            assert [part.start for part in parts] == [move.start, *stops[:-1]]
+            assert stops[-1] == move.stop
             assert all(part.elements <= max(2, elements) for part in parts)
             for part in parts:
                 for piece in (part.source, part.target):
@@ -219,15 +236,15 @@ def test_replicas_share_the_work_and_near_ones_go_first() -> None:
     spec = tiny_spec("llama")
     full = role_pieces(spec, ParallelLayout(1, 1, 1), 0)
     largest = max(torch.Size(piece.full_shape).numel() for piece in full)
-    source, target = dict.fromkeys(range(4), full), dict.fromkeys(range(4, 8), full)
+    source = dict.fromkeys(range(4), full)
+    target = dict.fromkeys(range(4, 8), full)
     sent = _sent(plan(source, target, 4).moves)
     assert set(sent) == {0, 1, 2, 3} and max(sent.values()) - min(sent.values()) <= largest
+
     near = plan(source, target, 4, [[0, 1, 4, 5], [2, 3, 6], [7]])
     pairs = {(move.source_rank, move.target_rank) for move in near.moves}
-    assert {pair for pair in pairs if pair[1] != 7} == {(a, b) for a in (0, 1) for b in (4, 5)} | {
-        (2, 6),
-        (3, 6),
-    }
+    expected = {(0, 4), (0, 5), (1, 4), (1, 5), (2, 6), (3, 6)}
+    assert {pair for pair in pairs if pair[1] != 7} == expected
     assert any(target_rank == 7 for _, target_rank in pairs)
 
 
@@ -246,6 +263,15 @@ def _move(name: str, start: int, stop: int, source_rank: int, target_rank: int) 
     return Move(source_rank, target_rank, piece, piece, start, stop)
 
 
+def _described(chunk: Chunk) -> list[tuple[int, str, int, int]]:
+    """Offset, tensor, first row and number of receivers of each slice."""
+    described: list[tuple[int, str, int, int]] = []
+    for packed in chunk.slices:
+        move = packed.moves[0]
+        described.append((packed.offset, move.source.name, move.start, len(packed.moves)))
+    return described
+
+
 def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
     moves = [
         _move("a", 0, 6, 0, 1),
@@ -253,29 +279,18 @@ def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
         _move("a", 0, 6, 0, 3),
         _move("b", 2, 3, 0, 2),
     ]
+
     chunks = chunks_of(moves, capacity=8)
-    found = [
-        (
-            chunk.readers,
-            [
-                (p.offset, p.moves[0].source.name, p.moves[0].start, len(p.moves))
-                for p in chunk.parcels
-            ],
-        )
-        for chunk in chunks
-    ]
-    assert found == [
-        ((1, 3), [(0, "a", 0, 2)]),
-        ((1, 3), [(0, "a", 4, 2), (4, "b", 0, 1)]),
-        ((2,), [(0, "b", 2, 1)]),
+    assert [chunk.readers for chunk in chunks] == [(1, 3), (1, 3), (2,)]
+    assert [_described(chunk) for chunk in chunks] == [
+        [(0, "a", 0, 2)],
+        [(0, "a", 4, 2), (4, "b", 0, 1)],
+        [(0, "b", 2, 1)],
     ]
     assert [chunk.elements for chunk in chunks] == [8, 8, 2]
     assert chunks_of([], capacity=8) == []
 
 
 def test_a_row_longer_than_a_chunk_is_a_chunk() -> None:
-    assert [chunk.elements for chunk in chunks_of([_move("a", 0, 3, 0, 1)], capacity=1)] == [
-        2,
-        2,
-        2,
-    ]
+    chunks = chunks_of([_move("a", 0, 3, 0, 1)], capacity=1)
+    assert [chunk.elements for chunk in chunks] == [2, 2, 2]

@@ -1,7 +1,7 @@
-"""Reshard plans between layouts drawn at random, against parameters put together row by row.
+"""Reshard plans between random layouts, compared with parameters that are built row by row.
 
-Nothing here asks the weight map where a number belongs: the parameters of both sides are
-concatenated by hand from full tensors in which every number is another.
+This test does not ask the weight map where a number belongs: it concatenates the parameters of both
+sides from full tensors in which all numbers differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.reshard.chunks import chunks_of
+from mrlhf.reshard.chunks import Chunk, chunks_of
 from mrlhf.reshard.plan import Move, plan
 from mrlhf.weights.shard import Piece, Rule, local_shape, pieces_of
 
@@ -23,11 +23,14 @@ PARAMETERS = ("embedding", "norm", "qkv", "fc1", "proj")
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes, odd ones too; `groups` KV heads, each with `queries` query rows and `head` key rows."""
+    """Sizes of a model, odd ones too.
+
+    Each of the `kv_heads` KV heads has `queries` query rows and `head` key rows.
+    """
 
     vocabulary: int
     hidden: int
-    groups: int
+    kv_heads: int
     queries: int
     head: int
     ffn: int
@@ -36,14 +39,16 @@ class Model:
         shapes = {
             "e": (self.vocabulary, self.hidden),
             "n": (self.hidden,),
-            "q": (self.groups * self.queries, self.hidden),
-            "k": (self.groups * self.head, self.hidden),
-            "v": (self.groups * self.head, self.hidden),
+            "q": (self.kv_heads * self.queries, self.hidden),
+            "k": (self.kv_heads * self.head, self.hidden),
+            "v": (self.kv_heads * self.head, self.hidden),
             "gate": (self.ffn, self.hidden),
             "up": (self.ffn, self.hidden),
-            "o": (self.hidden, self.groups * self.queries),
+            "o": (self.hidden, self.kv_heads * self.queries),
         }
-        tensors, first = {}, 0
+
+        tensors: Arrays = {}
+        first = 0
         for name, shape in shapes.items():
             tensors[name] = np.arange(first, first + np.prod(shape)).reshape(shape)
             first += tensors[name].size
@@ -53,30 +58,32 @@ class Model:
         return {
             "embedding": Rule(("e",), 0),
             "norm": Rule(("n",), None),
-            "qkv": Rule(("q", "k", "v"), 0, self.groups if interleaved else None, shares),
+            "qkv": Rule(("q", "k", "v"), 0, self.kv_heads if interleaved else None, shares),
             "fc1": Rule(("gate", "up"), 0),
             "proj": Rule(("o",), 1),
         }
 
     def parameters(self, tp_rank: int, tp: int, interleaved: bool) -> Arrays:
-        """What tensor-parallel rank `tp_rank` stores, padding as -1."""
+        """The parameters of tensor-parallel rank `tp_rank`, with padding as -1."""
         full = self.tensors()
         rows = -(-self.vocabulary // tp)
-        padded = np.concatenate(
-            [full["e"], np.full((rows * tp - self.vocabulary, self.hidden), -1)]
-        )
-        # Each rank's query rows, and the KV heads that they look at.
-        heads = range(
-            tp_rank * self.groups // tp,
-            max(tp_rank * self.groups // tp + 1, (tp_rank + 1) * self.groups // tp),
-        )
+        padding = np.full((rows * tp - self.vocabulary, self.hidden), -1)
+        padded = np.concatenate([full["e"], padding])
+
+        # The query rows of the rank, and the KV heads that they attend to.
         q = np.split(full["q"], tp)[tp_rank]
-        k, v = ([np.split(full[name], self.groups)[head] for head in heads] for name in "kv")
+        first_head = tp_rank * self.kv_heads // tp
+        heads = range(first_head, max(first_head + 1, (tp_rank + 1) * self.kv_heads // tp))
+        k = [np.split(full["k"], self.kv_heads)[head] for head in heads]
+        v = [np.split(full["v"], self.kv_heads)[head] for head in heads]
         if interleaved:
-            parts = zip(np.split(q, len(heads)), k, v, strict=True)
-            qkv = np.concatenate([block for group in parts for block in group])
+            blocks: list[np.ndarray] = []
+            for q_of_head, k_of_head, v_of_head in zip(np.split(q, len(heads)), k, v, strict=True):
+                blocks += [q_of_head, k_of_head, v_of_head]
+            qkv = np.concatenate(blocks)
         else:
             qkv = np.concatenate([q, *k, *v])
+
         halves = [np.split(full[name], tp)[tp_rank] for name in ("gate", "up")]
         return {
             "embedding": padded[tp_rank * rows : (tp_rank + 1) * rows],
@@ -101,19 +108,20 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    groups = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    tp = draw(st.sampled_from([n for n in range(1, groups + 1) if groups % n == 0]))
-    engine_tp = draw(
-        st.sampled_from([n for n in range(1, 9) if groups % n == 0 or n % groups == 0])
-    )
-    per_group = -(-engine_tp // groups)
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    actor_sizes = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    tp = draw(st.sampled_from(actor_sizes))
+    engine_sizes = [n for n in range(1, 9) if kv_heads % n == 0 or n % kv_heads == 0]
+    engine_tp = draw(st.sampled_from(engine_sizes))
+    ranks_per_head = -(-engine_tp // kv_heads)
     size = st.integers(1, 3)
+
     return Case(
         model=Model(
             vocabulary=draw(st.integers(1, 23)),
             hidden=draw(st.integers(1, 5)),
-            groups=groups,
-            queries=per_group * draw(size),
+            kv_heads=kv_heads,
+            queries=ranks_per_head * draw(size),
             head=draw(size),
             ffn=tp * engine_tp * draw(size),
         ),
@@ -128,111 +136,128 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def _rows(piece: Piece, start: int, stop: int) -> np.ndarray:
-    """Where rows [start, stop) of the named tensor lie in the parameter."""
+    """The rows of the parameter that hold rows [start, stop) of the named tensor."""
     inside = np.arange(start, stop) - piece.start
     return inside // piece.block * piece.period + piece.offset + inside % piece.block
 
 
-def _at(array: np.ndarray, piece: Piece, start: int, stop: int) -> tuple[slice | np.ndarray, ...]:
+def _index(
+    array: np.ndarray, piece: Piece, start: int, stop: int
+) -> tuple[slice | np.ndarray, ...]:
     return (*[slice(None)] * piece.dim, _rows(piece, start, stop))
 
 
 class Ranks:
-    """Both sides of a case: the pieces as the weight map tells them, the arrays as put together by
-    hand.
-    """
+    """Both sides of a case: pieces from the weight map, and arrays that are built by hand."""
 
     def __init__(self, case: Case) -> None:
-        model, shapes = (
-            case.model,
-            {name: array.shape for name, array in case.model.tensors().items()},
-        )
-        trained, served = model.rules(True, None), model.rules(case.interleaved, model.groups)
+        model = case.model
+        shapes = {name: array.shape for name, array in model.tensors().items()}
+
+        actor_rules = model.rules(True, None)
         self.source: dict[int, list[Piece]] = {}
-        self.target: dict[int, list[Piece]] = {}
         self.have: dict[int, Arrays] = {}
-        self.want: dict[int, Arrays] = {}
         for rank in range(case.tp * case.pp * case.dp):
-            tp_rank, stage = rank % case.tp, rank // (case.tp * case.dp)
-            mine = [name for number, name in enumerate(PARAMETERS) if number % case.pp == stage]
+            tp_rank = rank % case.tp
+            stage = rank // (case.tp * case.dp)
+            names = [name for number, name in enumerate(PARAMETERS) if number % case.pp == stage]
             arrays = model.parameters(tp_rank, case.tp, interleaved=True)
-            self.have[rank] = {name: arrays[name] for name in mine}
-            self.source[rank] = [
-                p for n in mine for p in pieces_of(n, trained[n], shapes, tp_rank, case.tp)
-            ]
+            self.have[rank] = {name: arrays[name] for name in names}
+            self.source[rank] = []
+            for name in names:
+                self.source[rank] += pieces_of(name, actor_rules[name], shapes, tp_rank, case.tp)
+
+        engine_rules = model.rules(case.interleaved, model.kv_heads)
+        self.target: dict[int, list[Piece]] = {}
+        self.want: dict[int, Arrays] = {}
         for rank in range(case.engine_ranks):
             tp_rank = rank % case.engine_tp
             self.want[rank] = model.parameters(tp_rank, case.engine_tp, case.interleaved)
-            self.target[rank] = [
-                p
-                for n in PARAMETERS
-                for p in pieces_of(n, served[n], shapes, tp_rank, case.engine_tp)
-            ]
+            self.target[rank] = []
             for name, array in self.want[rank].items():
-                assert local_shape(served[name], shapes, case.engine_tp) == array.shape
+                rule = engine_rules[name]
+                self.target[rank] += pieces_of(name, rule, shapes, tp_rank, case.engine_tp)
+                assert local_shape(rule, shapes, case.engine_tp) == array.shape
 
     def lacking(self, rank: int) -> int:
-        """Numbers that a rank needs and does not have."""
-        needed = {n for array in self.want[rank].values() for n in array.ravel().tolist()} - {-1}
-        return len(
-            needed
-            - {n for array in self.have.get(rank, {}).values() for n in array.ravel().tolist()}
-        )
+        """How many numbers a rank needs and does not have."""
+        needed = _numbers(self.want[rank]) - {-1}
+        return len(needed - _numbers(self.have.get(rank, {})))
 
 
-def _write(
-    got: Mapping[int, Arrays], times: Mapping[int, Arrays], move: Move, values: np.ndarray
-) -> None:
-    where = _at(got[move.target_rank][move.target.parameter], move.target, move.start, move.stop)
-    got[move.target_rank][move.target.parameter][where] = values
-    times[move.target_rank][move.target.parameter][where] += 1
+def _numbers(arrays: Arrays) -> set[int]:
+    numbers: set[int] = set()
+    for array in arrays.values():
+        numbers.update(array.ravel().tolist())
+    return numbers
+
+
+class Received:
+    """What the ranks have received: the numbers, and how often each was written."""
+
+    def __init__(self, want: Mapping[int, Arrays]) -> None:
+        self.numbers: dict[int, Arrays] = {}
+        self.times: dict[int, Arrays] = {}
+        for rank, arrays in want.items():
+            self.numbers[rank] = {name: np.full_like(a, -1) for name, a in arrays.items()}
+            self.times[rank] = {name: np.zeros_like(a) for name, a in arrays.items()}
+
+    def write(self, move: Move, values: np.ndarray) -> None:
+        array = self.numbers[move.target_rank][move.target.parameter]
+        index = _index(array, move.target, move.start, move.stop)
+        array[index] = values
+        self.times[move.target_rank][move.target.parameter][index] += 1
+
+
+def _sent(have: Mapping[int, Arrays], move: Move) -> np.ndarray:
+    """The numbers of a move, as its source rank holds them."""
+    array = have[move.source_rank][move.source.parameter]
+    return array[_index(array, move.source, move.start, move.stop)]
+
+
+def _pack(chunk: Chunk, have: Mapping[int, Arrays]) -> np.ndarray:
+    """The numbers of a chunk; each place is filled once."""
+    packed = np.full(chunk.elements, -2)
+    for packed_slice in chunk.slices:
+        values = _sent(have, packed_slice.moves[0])
+        place = slice(packed_slice.offset, packed_slice.offset + values.size)
+        assert (packed[place] == -2).all()
+        packed[place] = values.ravel()
+    assert (packed != -2).all()
+    return packed
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases())
 def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
     ranks = Ranks(case)
-    found = plan(ranks.source, ranks.target, itemsize=4)
-    got = {
-        rank: {name: np.full_like(a, -1) for name, a in arrays.items()}
-        for rank, arrays in ranks.want.items()
-    }
-    times = {
-        rank: {name: np.zeros_like(a) for name, a in arrays.items()}
-        for rank, arrays in ranks.want.items()
-    }
-    for alias in found.aliases:
-        (parameter,) = {
-            piece.parameter
-            for piece in ranks.source[alias.rank]
-            if piece.key == alias.pieces[0].key
-        }
-        got[alias.rank][alias.parameter][...] = ranks.have[alias.rank][parameter]
-        times[alias.rank][alias.parameter] += ranks.want[alias.rank][alias.parameter] >= 0
-    for copy in found.copies:
-        held = ranks.have[copy.source_rank][copy.source.parameter]
-        _write(got, times, copy, held[_at(held, copy.source, copy.start, copy.stop)])
-    received = dict.fromkeys(ranks.want, 0)
+    reshard_plan = plan(ranks.source, ranks.target, itemsize=4)
+    received = Received(ranks.want)
+
+    for alias in reshard_plan.aliases:
+        key = alias.pieces[0].key
+        (name,) = {piece.parameter for piece in ranks.source[alias.rank] if piece.key == key}
+        wanted = ranks.want[alias.rank][alias.parameter]
+        received.numbers[alias.rank][alias.parameter][...] = ranks.have[alias.rank][name]
+        received.times[alias.rank][alias.parameter] += wanted >= 0
+
+    for copy in reshard_plan.copies:
+        received.write(copy, _sent(ranks.have, copy))
+
+    elements_received = dict.fromkeys(ranks.want, 0)
     for sender in ranks.source:
-        for chunk in chunks_of(
-            [move for move in found.moves if move.source_rank == sender], case.capacity
-        ):
-            packed = np.full(chunk.elements, -2)
-            for parcel in chunk.parcels:
-                move = parcel.moves[0]
-                held = ranks.have[sender][move.source.parameter]
-                values = held[_at(held, move.source, move.start, move.stop)]
-                assert (packed[parcel.offset :][: values.size] == -2).all()
-                packed[parcel.offset :][: values.size] = values.ravel()
-            assert (packed != -2).all()
-            for parcel in chunk.parcels:
-                for move in parcel.moves:
-                    flat = packed[parcel.offset :][: move.elements]
-                    _write(got, times, move, flat.reshape(move.source.shape(move.start, move.stop)))
-                    received[move.target_rank] += flat.size
+        moves = [move for move in reshard_plan.moves if move.source_rank == sender]
+        for chunk in chunks_of(moves, case.capacity):
+            packed = _pack(chunk, ranks.have)
+            for packed_slice in chunk.slices:
+                for move in packed_slice.moves:
+                    flat = packed[packed_slice.offset :][: move.elements]
+                    received.write(move, flat.reshape(move.source.shape(move.start, move.stop)))
+                    elements_received[move.target_rank] += flat.size
+
     for rank, arrays in ranks.want.items():
         for name, array in arrays.items():
-            assert np.array_equal(got[rank][name], array), (rank, name)
-            assert np.array_equal(times[rank][name], array >= 0), (rank, name)
-        assert received[rank] == ranks.lacking(rank)
-        assert found.minimum[rank] == 4 * ranks.lacking(rank)
+            assert np.array_equal(received.numbers[rank][name], array), (rank, name)
+            assert np.array_equal(received.times[rank][name], array >= 0), (rank, name)
+        assert elements_received[rank] == ranks.lacking(rank)
+        assert reshard_plan.minimum[rank] == 4 * ranks.lacking(rank)

@@ -38,7 +38,7 @@ def params(**changes) -> SamplingParams:
 
 
 def keys_of(seed, uids, n):
-    return sample_keys(seed, list(uids), [range(n)] * len(uids))
+    return sample_keys([seed] * len(uids), list(uids), [range(n)] * len(uids))
 
 
 def sample(logits, uniform, sampling):
@@ -81,8 +81,8 @@ def test_uniforms_do_not_depend_on_who_else_is_in_the_batch():
     keys, positions = keys_of(1, range(40), 2), np.arange(80)
     order = np.random.default_rng(0).permutation(80)
     assert np.array_equal(uniforms(keys[order], positions[order]), uniforms(keys, positions)[order])
-    assert np.array_equal(sample_keys(1, [7], [range(2)]), keys[14:16])
-    assert np.array_equal(sample_keys(1, [7, 30], [range(1, 2), range(0)]), keys[15:16])
+    assert np.array_equal(sample_keys([1], [7], [range(2)]), keys[14:16])
+    assert np.array_equal(sample_keys([1, 1], [7, 30], [range(1, 2), range(0)]), keys[15:16])
 
 
 def test_uniforms_are_uniform_and_independent_along_every_axis():

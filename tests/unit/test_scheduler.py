@@ -1,5 +1,6 @@
 """The scheduler's invariants over random workloads with few blocks, and small literal cases."""
 
+import itertools
 import random
 
 import numpy as np
@@ -13,10 +14,15 @@ def make(
     prompts, samples, max_tokens=4, blocks=64, block_size=2, max_num_seqs=8, max_prefill_tokens=64
 ):
     manager = BlockManager(blocks, block_size)
-    scheduler = Scheduler(
-        prompts, samples, max_tokens, manager, block_size, max_num_seqs, max_prefill_tokens
-    )
+    scheduler = Scheduler(manager, block_size, max_num_seqs, max_prefill_tokens)
+    scheduler.add(prompts, rows_of(samples), [max_tokens] * len(prompts))
     return scheduler, manager
+
+
+def rows_of(samples: list[int]) -> list[list[int]]:
+    """So many rows for each prompt, numbered in order."""
+    ends = list(itertools.accumulate(samples))
+    return [list(range(end - count, end)) for end, count in zip(ends, samples, strict=True)]
 
 
 def counts(step: Step) -> dict[int, tuple[int, int]]:
@@ -62,7 +68,7 @@ def test_long_prompts_go_in_chunks_beside_rows_that_decode():
 def test_a_common_beginning_is_computed_once_even_in_the_same_pass():
     scheduler, _ = make([[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [1, 2, 9]], [1, 1, 1])
     assert counts(scheduler.schedule()) == {0: (0, 5), 1: (4, 2), 2: (2, 1)}
-    assert scheduler.computed_prompt_tokens == 8
+    assert scheduler.counts.computed_prompt_tokens == 8
 
 
 def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
@@ -71,7 +77,7 @@ def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
     assert counts(step) == {0: (0, 2), 1: (0, 2)}
     scheduler.record(step.draws, [])  # both need a second block, there is one
     step = scheduler.schedule()
-    assert counts(step) == {0: (2, 1)} and scheduler.preemptions == 1
+    assert counts(step) == {0: (2, 1)} and scheduler.counts.preemptions == 1
     scheduler.record(step.draws, [])
     step = scheduler.schedule()  # row 1 waits: its two tokens and the one drawn need two blocks
     assert counts(step) == {0: (3, 1)}
@@ -82,8 +88,9 @@ def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
     assert scheduler.done and manager.held == 0
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
+def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
     generator = random.Random(seed)
     block_size, max_tokens = generator.choice([1, 2, 4]), generator.randrange(1, 9)
     prompts = [
@@ -94,7 +101,12 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
     longest = -(-(max(map(len, prompts)) + max_tokens) // block_size)
     blocks, most = longest + generator.randrange(0, 12), generator.randrange(1, 9)
     budget = generator.randrange(1, 20)
-    scheduler, manager = make(prompts, samples, max_tokens, blocks, block_size, most, budget)
+    # Half of the prompts are there from the start; the others come one by one.
+    first = (1 + len(prompts)) // 2 if late else len(prompts)
+    scheduler, manager = make(
+        prompts[:first], samples[:first], max_tokens, blocks, block_size, most, budget
+    )
+    coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
     ends = [generator.randrange(1, max_tokens + 1) for _ in range(sum(samples))]
     text = [
         list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)
@@ -103,6 +115,9 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
     stored: dict[int, object] = {}  # cache slot -> everything the token there has seen
     finished: set[int] = set()
     for _ in range(20_000):
+        if coming and (scheduler.done or generator.random() < 0.5):
+            prompt, rows = coming.pop(0)
+            scheduler.add([prompt], [rows], [max_tokens])
         if scheduler.done:
             break
         step = scheduler.schedule()
@@ -141,4 +156,6 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
         finished |= set(ended)
     assert scheduler.done and finished == set(range(len(text))) and manager.held == 0
     assert [len(tokens) - start for tokens, start in zip(text, start_of, strict=True)] == ends
-    assert np.array_equal(scheduler.lengths, [len(tokens) for tokens in text])
+    lengths = [len(tokens) for tokens in text]
+    assert np.array_equal(scheduler.lengths[: len(text)], lengths)
+    assert late or len(scheduler.lengths) == len(text)

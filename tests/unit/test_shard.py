@@ -11,40 +11,46 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import rule_of, tensor_shapes
+from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Slot, local_shape, pieces_of
-from tests.shards import MODELS, full_tensors, tiny_config, tiny_spec
+from tests.shards import MODELS, full_tensors, tensor_shapes, tiny_config, tiny_spec
 
 
 def _read(parameter: torch.Tensor, piece: Piece, start: int, stop: int) -> torch.Tensor:
     return Slot(piece, parameter).view(start, stop).reshape(piece.shape(start, stop))
 
 
+def _rule_of(spec: ModelSpec, parameter: str, first_layer: int = 0) -> Rule:
+    chunk = Chunk(range(first_layer, spec.num_layers), is_first=first_layer == 0, is_last=True)
+    return family_of(spec).rule_of(spec, chunk, parameter)
+
+
 def _megatron_qkv(
-    tensors: dict, prefix: str, kind: str, groups: int, tp_rank: int, tp: int
+    tensors: dict, prefix: str, kind: str, kv_heads: int, tp_rank: int, tp: int
 ) -> torch.Tensor:
-    """Rows of one rank: for each KV group its query heads, its key head, its value head."""
+    """Rows of one rank: for each KV head its query heads, its key head, its value head."""
+    heads_per_rank = kv_heads // tp
     rows = []
-    for group in range(groups // tp * tp_rank, groups // tp * (tp_rank + 1)):
+    for kv_head in range(heads_per_rank * tp_rank, heads_per_rank * (tp_rank + 1)):
         for name in "qkv":
             full = tensors[f"{prefix}.{name}_proj.{kind}"]
-            size = full.shape[0] // groups
-            rows.append(full[group * size : (group + 1) * size])
+            size = full.shape[0] // kv_heads
+            rows.append(full[kv_head * size : (kv_head + 1) * size])
     return torch.cat(rows)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_qkv_is_interleaved_by_group(tp: int, kind: str) -> None:
+def test_qkv_is_interleaved_by_kv_head(tp: int, kind: str) -> None:
     spec = tiny_spec("qwen2")
-    tensors, prefix, name = (
-        full_tensors(spec),
-        "model.layers.3.self_attn",
-        f"self_attention.linear_qkv.{kind}",
-    )
-    rule = rule_of(spec, f"decoder.layers.1.{name}", layer_offset=2)
+    tensors = full_tensors(spec)
+    prefix = "model.layers.3.self_attn"
+    name = f"self_attention.linear_qkv.{kind}"
+    rule = _rule_of(spec, f"decoder.layers.1.{name}", first_layer=2)
+
     for tp_rank in range(tp):
         parameter = _megatron_qkv(tensors, prefix, kind, spec.num_kv_heads, tp_rank, tp)
         pieces = pieces_of(name, rule, tensor_shapes(spec), tp_rank, tp)
@@ -63,7 +69,7 @@ def test_gate_and_up_follow_each_other_on_every_rank(tp: int) -> None:
     spec = tiny_spec("llama")
     tensors = full_tensors(spec)
     gate, up = (tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up"))
-    rule = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+    rule = _rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight")
     for tp_rank in range(tp):
         parameter = torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]])
         for piece in pieces_of("fc1", rule, tensor_shapes(spec), tp_rank, tp):
@@ -77,11 +83,11 @@ def test_gate_and_up_follow_each_other_on_every_rank(tp: int) -> None:
 def test_vocabulary_padding_belongs_to_no_piece(tp: int) -> None:
     spec = tiny_spec("llama")
     full = full_tensors(spec)["model.embed_tokens.weight"]
-    rule = rule_of(spec, "embedding.word_embeddings.weight", 0)
+    rule = _rule_of(spec, "embedding.word_embeddings.weight")
     rows = spec.padded_vocab(tp) // tp
-    padded = torch.cat(
-        [full, torch.full((rows * tp - spec.vocab_size, spec.hidden_size), float("nan"))]
-    )
+    padding = torch.full((rows * tp - spec.vocab_size, spec.hidden_size), float("nan"))
+    padded = torch.cat([full, padding])
+
     seen = []
     for tp_rank in range(tp):
         (piece,) = pieces_of("embedding", rule, tensor_shapes(spec), tp_rank, tp)
@@ -90,7 +96,8 @@ def test_vocabulary_padding_belongs_to_no_piece(tp: int) -> None:
 
 
 def test_a_rank_of_padding_alone_holds_nothing() -> None:
-    rule, shapes = Rule(("e",), dim=0), {"e": (5, 2)}
+    rule = Rule(("e",), dim=0)
+    shapes = {"e": (5, 2)}
     held = [pieces_of("e", rule, shapes, tp_rank, 4) for tp_rank in range(4)]
     assert [[(piece.start, piece.stop) for piece in pieces] for pieces in held] == [
         [(0, 2)],
@@ -103,23 +110,23 @@ def test_a_rank_of_padding_alone_holds_nothing() -> None:
 def test_columns_and_replicated_tensors() -> None:
     spec = tiny_spec("llama")
     tensors = full_tensors(spec)
-    column = rule_of(spec, "decoder.layers.0.mlp.linear_fc2.weight", 0)
+    column = _rule_of(spec, "decoder.layers.0.mlp.linear_fc2.weight")
     full = tensors["model.layers.0.mlp.down_proj.weight"]
     (piece,) = pieces_of("fc2", column, tensor_shapes(spec), 1, 2)
     assert torch.equal(_read(full.chunk(2, dim=1)[1].contiguous(), piece, 12, 24), full[:, 12:24])
-    norm = rule_of(spec, "decoder.layers.0.input_layernorm.weight", 0)
+    norm = _rule_of(spec, "decoder.layers.0.input_layernorm.weight")
     (piece,) = pieces_of("norm", norm, tensor_shapes(spec), 1, 2)
     assert (piece.start, piece.stop) == (0, 32)
 
 
 def test_views_write_through() -> None:
     spec = tiny_spec("qwen2")
-    rule = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.bias", 0)
+    rule = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.bias")
     pieces = pieces_of("bias", rule, tensor_shapes(spec), 1, 2)
     parameter = torch.zeros(32, requires_grad=True)
     k = pieces[1]
     Slot(k, parameter).view(k.start, k.stop).fill_(1.0)
-    # Two groups of 8 query rows, 4 key rows, 4 value rows.
+    # Two KV heads, each with 8 query rows, 4 key rows and 4 value rows.
     assert (
         parameter.tolist() == [0.0] * 8 + [1.0] * 4 + [0.0] * 4 + [0.0] * 8 + [1.0] * 4 + [0.0] * 4
     )
@@ -157,28 +164,30 @@ def test_kv_heads_are_shared_by_neighbouring_ranks(
 def test_only_an_engine_shares_kv_heads() -> None:
     spec = replace(tiny_spec("qwen2"), num_kv_heads=2)
     engine = EngineLayout(4, ((0, 1, 2, 3),))
-    held = [
-        (piece.start, piece.stop)
-        for rank in range(4)
-        for piece in engine_pieces(spec, engine, rank)
-        if piece.name == "model.layers.0.self_attn.v_proj.bias"
-    ]
+    held = []
+    for rank in range(4):
+        for piece in engine_pieces(spec, engine, rank):
+            if piece.name == "model.layers.0.self_attn.v_proj.bias":
+                held.append((piece.start, piece.stop))
     assert held == [(0, 4), (0, 4), (4, 8), (4, 8)]
+
     with pytest.raises(
         WeightError,
-        match="in 2 groups do not divide over tensor-parallel size 4; use a tp that divides 2",
+        match="in 2 blocks do not divide over tensor-parallel size 4; use a tp that divides 2",
     ):
         role_pieces(spec, ParallelLayout(4, 1, 1), 0)
 
 
 def test_what_does_not_divide_is_refused() -> None:
     spec = tiny_spec("llama")
-    qkv = rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight", 0)
+    qkv = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight")
+
     with pytest.raises(
         WeightError,
-        match=r"k_proj.weight \(16 rows\), .* 4 groups do not divide .* size 8; use a tp that",
+        match=r"k_proj.weight \(16 rows\), .* 4 blocks do not divide .* size 8; use a tp that",
     ):
         pieces_of("qkv", qkv, tensor_shapes(spec), 0, 8)
+
     with pytest.raises(
         WeightError,
         match="size 6; use a tp that divides 4, or a multiple of 4 that divides the rows",
@@ -186,7 +195,8 @@ def test_what_does_not_divide_is_refused() -> None:
         pieces_of("qkv", replace(qkv, shares=4), tensor_shapes(spec), 0, 6)
     with pytest.raises(WeightError, match="size 64; use a tp that divides 4, or a multiple of 4"):
         local_shape(replace(qkv, shares=4), tensor_shapes(spec), 64)
-    fc1 = rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight", 0)
+
+    fc1 = _rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight")
     with pytest.raises(WeightError, match="tensor-parallel size 16; use a smaller tp"):
         pieces_of("fc1", fc1, tensor_shapes(spec), 0, 16)
 

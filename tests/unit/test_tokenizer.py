@@ -1,4 +1,4 @@
-"""The fast tokenizer, which runs, against the sentencepiece model that it was made from."""
+"""The fast tokenizer against the sentencepiece model that it was made from."""
 
 import json
 import random
@@ -13,10 +13,12 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import DataError
 
 CORPUS = [
-    "Question: Natalia sold clips to 48 of her friends in April, and then she sold half as many in May.\nAnswer:\n"
-    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72",
-    "Question: Weng earns $12.50 an hour for babysitting — a “small” sum.  How much did she earn?\nAnswer:\n"
-    "Weng earns 12/60 = $<<12/60=0.2>>0.2 a minute.\n\nWorking 50 minutes, she earned 0.2 x 50 = $10.\n#### 10",
+    "Question: Natalia sold clips to 48 of her friends in April, and then she sold half as many in "
+    "May.\nAnswer:\nNatalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
+    "She sold 48+24 = <<48+24=72>>72 clips altogether.\n#### 72",
+    "Question: Weng earns $12.50 an hour for babysitting — a “small” sum.  How much did she earn?\n"
+    "Answer:\nWeng earns 12/60 = $<<12/60=0.2>>0.2 a minute.\n\n"
+    "Working 50 minutes, she earned 0.2 x 50 = $10.\n#### 10",
     "aaaa bbbb abab abababab ssss lloo ooo a aa aaa aba ababa baab sessess",
 ]
 
@@ -37,7 +39,7 @@ def strings():
     rng = random.Random(0)
     alphabet = "abelostN $#<>=.,0123456789\n\t\r—é½日😀"
     mixed = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(1500)]
-    # Few letters, repeated: many ways to join the same pieces.
+    # With few letters, repeated, there are many ways to join the same pieces.
     repeats = [
         "".join(rng.choices(["a", "b", "o", "s", "ab", "ss", "e"], k=rng.randrange(1, 25)))
         for _ in range(1500)
@@ -65,9 +67,7 @@ def test_equals_sentencepiece(directory, reference):
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
 def test_equals_sentencepiece_beside_a_model(config, directory, reference, tmp_path):
-    """transformers chooses tokenizer classes by the model's config.json; the vocabulary must
-    survive that.
-    """
+    """transformers chooses the tokenizer class by config.json; the vocabulary must not change."""
     load_tokenizer(directory).save_pretrained(tmp_path)
     getattr(transformers, config)(vocab_size=500).save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
@@ -99,7 +99,7 @@ def train_plain(path, **options):
 
 
 def test_bare_model_with_a_prepended_space(tmp_path):
-    """Llama 2's kind of model."""
+    """Llama 2 has a model of this kind."""
     options = {
         "normalization_rule_name": "identity",
         "remove_extra_whitespaces": False,
@@ -116,7 +116,7 @@ def test_bare_model_with_a_prepended_space(tmp_path):
         assert tokenizer.decode(ids) == text
 
 
-def test_refuses_what_it_cannot_restate(tmp_path):
+def test_refuses_what_it_cannot_convert(tmp_path):
     file = train_plain(tmp_path, model_type="unigram", vocab_size=150, hard_vocab_limit=False)
     with pytest.raises(DataError, match="not BPE, or it normalises text"):
         load_tokenizer(file)
@@ -156,9 +156,7 @@ TEMPLATE = (
 
 
 def test_prompts_begin_as_the_family_has_it_and_do_not_end(directory):
-    """A tokenizer that wraps each text in bos and eos: the prompt keeps bos alone, the response
-    gets eos alone.
-    """
+    """If a tokenizer puts bos and eos around a text, a prompt keeps bos and a response gets eos."""
     wrapping = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
     wrapping.backend_tokenizer.post_processor = TemplateProcessing(
         "<s> $A </s>", None, [("<s>", 1), ("</s>", 2)]

@@ -44,9 +44,11 @@ def test_equals_float64(
     monkeypatch: pytest.MonkeyPatch, temperature: float, padded: int, chunk_elements: int
 ) -> None:
     monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", chunk_elements)
-    logits, untouched = random_logits(padded), random_logits(padded).detach()
+    logits = random_logits(padded)
+    untouched = random_logits(padded).detach()
     targets = torch.arange(11) * 3
-    weight, entropy_weight = torch.randn(11), torch.randn(11)
+    weight = torch.randn(11)
+    entropy_weight = torch.randn(11)
 
     logprobs, entropy = vocab_parallel_logprobs(
         logits, targets, None, temperature, VOCABULARY, with_entropy=True
@@ -70,16 +72,16 @@ def test_equals_float64(
 def test_gradient_of_one_output_alone() -> None:
     targets = torch.arange(11)
     for used in (0, 1):
-        logits, slow = random_logits(), random_logits()
-        output = vocab_parallel_logprobs(logits, targets, None, 1.0, VOCABULARY, with_entropy=True)[
-            used
-        ]
+        logits = random_logits()
+        outputs = vocab_parallel_logprobs(logits, targets, None, 1.0, VOCABULARY, with_entropy=True)
+        output = outputs[used]
         assert output is not None
         output.sum().backward()
+
+        slow = random_logits()
         log_p = slow_log_softmax(slow, 1.0)
-        (
-            log_p.gather(1, targets[:, None]) if used == 0 else -(log_p.exp() * log_p)
-        ).sum().backward()
+        expected = log_p.gather(1, targets[:, None]) if used == 0 else -(log_p.exp() * log_p)
+        expected.sum().backward()
         torch.testing.assert_close(logits.grad, slow.grad, atol=1e-5, rtol=0)
 
 
@@ -108,16 +110,15 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_kl_equals_float64(temperature: float) -> None:
-    logits, reference = random_logits(40), random_logits(40, seed=1)
+    logits = random_logits(40)
+    reference = random_logits(40, seed=1)
     weight = torch.randn(11, generator=torch.Generator().manual_seed(2))
     kl = vocab_parallel_kl(logits, reference, None, temperature, VOCABULARY)
     (kl @ weight).backward()
 
     slow = logits.detach().clone().requires_grad_()
-    log_p, log_q = (
-        slow_log_softmax(slow, temperature),
-        slow_log_softmax(reference.detach(), temperature),
-    )
+    log_p = slow_log_softmax(slow, temperature)
+    log_q = slow_log_softmax(reference.detach(), temperature)
     expected = (log_p.exp() * (log_p - log_q)).sum(dim=1)
     (expected @ weight.double()).backward()
 

@@ -59,7 +59,7 @@ def hf_model(name: str, seed: int = 0) -> Any:
 
 
 def spec_of(model: Any) -> ModelSpec:
-    return FAMILIES[model.config.model_type](model.config.to_dict(), "lm")
+    return FAMILIES[model.config.model_type].read_config(model.config.to_dict(), "lm")
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def hf_difference(
     """
     worst = 0.0
     for sample in samples:
-        prompt = prompts[sample.prompt_index]
+        prompt = prompts[sample.request_id]
         logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
         wanted = (
             (logits / temperature)

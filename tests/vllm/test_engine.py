@@ -11,8 +11,15 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.errors import ConfigError, EngineError
-from mrlhf.inference.base import EngineLimits, Sample, SamplingParams
+from mrlhf.inference.base import (
+    EngineLimits,
+    Sample,
+    SamplingParams,
+    generate,
+    requests_for,
+)
 from mrlhf.inference.vllm.engine import VllmEngine
+from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.shards import fill
 from tests.vllm.models import (
@@ -52,7 +59,7 @@ def _make(model: Any, **limits: Any) -> VllmEngine:
 
 def _refuses(engine: VllmEngine) -> None:
     with pytest.raises(EngineError, match="no weights yet"):
-        engine.generate(PROMPTS, UIDS, GREEDY)
+        answer(engine, PROMPTS, UIDS, GREEDY)
     with pytest.raises(EngineError, match="neither bound nor in weight_slots"):
         engine.commit(1)
     with pytest.raises(EngineError, match="no parameter 'lm_head'"):
@@ -63,15 +70,15 @@ def _refuses(engine: VllmEngine) -> None:
 
 def _refuses_prompts(engine: VllmEngine) -> None:
     for prompt, match in (
-        ([], "prompt 0 is empty"),
+        ([], "prompt of request 0 is empty"),
         ([1] * 121, r"121 tokens \+ max_tokens 8 exceed the engine's max_length 128"),
         ([VOCABULARY], "token ids from 131 to 131"),
     ):
         with pytest.raises(EngineError, match=match):
-            engine.generate([prompt], [0], GREEDY)
+            answer(engine, [prompt], [0], GREEDY)
     engine.sleep()
     with pytest.raises(EngineError, match="sleeps"):
-        engine.generate(PROMPTS, UIDS, GREEDY)
+        answer(engine, PROMPTS, UIDS, GREEDY)
     engine.wake()
 
 
@@ -83,15 +90,16 @@ def _samples_as_asked(engine: VllmEngine, model: Any) -> None:
         {"temperature": 0.6, "top_k": 4, "top_p": 0.9},
     ):
         sampling = SamplingParams(n=3, max_tokens=8, seed=1, **changes)
-        samples = engine.generate(PROMPTS, UIDS, sampling)
-        assert [(s.prompt_index, s.sample_index) for s in samples] == [
+        finished = generate(engine, requests_for(PROMPTS, UIDS, sampling))
+        samples = finished.samples
+        assert [(s.request_id, s.sample_index) for s in samples] == [
             (p, i) for p in UIDS for i in range(3)
         ]
         assert hf_difference(model, PROMPTS, samples, changes["temperature"]) < 1e-4
         assert all(len(s.token_ids) == 8 and not s.stopped for s in samples)
         if "top_k" in changes:
             assert _are_among_the_likeliest(model, samples, 4)
-    stats = engine.stats()
+    stats = finished.stats
     assert stats.generated_tokens == 18 * 8 and stats.prompt_tokens == 3 * sum(map(len, PROMPTS))
     assert (
         stats.steps >= 24 and stats.cache_bytes >= stats.peak_cache_bytes > 0
@@ -100,7 +108,7 @@ def _samples_as_asked(engine: VllmEngine, model: Any) -> None:
 
 def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> bool:
     for sample in samples:
-        prompt = PROMPTS[sample.prompt_index]
+        prompt = PROMPTS[sample.request_id]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + sample.token_ids])).logits[
                 0, len(prompt) - 1 : -1
@@ -119,8 +127,8 @@ def _draws_follow_the_distribution(engine: VllmEngine, model: Any) -> None:
     """
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
-    drawn = engine.generate(
-        [PROMPTS[0]], [3], SamplingParams(n=600, temperature=1.0, max_tokens=1, seed=2)
+    drawn = answer(
+        engine, [PROMPTS[0]], [3], SamplingParams(n=600, temperature=1.0, max_tokens=1, seed=2)
     )
     found = (
         torch.bincount(torch.tensor([s.token_ids[0] for s in drawn]), minlength=VOCABULARY) / 600
@@ -129,24 +137,25 @@ def _draws_follow_the_distribution(engine: VllmEngine, model: Any) -> None:
 
 
 def _stops(engine: VllmEngine) -> None:
-    plain = engine.generate(PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4))
+    plain = answer(engine, PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4))
     third = plain[0].token_ids[2]
-    by_token = engine.generate(
+    by_token = answer(
+        engine,
         PROMPTS,
         UIDS,
         SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop_token_ids=(third,)),
     )
     # A stop string that begins in one token and ends in the next.
     text = f"{plain[0].token_ids[1]}><{third}"
-    by_text = engine.generate(
-        PROMPTS, UIDS, SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop=(text,))
-    )
+    with_text = SamplingParams(temperature=1.0, max_tokens=12, seed=4, stop=(text,))
+    finished = generate(engine, requests_for(PROMPTS, UIDS, with_text))
+    by_text = finished.samples
     for stopped in (by_token[0], by_text[0]):
         assert stopped.token_ids == plain[0].token_ids[:3] and stopped.stopped
         assert stopped.logprobs == pytest.approx(plain[0].logprobs[:3], abs=1e-5)
     for before, after in zip(plain[1:], by_text[1:], strict=True):
         assert after.token_ids == before.token_ids and not after.stopped
-    assert engine.stats().generated_tokens == sum(len(s.token_ids) for s in by_text)
+    assert finished.stats.generated_tokens == sum(len(s.token_ids) for s in by_text)
 
 
 def _host_environment() -> dict[str, str]:
@@ -174,10 +183,11 @@ def _preempts(model: Any) -> None:
     engine = _make(model, cache_bytes=8 * one)
     fill(engine.weight_slots(), model.state_dict())
     engine.commit(1)
-    samples = engine.generate(prompts, UIDS, SamplingParams(temperature=0.0, max_tokens=40, seed=0))
-    assert [s.token_ids for s in samples] == hf_greedy(model, prompts, 40)
-    assert engine.stats().preemptions > 0
-    assert engine.stats().cache_bytes == 8 * one
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, seed=0)
+    finished = generate(engine, requests_for(prompts, UIDS, greedy))
+    assert [s.token_ids for s in finished.samples] == hf_greedy(model, prompts, 40)
+    assert finished.stats.preemptions > 0
+    assert finished.stats.cache_bytes == 8 * one
 
 
 def _body(rank: int, world_size: int) -> None:
@@ -189,7 +199,7 @@ def _body(rank: int, world_size: int) -> None:
             _refuses(engine)
         fill(engine.weight_slots(), model.state_dict())
         engine.commit(1)
-        greedy = engine.generate(PROMPTS, UIDS, GREEDY)
+        greedy = answer(engine, PROMPTS, UIDS, GREEDY)
         assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8), name
         assert hf_difference(model, PROMPTS, greedy) < 1e-4, name
         if name == "llama":

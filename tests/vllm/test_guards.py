@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.engine import VllmEngine
+from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.shards import fill
 from tests.vllm.models import hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
@@ -59,8 +60,11 @@ def _host_randomness_is_untouched() -> bool:
     model, prompts = hf_model("llama"), make_prompts()
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    _engine(model).generate(
-        prompts, [0] * len(prompts), SamplingParams(temperature=1.0, max_tokens=4, seed=0)
+    answer(
+        _engine(model),
+        prompts,
+        [0] * len(prompts),
+        SamplingParams(temperature=1.0, max_tokens=4, seed=0),
     )
     return torch.equal(before, torch.get_rng_state())
 
@@ -69,7 +73,7 @@ def _tied_output_follows(engine: VllmEngine) -> bool:
     new = hf_model("qwen2-tied", seed=7)
     _update(engine, new, 2)
     prompts = make_prompts()
-    return [s.token_ids for s in engine.generate(prompts, [0] * 6, GREEDY)] == hf_greedy(
+    return [s.token_ids for s in answer(engine, prompts, [0] * 6, GREEDY)] == hf_greedy(
         new, prompts, 6
     )
 
@@ -79,7 +83,7 @@ def _prefixes_are_forgotten(engine: VllmEngine) -> bool:
     for version in (3, 4):
         new = hf_model("qwen2-tied", seed=version)
         _update(engine, new, version)
-        answers = [s.token_ids for s in engine.generate(LONG_PROMPTS, [0] * 3, GREEDY)]
+        answers = [s.token_ids for s in answer(engine, LONG_PROMPTS, [0] * 3, GREEDY)]
     return answers == hf_greedy(new, LONG_PROMPTS, 6)
 
 
@@ -87,13 +91,13 @@ def _draws_ignore_the_batch(engine: VllmEngine) -> bool:
     """A sample depends on its uid and index, not on what is computed beside it or on its place."""
     sampling = SamplingParams(n=2, temperature=1.0, max_tokens=8, seed=5)
     prompts, uids = [make_prompts()[0]] * 3, [11, 12, 13]
-    forward = engine.generate(prompts, uids, sampling)
-    backward = engine.generate(prompts, uids[::-1], sampling)
-    (alone,) = engine.generate(prompts[:1], [12], sampling, samples=[range(1, 2)])
+    forward = answer(engine, prompts, uids, sampling)
+    backward = answer(engine, prompts, uids[::-1], sampling)
+    (alone,) = answer(engine, prompts[:1], [12], sampling, samples=[range(1, 2)])
     assert len({tuple(s.token_ids) for s in forward}) == 6, "samples of one prompt are alike"
-    by_uid = {(uids[s.prompt_index], s.sample_index): s.token_ids for s in forward}
+    by_uid = {(uids[s.request_id], s.sample_index): s.token_ids for s in forward}
     return alone.token_ids == by_uid[12, 1] and all(
-        s.token_ids == by_uid[uids[2 - s.prompt_index], s.sample_index] for s in backward
+        s.token_ids == by_uid[uids[2 - s.request_id], s.sample_index] for s in backward
     )
 
 
@@ -161,7 +165,7 @@ def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
     equal, names, names_without = True, [], []
     for _ in range(2):
         engine = _engine(model)
-        answers = [s.token_ids for s in engine.generate(prompts, [0] * 6, GREEDY)]
+        answers = [s.token_ids for s in answer(engine, prompts, [0] * 6, GREEDY)]
         equal = equal and answers == hf_greedy(model, prompts, 6)
         names.append(shared.make_group_name(communicator))
         names_without.append(unguarded(communicator))

@@ -18,6 +18,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import Resharder
 from mrlhf.reshard.plan import plan
+from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.shards import fill, make_slots
 from tests.vllm.models import hf_difference, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
@@ -64,9 +65,9 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
             stats = resharder.run()
             assert stats.bytes_moved == stats.bytes_had_to_move
             engine.commit(version)
-            greedy = engine.generate(PROMPTS, range(4), GREEDY)
+            greedy = answer(engine, PROMPTS, range(4), GREEDY)
             assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 6), (name, version)
-            samples = engine.generate(PROMPTS, range(4), DRAWN)
+            samples = answer(engine, PROMPTS, range(4), DRAWN)
             assert hf_difference(model, PROMPTS, samples, 0.8) < 1e-4
             for slot in slots:  # what is shared with training has been left whole
                 piece = slot.piece

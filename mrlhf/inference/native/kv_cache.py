@@ -46,6 +46,7 @@ class KVCache:
             ) from error
         self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
         self.blocks = blocks
+        self.block_size = block_size
         self.nbytes = sum(pair.nbytes for pair in pairs)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrlhf.errors import EngineError
-from mrlhf.models.families import tensor_shapes
+from mrlhf.inference.checks import check_tensor
+from mrlhf.models.families import family_of
 from mrlhf.models.parameters import engine_rules
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot, local_shape, pieces_of
@@ -25,7 +25,8 @@ class Parameters:
         self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._device, self._dtype = device, dtype
-        rules, shapes = engine_rules(spec, tp_size), tensor_shapes(spec)
+        rules = engine_rules(spec)
+        shapes = family_of(spec).tensor_shapes(spec)
         self.pieces: dict[str, tuple[Piece, ...]] = {
             name: pieces_of(name, rule, shapes, tp_rank, tp_size) for name, rule in rules.items()
         }
@@ -46,16 +47,7 @@ class Parameters:
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
-        if name not in self._shapes:
-            raise EngineError(
-                f"the engine has no parameter {name!r}; bind one of parameter_pieces()"
-            )
-        wanted = (self._shapes[name], self._dtype, self._device.type)
-        given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-        if given != wanted:
-            raise EngineError(
-                f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; copy it instead"
-            )
+        check_tensor(name, tensor, self._shapes, self._dtype, self._device)
         self._tensors[name] = tensor
 
     def slots(self) -> list[Slot]:

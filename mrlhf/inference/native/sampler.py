@@ -36,13 +36,20 @@ def splitmix64(state: Words) -> Words:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def sample_keys(seed: int, uids: Sequence[int], samples: Sequence[range]) -> Words:
-    """One hash a sample, of (seed, uid, sample index): [samples in all], ordered by prompt, then by
-    sample.
+def sample_keys(seeds: Sequence[int], uids: Sequence[int], samples: Sequence[range]) -> Words:
+    """One hash a sample, of (seed, uid, sample index).
+
+    Args:
+        seeds: one for each prompt.
+        uids: one for each prompt.
+        samples: sample indices of each prompt.
+
+    Returns:
+        [samples of all prompts], ordered by prompt, then by sample.
     """
     counts = [len(indices) for indices in samples]
-    root = splitmix64(np.array([seed], dtype=np.uint64))
-    prompts = splitmix64(root ^ np.array(list(uids), dtype=np.int64).view(np.uint64))
+    roots = splitmix64(np.array(list(seeds), dtype=np.uint64))
+    prompts = splitmix64(roots ^ np.array(list(uids), dtype=np.int64).view(np.uint64))
     indices = np.array([index for chosen in samples for index in chosen], dtype=np.uint64)
     return splitmix64(np.repeat(prompts, counts) ^ indices)
 

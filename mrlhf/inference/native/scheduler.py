@@ -1,23 +1,27 @@
-"""Who runs in the next pass through the model, how many tokens of each, and in which blocks of the
-cache.
+"""Which rows run in the next pass through the model, how many tokens of each, and in which blocks
+of the cache.
 
-Samples are rows, numbered prompt after prompt. Every pass takes one token of each row that has one
-left to compute, and of the others as many prompt tokens as the budget allows: prompts go in chunks,
-and rows enter while there are blocks. Where blocks run out, the row that entered last gives its own
-back and is computed again later. Pure arithmetic on lengths and token ids, so every rank of a
-replica comes to the same schedule alone; it knows no tensors of the model.
+A row is a sample. Every pass computes one token of each row that has only its newest token left to
+compute. Of the other rows it computes as many prompt tokens as the budget allows: long prompts are
+computed in chunks, and further rows start while there are blocks. Where blocks run out, the row
+that started last gives its own back and is computed again later. New rows may be added between any
+two passes.
+
+This is pure arithmetic on lengths and token ids, so every rank of a replica comes to the same
+schedule alone. It knows no tensors of the model.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mrlhf.inference.native.blocks import BlockManager
+from mrlhf.inference.native.rows import enlarged
 
 Ints = NDArray[np.int64]
 
@@ -27,15 +31,15 @@ class Step:
     """One pass.
 
     Attributes:
-        rows: that take part, [sequences].
-        starts: tokens of each that are in the cache already, [sequences].
-        counts: tokens of each to be computed now, [sequences].
-        complete: places in `rows` of those computed to their last token, whose logits are wanted,
-            [complete].
-        draws: rows that get their next token after it: those, then rows that share their prompt,
-            [draws].
-        sources: the place in `complete` whose logits each of `draws` uses, [draws].
-        copies: (from, to) blocks to be copied after it, before the next.
+        rows: the rows that take part, [sequences].
+        starts: how many tokens of each are in the cache already, [sequences].
+        counts: how many tokens of each are computed now, [sequences].
+        complete: the places in `rows` of those that are computed to their last token, whose logits
+            are wanted, [complete].
+        draws: the rows that get their next token after the pass: the complete ones, then rows that
+            share their prompt, [draws].
+        sources: for each of `draws`, the place in `complete` whose logits it uses, [draws].
+        copies: (from, to) blocks to be copied after the pass and before the next.
     """
 
     rows: Ints
@@ -47,131 +51,214 @@ class Step:
     copies: list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class _Forks:
-    """Rows that begin with a prompt just computed for another, the places of those others, and
-    copies to be made.
+@dataclass
+class Counts:
+    """What the scheduler has done.
+
+    Attributes:
+        steps: passes.
+        computed_prompt_tokens: prompt tokens computed, each once for all samples that share it.
+        preemptions: rows that had to give their blocks back.
+        peak_blocks: blocks held when most were.
     """
 
-    rows: list[int]
-    sources: list[int]
-    copies: list[tuple[int, int]]
+    steps: int = 0
+    computed_prompt_tokens: int = 0
+    preemptions: int = 0
+    peak_blocks: int = 0
+
+
+@dataclass
+class _Forks:
+    """Rows that start with the prompt that another row has just computed.
+
+    Attributes:
+        rows: those that start.
+        sources: for each of them, the place in the pass of the row whose prompt it has.
+        copies: (from, to) blocks to be copied for them.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """The rows of one call of `generate`."""
+    """The rows that wait and those that run."""
 
     def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        samples: Sequence[int],
-        max_tokens: int,
-        manager: BlockManager,
-        block_size: int,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
+        self, manager: BlockManager, block_size: int, max_num_seqs: int, max_prefill_tokens: int
     ) -> None:
-        """Queue the samples of every prompt, in order.
+        """Start without rows.
 
         Args:
-            prompts: token ids.
-            samples: rows of each prompt.
-            max_tokens: longest response, tokens.
-            manager: of the cache's blocks; it has room for the longest row alone.
-            block_size: tokens a block.
-            max_num_seqs: rows that run at once.
-            max_prefill_tokens: prompt tokens computed in one pass.
+            manager: hands out the cache's blocks; it has room for the longest row alone.
+            block_size: tokens in a block.
+            max_num_seqs: number of rows that run at once.
+            max_prefill_tokens: number of prompt tokens computed in one pass.
         """
-        self._prompts, self._manager, self._block_size = prompts, manager, block_size
-        self._max_num_seqs, self._max_prefill_tokens = max_num_seqs, max_prefill_tokens
-        self._prompt_of = np.repeat(np.arange(len(prompts)), samples)
-        rows = len(self._prompt_of)
-        prompt_lengths = np.fromiter((len(prompt) for prompt in prompts), np.int64, len(prompts))
-        self.prompt_lengths: Ints = prompt_lengths[self._prompt_of]
-        self.lengths: Ints = self.prompt_lengths.copy()
-        longest = int(prompt_lengths.max(initial=0)) + max_tokens
-        self.block_tables = np.zeros((rows, -(-longest // block_size)), dtype=np.int32)
-        self._computed = np.zeros(rows, dtype=np.int64)
-        self._counted = np.zeros(rows, dtype=np.int64)
-        self._held = np.zeros(rows, dtype=np.int64)
-        self._running: list[int] = []
-        # Rows that wait for another row of their prompt to be computed, by that row.
+        self._manager = manager
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_prefill_tokens = max_prefill_tokens
+
+        self._prompts: dict[int, Sequence[int]] = {}
+        self.block_tables = np.zeros((0, 0), dtype=np.int32)
+        self.prompt_lengths: Ints = np.zeros(0, dtype=np.int64)
+        self.lengths: Ints = np.zeros(0, dtype=np.int64)
+        self._computed = np.zeros(0, dtype=np.int64)  # tokens in the cache
+        self._counted = np.zeros(0, dtype=np.int64)  # prompt tokens in `counts` already
+        self._held = np.zeros(0, dtype=np.int64)  # blocks
+
+        # Rows of one prompt wait together, and those that may start follow the first of them: when
+        # it has computed the prompt, they start with it.
+        self._waiting: deque[list[int]] = deque()
         self._followers: dict[int, list[int]] = {}
-        ends = np.cumsum(samples).tolist()
-        self._waiting: deque[list[int]] = deque(
-            list(range(end - count, end)) for end, count in zip(ends, samples, strict=True) if count
-        )
-        self.preemptions = 0
-        self.computed_prompt_tokens = 0
-        self.peak_blocks = 0
+        self._running: list[int] = []
+        self.counts = Counts()
 
     @property
     def done(self) -> bool:
         """Whether no row runs or waits."""
         return not self._waiting and not self._running
 
+    def add(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows_of: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+    ) -> None:
+        """Queue the rows of each prompt, behind those that wait already.
+
+        Args:
+            prompts: token ids.
+            rows_of: the numbers of the rows of each prompt, which no row that waits or runs has.
+            max_tokens: the longest response to each prompt, in tokens.
+        """
+        rows = 1 + max((row for rows in rows_of for row in rows), default=-1)
+        longest = max(
+            (len(prompt) + most for prompt, most in zip(prompts, max_tokens, strict=True)),
+            default=0,
+        )
+        self._make_room(rows, -(-longest // self._block_size))
+
+        for prompt, chosen in zip(prompts, rows_of, strict=True):
+            if not chosen:
+                continue
+            for row in chosen:
+                self._prompts[row] = prompt
+            self.prompt_lengths[chosen] = len(prompt)
+            self.lengths[chosen] = len(prompt)
+            self._computed[chosen] = 0
+            self._counted[chosen] = 0
+            self._waiting.append(list(chosen))
+
     def schedule(self) -> Step:
         """The next pass, which the caller then runs."""
+        self.counts.steps += 1
         preempted = self._grow()
         running = np.array(self._running, dtype=np.int64)
         counts = self.lengths[running] - self._computed[running]
+
+        # Rows that have more than one token to compute share the budget, oldest first.
         budget = self._max_prefill_tokens
         for place in np.flatnonzero(counts > 1).tolist():
             counts[place] = min(int(counts[place]), budget)
             budget -= int(counts[place])
-        rows, counts = running[counts > 0], counts[counts > 0]
+        rows = running[counts > 0]
+        counts = counts[counts > 0]
         starts = self._computed[rows]
         self._computed[rows] += counts
-        forks = _Forks([], [], [])
+
+        forks = _Forks()
         for place in np.flatnonzero(starts < self.prompt_lengths[rows]).tolist():
-            self._spread(int(rows[place]), int(starts[place]), place, forks)
-        entered: list[tuple[int, int, int]] = []
-        while budget > 0 and not preempted and (row := self._admit()) is not None:
+            self._share_prompt(int(rows[place]), int(starts[place]), place, forks)
+
+        # What is left of the budget goes to rows that start now.
+        started: list[tuple[int, int, int]] = []
+        while budget > 0 and not preempted and (row := self._start_next()) is not None:
             start = int(self._computed[row])
             count = min(int(self.lengths[row]) - start, budget)
             budget -= count
             self._computed[row] += count
-            self._spread(row, start, len(rows) + len(entered), forks)
-            entered.append((row, start, count))
-        if entered:
-            columns = np.array(entered, dtype=np.int64).T
-            rows, starts, counts = (
-                np.concatenate(pair) for pair in zip((rows, starts, counts), columns, strict=True)
-            )
-        self.peak_blocks = max(self.peak_blocks, self._manager.held)
+            self._share_prompt(row, start, len(rows) + len(started), forks)
+            started.append((row, start, count))
+        if started:
+            new_rows, new_starts, new_counts = np.array(started, dtype=np.int64).T
+            rows = np.concatenate((rows, new_rows))
+            starts = np.concatenate((starts, new_starts))
+            counts = np.concatenate((counts, new_counts))
+        self.counts.peak_blocks = max(self.counts.peak_blocks, self._manager.held)
+
         complete = np.flatnonzero(starts + counts == self.lengths[rows])
-        draws, sources = rows[complete], np.arange(len(complete))
+        draws = rows[complete]
+        sources = np.arange(len(complete))
         if forks.rows:
             draws = np.append(draws, forks.rows)
             sources = np.append(sources, np.searchsorted(complete, forks.sources))
         return Step(rows, starts, counts, complete, draws, sources, forks.copies)
 
     def record(self, draws: Ints, ended: Sequence[int]) -> None:
-        """Each of `draws` has one token more; those of them in `ended` are done."""
+        """Give each of `draws` one token more, and let go of those of them in `ended`."""
         self.lengths[draws] += 1
         for row in ended:
-            self._give_back(row)
+            self._release_blocks(row)
+            del self._prompts[row]
         if gone := set(ended):
             self._running = [row for row in self._running if row not in gone]
 
-    def _spread(self, row: int, start: int, place: int, forks: _Forks) -> None:
-        """Give others what `row`, computed from `start` on, has of its prompt now."""
-        known, computed = int(self.prompt_lengths[row]), int(self._computed[row])
+    def take_counts(self) -> Counts:
+        """What was done since this was last called."""
+        counts = self.counts
+        self.counts = Counts()
+        return counts
+
+    def drop_all(self) -> None:
+        """Give back the blocks of all rows, and forget the rows."""
+        for row in self._running:
+            self._release_blocks(row)
+        self._running.clear()
+        self._waiting.clear()
+        self._followers.clear()
+        self._prompts.clear()
+
+    def _make_room(self, rows: int, blocks: int) -> None:
+        """Let the arrays have at least `rows` rows, and block tables of at least `blocks`."""
+        self.block_tables = enlarged(self.block_tables, rows, blocks)
+        self.prompt_lengths = enlarged(self.prompt_lengths, rows)
+        self.lengths = enlarged(self.lengths, rows)
+        self._computed = enlarged(self._computed, rows)
+        self._counted = enlarged(self._counted, rows)
+        self._held = enlarged(self._held, rows)
+
+    def _share_prompt(self, row: int, start: int, place: int, forks: _Forks) -> None:
+        """Let other rows use what `row` has computed of its prompt after this pass.
+
+        Args:
+            row: computed from `start` on.
+            start: tokens that were in the cache before.
+            place: the row's place in the pass.
+            forks: gets the rows that start with the prompt, if it is complete.
+        """
+        prompt_length = int(self.prompt_lengths[row])
+        computed = int(self._computed[row])
+        done = min(prompt_length, computed)
+        counted = int(self._counted[row])
         # What is computed again after a preemption was counted before.
-        self.computed_prompt_tokens += max(
-            0, min(known, computed) - max(start, int(self._counted[row]))
-        )
-        self._counted[row] = max(int(self._counted[row]), min(known, computed))
+        self.counts.computed_prompt_tokens += max(0, done - max(start, counted))
+        self._counted[row] = max(counted, done)
+
         held = self.block_tables[row, : self._held[row]].tolist()
-        self._manager.publish(self._prompts[self._prompt_of[row]][:computed], held)
+        self._manager.publish(self._prompts[row][:computed], held)
         if computed == self.lengths[row] and row in self._followers:
             started = self._fork(row, self._followers.pop(row), forks.copies)
             forks.rows.extend(started)
             forks.sources.extend([place] * len(started))
 
     def _fork(self, leader: int, followers: list[int], copies: list[tuple[int, int]]) -> list[int]:
-        """Start `followers` with the computed prompt of `leader`; those for whom there is no block
-        wait on.
+        """Start `followers` with the computed prompt of `leader`, and return those that started.
+
+        Those for whom there is no block go on waiting.
         """
         full, rest = divmod(int(self.lengths[leader]), self._block_size)
         shared = self.block_tables[leader, :full].tolist()
@@ -180,6 +267,7 @@ class Scheduler:
             if own is None:
                 self._waiting.appendleft(followers[place:])
                 return followers[:place]
+
             self._manager.share(shared)
             if own:
                 copies.append((int(self.block_tables[leader, full]), own[0]))
@@ -189,39 +277,43 @@ class Scheduler:
         return followers
 
     def _grow(self) -> bool:
-        """Give every running row a block for its newest token; whether rows that entered last had
-        to pay for it.
+        """Give every running row a block for its newest token.
+
+        Returns:
+            Whether rows had to be preempted for that.
         """
-        before = self.preemptions
+        before = self.counts.preemptions
         running = np.array(self._running, dtype=np.int64)
         short = running[self._held[running] * self._block_size < self.lengths[running]]
+
         for row in short.tolist():
-            while self._held[row]:  # it may itself be the one to go
+            while self._held[row]:  # the row itself may be preempted
                 if (own := self._manager.take(1)) is not None:
                     self.block_tables[row, self._held[row]] = own[0]
                     self._held[row] += 1
                     break
                 self._preempt(self._running[-1])
-        return self.preemptions > before
+        return self.counts.preemptions > before
 
     def _preempt(self, row: int) -> None:
         self._running.remove(row)
-        self._give_back(row)
+        self._release_blocks(row)
         self._computed[row] = 0
         self._waiting.appendleft([row, *self._followers.pop(row, [])])
-        self.preemptions += 1
+        self.counts.preemptions += 1
 
-    def _admit(self) -> int | None:
-        """The next row to run, with blocks for all its tokens; None where none waits or fits."""
+    def _start_next(self) -> int | None:
+        """Start the next row, with blocks for all its tokens; None where none waits or fits."""
         room = self._max_num_seqs - len(self._running) - sum(map(len, self._followers.values()))
         if not self._waiting or room < 1:
             return None
-        group = self._waiting[0]
-        row = group[0]
+        rows = self._waiting[0]
+        row = rows[0]
         length = int(self.lengths[row])
-        prompt = self._prompts[self._prompt_of[row]]
-        # A row that was preempted may share its whole prompt; one that draws its first token
-        # computes a token at least.
+        prompt = self._prompts[row]
+
+        # A row that was preempted may share its whole prompt. One that draws its first token
+        # computes at least one token, for the logits.
         known = self._manager.known_prefix(prompt if length == len(prompt) else [*prompt, -1])
         self._manager.share(known)
         own = self._manager.take(-(-length // self._block_size) - len(known))
@@ -232,18 +324,20 @@ class Scheduler:
         self._hold(row, known + own)
         self._computed[row] = len(known) * self._block_size
         self._running.append(row)
-        followers = group[1 : min(room, 1 + self._manager.available)]
+
+        # The other rows of its prompt follow it, as far as there is room for them.
+        followers = rows[1 : min(room, 1 + self._manager.available)]
         if followers:
             self._followers[row] = followers
         self._waiting.popleft()
-        if rest := group[1 + len(followers) :]:
-            self._waiting.appendleft(rest)
+        if later := rows[1 + len(followers) :]:
+            self._waiting.appendleft(later)
         return row
 
     def _hold(self, row: int, blocks: list[int]) -> None:
         self.block_tables[row, : len(blocks)] = blocks
         self._held[row] = len(blocks)
 
-    def _give_back(self, row: int) -> None:
+    def _release_blocks(self, row: int) -> None:
         self._manager.release(self.block_tables[row, : self._held[row]].tolist())
         self._held[row] = 0

@@ -1,6 +1,7 @@
-"""The texts of one call of `generate`, by row, and the samples that they become; on the host.
+"""The texts of the samples that are being decoded, one row each, on the host.
 
-Rows are samples, numbered prompt after prompt. It knows neither models nor who runs next.
+A row's number is free for another sample once its own has ended. It knows neither models nor which
+row runs next.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import Sample, SamplingParams
+from mrlhf.inference.base import Request, Sample, SamplingParams
 from mrlhf.inference.native import sampler
+from mrlhf.inference.native.rows import RowNumbers, enlarged
 from mrlhf.inference.stopping import Decode, end_of
 
 Ints = NDArray[np.int64]
@@ -22,39 +24,51 @@ Floats = NDArray[np.float64]
 class Sequences:
     """Prompts with the tokens drawn so far."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        uids: Sequence[int],
-        samples: Sequence[range],
-        sampling: SamplingParams,
-        decode: Decode | None,
-    ) -> None:
-        """Args:
-        prompts: token ids.
-        uids: a number for each prompt, on which its random numbers depend.
-        samples: sample indices of each prompt.
-        sampling: when a response ends, and the seed.
-        decode: text of token ids; needed for stop strings.
+    def __init__(self, sampling: SamplingParams, decode: Decode | None) -> None:
+        """Start without rows.
+
+        Args:
+            sampling: when a response ends; `max_tokens` and the seed are each request's own.
+            decode: token ids to text; needed for stop strings.
         """
         assert not sampling.stop or decode is not None, "stop strings need a decoder"
-        self._sampling, self._decode = sampling, decode
-        self._owners = [
-            (prompt, index) for prompt, indices in enumerate(samples) for index in indices
-        ]
-        self._keys = sampler.sample_keys(sampling.seed, uids, samples)
-        self._prompt_lengths = np.array(
-            [len(prompts[prompt]) for prompt, _ in self._owners], dtype=np.int64
-        )
-        longest = max(map(len, prompts)) + sampling.max_tokens
-        self._tokens = np.zeros((len(self._owners), longest), dtype=np.int32)
-        for row, (prompt, _) in enumerate(self._owners):
-            self._tokens[row, : len(prompts[prompt])] = prompts[prompt]
-        self._counts = np.zeros(len(self._owners), dtype=np.int64)
-        self._logprobs = np.zeros((len(self._owners), sampling.max_tokens), dtype=np.float32)
-        self._stopped = np.zeros(len(self._owners), dtype=np.bool_)
+        self._decode = decode
+        self._stop = sampling.stop
         self._stop_tokens = np.array(sampling.stop_token_ids, dtype=np.int64)
         self._longest_stop = max(map(len, sampling.stop), default=0)
+
+        self._numbers = RowNumbers()
+        self._owners: dict[int, tuple[int, int]] = {}  # request and sample index of each row
+        self._keys = np.zeros(0, dtype=np.uint64)
+        self._tokens = np.zeros((0, 0), dtype=np.int32)
+        self._logprobs = np.zeros((0, 0), dtype=np.float32)
+        self._prompt_lengths = np.zeros(0, dtype=np.int64)
+        self._max_tokens = np.zeros(0, dtype=np.int64)
+        self._counts = np.zeros(0, dtype=np.int64)
+        self._stopped = np.zeros(0, dtype=np.bool_)
+
+    def add(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Take in the samples of each request, and return their rows."""
+        rows_of = [self._numbers.take(len(request.samples)) for request in requests]
+        every = [row for rows in rows_of for row in rows]
+        if not every:
+            return rows_of
+        self._make_room(requests, 1 + max(every))
+
+        self._keys[every] = sampler.sample_keys(
+            [request.sampling.seed for request in requests],
+            [request.uid for request in requests],
+            [request.samples for request in requests],
+        )
+        self._counts[every] = 0
+        self._stopped[every] = False
+        for request, rows in zip(requests, rows_of, strict=True):
+            self._tokens[rows, : len(request.prompt)] = request.prompt
+            self._prompt_lengths[rows] = len(request.prompt)
+            self._max_tokens[rows] = request.sampling.max_tokens
+            for row, index in zip(rows, request.samples, strict=True):
+                self._owners[row] = (request.id, index)
+        return rows_of
 
     def tokens_at(self, rows: Ints, positions: Ints) -> Ints:
         """The tokens [tokens] of `rows` at `positions`, prompts included."""
@@ -65,38 +79,51 @@ class Sequences:
         return sampler.uniforms(self._keys[rows], self._counts[rows])
 
     def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> list[int]:
-        """Append one token to each of `rows`; those that ended are returned.
+        """Append one token to each of `rows`, and return the rows that ended with it.
 
         Raises:
             EngineError: a log-probability is not finite.
         """
         if not np.isfinite(logprobs).all():
             raise EngineError(
-                "the policy's logits are not finite: its weights hold NaN or inf; lower the learning rate"
+                "the policy's logits are not finite: its weights hold NaN or inf; lower the "
+                "learning rate"
             )
         counts = self._counts[rows]
         self._tokens[rows, self._prompt_lengths[rows] + counts] = tokens
         self._logprobs[rows, counts] = logprobs
         self._counts[rows] = counts + 1
+
         stopped = np.isin(tokens, self._stop_tokens)
-        if self._sampling.stop:
+        if self._stop:
             stopped |= np.fromiter(map(self._has_stop_string, rows.tolist()), np.bool_, len(rows))
         self._stopped[rows] = stopped
-        ended: list[int] = rows[stopped | (counts + 1 == self._sampling.max_tokens)].tolist()
+        ended: list[int] = rows[stopped | (counts + 1 == self._max_tokens[rows])].tolist()
         return ended
 
-    def samples(self) -> list[Sample]:
-        """All samples, by prompt, then by sample."""
-        return [
-            Sample(
-                prompt_index=prompt,
-                sample_index=index,
-                token_ids=self._response(row).tolist(),
-                logprobs=self._logprobs[row, : self._counts[row]].tolist(),
-                stopped=bool(self._stopped[row]),
-            )
-            for row, (prompt, index) in enumerate(self._owners)
-        ]
+    def remove(self, row: int) -> Sample:
+        """The sample of a row that has ended; its number may be used again."""
+        request_id, sample_index = self._owners.pop(row)
+        self._numbers.give_back(row)
+        return Sample(
+            request_id=request_id,
+            sample_index=sample_index,
+            token_ids=self._response(row).tolist(),
+            logprobs=self._logprobs[row, : self._counts[row]].tolist(),
+            stopped=bool(self._stopped[row]),
+        )
+
+    def _make_room(self, requests: Sequence[Request], rows: int) -> None:
+        """Let the arrays have at least `rows` rows, wide enough for the longest sequence."""
+        max_tokens = max(request.sampling.max_tokens for request in requests)
+        longest = max(len(request.prompt) + request.sampling.max_tokens for request in requests)
+        self._keys = enlarged(self._keys, rows)
+        self._tokens = enlarged(self._tokens, rows, longest)
+        self._logprobs = enlarged(self._logprobs, rows, max_tokens)
+        self._prompt_lengths = enlarged(self._prompt_lengths, rows)
+        self._max_tokens = enlarged(self._max_tokens, rows)
+        self._counts = enlarged(self._counts, rows)
+        self._stopped = enlarged(self._stopped, rows)
 
     def _response(self, row: int) -> NDArray[np.int32]:
         start = self._prompt_lengths[row]
@@ -104,18 +131,19 @@ class Sequences:
         return response
 
     def _has_stop_string(self, row: int) -> bool:
-        """Whether the newest token completes a stop string: looked for at the end, then made sure
-        of on the whole.
+        """Whether the newest token completes a stop string.
+
+        The end of the response is searched first; what is found there is confirmed on the whole.
         """
         assert self._decode is not None
         response = self._response(row).tolist()
         count = self._longest_stop
-        # Tokens without text are passed over: the end that is looked at is longer than any stop
-        # string.
-        while len(
-            text := self._decode(response[-count:])
-        ) <= 2 * self._longest_stop and count < len(response):
+        text = self._decode(response[-count:])
+        # Some tokens have no text: take more tokens until the text is longer than any stop string.
+        while len(text) <= 2 * self._longest_stop and count < len(response):
             count *= 2
-        if not any(string in text for string in self._sampling.stop):
+            text = self._decode(response[-count:])
+
+        if not any(string in text for string in self._stop):
             return False
-        return end_of(response, self._decode, self._sampling.stop, start=len(response)) is not None
+        return end_of(response, self._decode, self._stop, start=len(response)) is not None

@@ -18,25 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
-from mrlhf.inference.base import EngineLimits, EngineStats, Sample, SamplingParams
+from mrlhf.inference.base import EngineLimits, Finished, Request
+from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.installed import require_engine
-from mrlhf.inference.prompts import check_prompts
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
 from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes
 from mrlhf.inference.vllm.requests import Requests
-from mrlhf.models.families import save_config
+from mrlhf.models.families import family_of, save_config
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
 
 _CPU_BLOCK = 32
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 class VllmEngine:
@@ -97,8 +91,14 @@ class VllmEngine:
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
         blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
+        self._in_flight = InFlight(limits, spec.vocab_size, decode)
         self._requests = Requests(
-            self._llm.llm_engine, worker.model_runner.sampler, blocks, block_bytes
+            self._llm.llm_engine,
+            worker.model_runner.sampler,
+            blocks,
+            block_bytes,
+            self._in_flight,
+            decode,
         )
         self._version: int | None = None
         self._has_weights, self._awake = False, True
@@ -141,46 +141,60 @@ class VllmEngine:
         Raises:
             EngineError: a parameter is neither bound nor in `weight_slots` since the last commit.
         """
+        self._in_flight.require_none("commit")
         self._parameters.install()
         if self._device.type == "cuda" and not self._awake:
             self._llm.wake_up(tags=["kv_cache"])
         guards.drop_prefix_cache(self._llm)
         self._version, self._has_weights, self._awake = version, True, True
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        uids: Sequence[int],
-        sampling: SamplingParams,
-        samples: Sequence[range] | None = None,
-    ) -> list[Sample]:
-        """Answer token-id `prompts`; the result is ordered by prompt, then by sample.
+    @property
+    def in_flight(self) -> int:
+        """The number of samples that were submitted and are not collected yet."""
+        return len(self._in_flight)
 
-        Args:
-            prompts: token ids, at least one a prompt.
-            uids: a number for each prompt, on which its random numbers depend; equal numbers, equal
-                draws.
-            sampling: how to draw.
-            samples: sample indices of each prompt; all n where None.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, also while others are in flight.
 
         Raises:
-            EngineError: a prompt is empty, too long or not of this vocabulary, the engine sleeps or
-                has no weights, there are stop strings and no decoder, or the model's logits are not
-                finite.
+            EngineError: a prompt is empty, too long or not of this vocabulary; a request draws
+                differently from those in flight, or has the id of one of them; there are stop
+                strings and no decoder; the engine sleeps or has no weights.
         """
-        self._check(prompts, uids, sampling)
-        wanted = [range(sampling.n)] * len(prompts) if samples is None else samples
+        _ = self.version  # raises where there are no weights
+        if not (self._awake and self._has_weights):
+            raise EngineError(
+                "the engine sleeps: call wake(), bring weights and commit() before submit()"
+            )
         with self._randomness.active(), torch.inference_mode():
-            return self._requests.run(prompts, uids, sampling, wanted, self._decode)
+            self._requests.submit(requests)
 
-    def stats(self) -> EngineStats:
-        """What the last call of `generate` did."""
-        return self._requests.stats
+    def step(self) -> None:
+        """Run one pass through the model; without a sample to compute, do nothing.
+
+        Raises:
+            EngineError: the model's logits are not finite. After any error everything in flight is
+                dropped, and the engine can be used again.
+        """
+        with self._randomness.active(), torch.inference_mode():
+            self._requests.step()
+
+    def collect(self) -> Finished:
+        """Hand over the samples that have ended, in an order that is the same on all ranks."""
+        return self._requests.collect()
+
+    def cancel(self) -> Finished:
+        """Drop the samples that have not ended, and hand over those that have."""
+        return self._requests.cancel()
 
     def sleep(self) -> None:
         """On a GPU give cache and weights back: new weights come before the next use. On a CPU
         nothing is freed.
+
+        Raises:
+            EngineError: samples are in flight.
         """
+        self._in_flight.require_none("sleep")
         if self._device.type == "cuda" and self._awake:
             self._llm.sleep(level=2)
             self._has_weights = False
@@ -218,7 +232,7 @@ class VllmEngine:
             save_config(self._spec, directory, self._dtype, pad_token_id=0)
             return LLM(
                 model=directory,
-                hf_overrides={"architectures": [_ARCHITECTURES[self._spec.family]]},
+                hf_overrides={"architectures": [family_of(self._spec).class_name("lm")]},
                 load_format="dummy",
                 skip_tokenizer_init=True,
                 dtype=str(self._dtype).removeprefix("torch."),
@@ -283,21 +297,6 @@ class VllmEngine:
             // (2 * dist.get_world_size())
         )
         return max(one, min(limits.max_num_seqs * one, free))
-
-    def _check(
-        self, prompts: Sequence[Sequence[int]], uids: Sequence[int], sampling: SamplingParams
-    ) -> None:
-        assert len(prompts) == len(uids), f"{len(prompts)} prompts, {len(uids)} uids"
-        _ = self.version  # raises where there are no weights
-        if not (self._awake and self._has_weights):
-            raise EngineError(
-                "the engine sleeps: call wake(), bring weights and commit() before generate()"
-            )
-        if sampling.stop and self._decode is None:
-            raise EngineError(
-                "stop strings need a decoder: give the engine decode, or set rollout.stop=[]"
-            )
-        check_prompts(prompts, sampling.max_tokens, self._limits.max_length, self._spec.vocab_size)
 
 
 def _block_size(wanted: int | None, device: torch.device) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mrlhf.errors import EngineError
+from mrlhf.inference.checks import check_tensor
 from mrlhf.inference.vllm import guards
 from mrlhf.weights.shard import Piece, Shape, Slot
 
@@ -60,16 +61,7 @@ class VllmParameters:
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
-        if name not in self.pieces:
-            raise EngineError(
-                f"the engine has no parameter {name!r}; bind one of parameter_pieces()"
-            )
-        wanted = (self._shapes[name], self._dtype, self._device.type)
-        given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-        if given != wanted:
-            raise EngineError(
-                f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; copy it instead"
-            )
+        check_tensor(name, tensor, self._shapes, self._dtype, self._device)
         self._new[name] = tensor.detach()
         self._borrowed.add(name)
 

@@ -11,7 +11,7 @@ Pure arithmetic on a spec; it does not import vLLM and knows no tensors.
 from __future__ import annotations
 
 from mrlhf.errors import WeightError
-from mrlhf.models.families import tensor_shapes
+from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
@@ -48,8 +48,7 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
     parts = min(tp_size, spec.num_kv_heads)
     kv = _share(kv_rows, tp_rank * parts // tp_size, parts)
     mlp = _share(ffn, tp_rank, tp_size)
-    shapes = tensor_shapes(spec)
-    maker = _Maker(shapes)
+    maker = _Maker(family_of(spec).tensor_shapes(spec))
     maker.vocabulary("model.embed_tokens.weight", tp_rank, tp_size)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."

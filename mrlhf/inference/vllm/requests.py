@@ -1,11 +1,12 @@
-"""Samples as vLLM requests: submitted, run to the end, cut at stop strings, counted.
+"""Samples as vLLM requests: submitted, run step by step, cut at stop strings, counted.
 
-Each sample is a request of its own with its own seed; the samples of a prompt share its computed
-prefix in vLLM's cache. It does not know weights or process groups.
+Each sample is a vLLM request of its own, with its own seed; the samples of a prompt share its
+computed prefix in vLLM's cache. It does not know weights or process groups.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,118 +15,163 @@ from typing import Any
 from torch import Tensor
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.base import EngineStats, Sample, SamplingParams
+from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
+from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.stopping import Decode, end_of
 from mrlhf.inference.vllm import guards
 
 
 @dataclass
-class _Counts:
-    """What a call of `generate` adds up."""
+class _Running:
+    """A sample that vLLM computes.
 
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
+    Attributes:
+        request: the request that it answers.
+        index: which of the request's samples it is.
+        searched: number of its tokens in which there is no stop string.
+    """
+
+    request: Request
+    index: int
+    searched: int = 0
 
 
 class Requests:
-    """Runs batches of samples on one vLLM engine."""
+    """The samples on one vLLM engine."""
 
-    def __init__(self, llm_engine: Any, sampler: Any, blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        llm_engine: Any,
+        sampler: Any,
+        blocks: int,
+        block_bytes: int,
+        in_flight: InFlight,
+        decode: Decode | None,
+    ) -> None:
         """Watch the engine's scheduler and take over what its sampler reports.
 
         Args:
             llm_engine: vLLM's engine, its core in this process.
             sampler: vLLM's sampler, reporting raw log-probs.
-            blocks: of the KV cache.
-            block_bytes: of one of them.
+            blocks: number of blocks of the KV cache.
+            block_bytes: size of one of them.
+            in_flight: the engine's book of requests.
+            decode: token ids to text; needed for stop strings.
         """
+        assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
         self._engine = llm_engine
         self._sampler = sampler
-        self._cache_bytes, self._block_bytes = blocks * block_bytes, block_bytes
-        self._counts = _Counts()
-        self._tally = _count(llm_engine.engine_core.engine_core.scheduler)
-        assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
+        self._in_flight = in_flight
+        self._decode = decode
+        self._cache_bytes = blocks * block_bytes
+        self._block_bytes = block_bytes
 
-    @property
-    def stats(self) -> EngineStats:
-        """What the last `run` did."""
-        counts = self._counts
-        return EngineStats(
-            steps=counts.steps,
-            prompt_tokens=counts.prompt_tokens,
-            computed_prompt_tokens=counts.prompt_tokens - counts.cached_tokens,
-            generated_tokens=counts.generated_tokens,
+        self._running: dict[str, _Running] = {}
+        self._names = itertools.count()
+        self._steps = 0
+        self._cached_tokens = 0  # prompt tokens of ended samples that vLLM had in its cache
+        self._tally = _count(llm_engine.engine_core.engine_core.scheduler)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Give every sample of `requests` to vLLM.
+
+        Raises:
+            EngineError: a request cannot be answered now.
+        """
+        self._in_flight.check(requests)
+        self._in_flight.add(requests)
+        try:
+            for request in requests:
+                # The log-probs that vLLM would report are before temperature or after truncation;
+                # ours are in between. All requests in flight have one temperature.
+                temperature = request.sampling.temperature or 1.0
+                self._sampler.compute_logprobs = _logprobs_at(temperature)
+                self._add_samples(request)
+        except BaseException:
+            self.drop_all()
+            raise
+
+    def step(self) -> None:
+        """Run one pass through the model, and note the samples that it ends.
+
+        Raises:
+            EngineError: the model's logits are not finite. After any error everything in flight is
+                dropped.
+        """
+        if not self._running:
+            return
+        try:
+            self._steps += 1
+            for output in self._engine.step():
+                if output.request_id in self._running:
+                    self._take(output)
+        except BaseException:
+            self.drop_all()
+            raise
+
+    def collect(self) -> Finished:
+        """Hand over the samples that have ended."""
+        finished = self._in_flight.collect()
+        stats = EngineStats(
+            steps=self._steps,
+            computed_prompt_tokens=finished.stats.prompt_tokens - self._cached_tokens,
             preemptions=self._tally.preemptions,
             cache_bytes=self._cache_bytes,
             peak_cache_bytes=self._tally.peak_blocks * self._block_bytes,
         )
+        self._steps = 0
+        self._cached_tokens = 0
+        self._tally.preemptions = 0
+        self._tally.peak_blocks = 0
+        return Finished(finished.samples, finished.stats + stats)
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        uids: Sequence[int],
-        sampling: SamplingParams,
-        samples: Sequence[range],
-        decode: Decode | None,
-    ) -> list[Sample]:
-        """Answer the prompts; the result is ordered by prompt, then by sample.
+    def cancel(self) -> Finished:
+        """Drop the samples that have not ended, and hand over those that have."""
+        self._abort_running()
+        self._in_flight.drop_unfinished()
+        return self.collect()
 
-        Raises:
-            EngineError: the model's logits are not finite.
-        """
-        self._counts = _Counts()
-        self._tally.preemptions = self._tally.peak_blocks = 0
-        # The log-probs that vLLM would report are before temperature or after truncation; ours are
-        # in between.
-        self._sampler.compute_logprobs = _logprobs_at(sampling.temperature or 1.0)
-        order = [(prompt, index) for prompt, indices in enumerate(samples) for index in indices]
-        done: dict[int, Sample] = {}
-        known = [0] * len(order)  # tokens of each response that hold no stop string
-        try:  # what is left over from a failed call would be answered in the next one's name
-            for number, (prompt, index) in enumerate(order):
-                params = _request_params(
-                    sampling, guards.request_seed(sampling.seed, uids[prompt], index)
-                )
-                self._engine.add_request(
-                    str(number), {"prompt_token_ids": list(prompts[prompt])}, params
-                )
-            while self._engine.has_unfinished_requests():
-                self._step(order, known, sampling.stop, decode, done)
-        finally:
-            self._engine.abort_request([str(n) for n in range(len(order)) if n not in done])
-        return [done[number] for number in range(len(order))]
+    def drop_all(self) -> None:
+        """Drop every sample; what is left over would be answered in the name of a later one."""
+        self._in_flight.clear()
+        self._cached_tokens = 0
+        self._abort_running()
 
-    def _step(
-        self,
-        order: Sequence[tuple[int, int]],
-        known: list[int],
-        stop: tuple[str, ...],
-        decode: Decode | None,
-        done: dict[int, Sample],
-    ) -> None:
-        """One pass through the model; adds the samples that it ends to `done`."""
-        outputs = self._engine.step()
-        self._counts.steps += 1
-        for output in outputs:
-            number, (answer,) = int(output.request_id), output.outputs
-            if number in done:
-                continue
-            length = len(answer.token_ids)
-            end = None
-            if stop and length > known[number]:
-                assert decode is not None
-                end = end_of(answer.token_ids, decode, stop, start=known[number] + 1)
-                known[number] = length
-            if end is None and not output.finished:
-                continue
-            if not output.finished:
-                self._engine.abort_request([output.request_id])
-            done[number] = _sample(*order[number], answer, end)
-            self._counts.prompt_tokens += len(output.prompt_token_ids)
-            self._counts.cached_tokens += output.num_cached_tokens or 0
-            self._counts.generated_tokens += len(done[number].token_ids)
+    def _add_samples(self, request: Request) -> None:
+        sampling = request.sampling
+        for index in request.samples:
+            params = _request_params(
+                sampling, guards.request_seed(sampling.seed, request.uid, index)
+            )
+            name = str(next(self._names))
+            self._running[name] = _Running(request, index)
+            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+
+    def _take(self, output: Any) -> None:
+        """Note one output of vLLM's, and whether its sample has ended."""
+        running = self._running[output.request_id]
+        (answer,) = output.outputs
+        stop = running.request.sampling.stop
+        length = len(answer.token_ids)
+
+        end = None
+        if stop and length > running.searched:
+            assert self._decode is not None
+            end = end_of(answer.token_ids, self._decode, stop, start=running.searched + 1)
+            running.searched = length
+        if end is None and not output.finished:
+            return
+
+        if not output.finished:
+            self._engine.abort_request([output.request_id])
+        del self._running[output.request_id]
+        self._in_flight.finish([_sample(running, answer, end)])
+        self._cached_tokens += output.num_cached_tokens or 0
+
+    def _abort_running(self) -> None:
+        names = list(self._running)
+        self._running.clear()
+        self._engine.abort_request(names)
 
 
 @dataclass
@@ -188,7 +234,7 @@ def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
     return compute_logprobs
 
 
-def _sample(prompt: int, index: int, answer: Any, end: int | None) -> Sample:
+def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
     """The sample that vLLM's `answer` is, or its first `end` tokens.
 
     Raises:
@@ -198,8 +244,13 @@ def _sample(prompt: int, index: int, answer: Any, end: int | None) -> Sample:
     logprobs = [at[token].logprob for token, at in zip(tokens, answer.logprobs, strict=False)]
     if not all(math.isfinite(value) for value in logprobs):
         raise EngineError(
-            f"vLLM's log-probs of sample {index} of prompt {prompt} are not finite; look for NaN in the weights"
+            f"vLLM's log-probs of sample {running.index} of request {running.request.id} are not "
+            f"finite; look for NaN in the weights"
         )
     return Sample(
-        prompt, index, tokens, logprobs, stopped=end is not None or answer.finish_reason == "stop"
+        request_id=running.request.id,
+        sample_index=running.index,
+        token_ids=tokens,
+        logprobs=logprobs,
+        stopped=end is not None or answer.finish_reason == "stop",
     )

@@ -1,12 +1,13 @@
-"""Mistral: Llama with an optional sliding window. It knows the config mapping; tensors are named as
-Llama's.
+"""Mistral: as Llama, with an optional sliding window.
+
+This file knows only what its `config.json` may say.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mrlhf.models.families.llama import dense_spec
+from mrlhf.models.families.dense import dense_family, dense_spec
 from mrlhf.models.spec import Head, ModelSpec
 
 
@@ -15,3 +16,6 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     return dense_spec(
         config, head, qkv_bias=False, qk_norm=False, sliding_window=config.get("sliding_window")
     )
+
+
+MISTRAL = dense_family("mistral", "Mistral", read_config)

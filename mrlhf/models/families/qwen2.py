@@ -1,5 +1,6 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v. It knows the config mapping; tensors are
-named as Llama's.
+"""Qwen2 and Qwen2.5: as Llama, with biases on q, k and v.
+
+This file knows only what their `config.json` may say.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrlhf.errors import ConfigError
-from mrlhf.models.families.llama import dense_spec
+from mrlhf.models.families.dense import dense_family, dense_spec
 from mrlhf.models.spec import Head, ModelSpec
 
 
@@ -22,3 +23,6 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
             "config.json sets use_sliding_window: set it to false, mixed windows are not supported"
         )
     return dense_spec(config, head, qkv_bias=True, qk_norm=False, sliding_window=None)
+
+
+QWEN2 = dense_family("qwen2", "Qwen2", read_config)

@@ -1,0 +1,130 @@
+"""The page of all configuration keys, `docs/configuration.md`, written from the sections' fields.
+
+It knows Markdown and how the keys are described, not what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mrlhf.config.json_schema import JsonSchema, values_of
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, Root, SFTConfig
+from mrlhf.config.schema import REQUIRED, Key, keys
+
+LAUNCHERS: Mapping[str, type[Root]] = {
+    "train_ppo": PPOConfig,
+    "train_sft": SFTConfig,
+    "train_rm": RewardModelConfig,
+}
+TITLES = {
+    "train_ppo": "PPO",
+    "train_sft": "Supervised fine-tuning",
+    "train_rm": "Reward-model training",
+}
+INTRODUCTION = """\
+# Configuration
+
+Every key of the three launchers: the values it takes, its default, and what it means with its
+unit. `launch/train_ppo.py --help` prints the same list. This page is written by
+`python tools/write_configuration_page.py`; edit the fields in `mrlhf/config/` instead.
+
+## How a configuration is read
+
+- `--config FILE` may be given several times. A later file overrides an earlier one key by key; a
+  list is replaced as a whole.
+- Arguments of the form `key.path=value` come last. The value is YAML; `reward.terms.0.weight=0.5`
+  reaches into a list.
+- Numbers are those of YAML 1.2: `1e-4` is a number, `1_000` is text.
+- An unknown key is refused, and the nearest key is named. A value of the wrong type is refused: a
+  whole number is needed where "whole number" stands below.
+- `null` stands for "not set". Where the default reads "as `actor.path`", the value of that key is
+  taken if this one is left out or null.
+- "required" stands where there is no default. The keys of an optional section, `reward_model`, are
+  required only if the section is there.
+- `--dry-run` checks the whole configuration and prints what it comes to, without starting
+  anything. What must hold between keys is only checked there and at the start of a run.
+
+## Completion in an editor
+
+`configs/schema/` holds a JSON schema of each launcher's file. An editor with the YAML language
+server completes keys, shows their meaning and marks mistakes if a file's first line names its
+schema, relative to the file:
+
+```yaml
+# yaml-language-server: $schema=schema/train_ppo.json
+```
+
+The schema knows the keys and values of one file. It requires no key, since another file or an
+argument may give it.
+"""
+
+
+def configuration_page() -> str:
+    """The whole page in Markdown."""
+    parts = [INTRODUCTION]
+    for launcher, root_class in LAUNCHERS.items():
+        parts.append(_launcher(launcher, root_class))
+    return "\n".join(parts)
+
+
+def _launcher(launcher: str, root_class: type[Root]) -> str:
+    """The keys of one launcher, a table a section."""
+    values = values_of(root_class)
+    lines = [f"## {TITLES[launcher]}: `launch/{launcher}.py`", ""]
+    in_table = False
+    for key in keys(root_class):
+        if key.is_section and "." not in key.name:
+            lines += ["", f"### `{key.name}`", "", _sentence(key.doc), ""]
+            in_table = False
+        elif not key.is_section:
+            if not in_table:
+                lines += ["| key | values | default | meaning |", "|---|---|---|---|"]
+                in_table = True
+            lines.append(_row(root_class, key, values[key.name]))
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _row(root_class: type[Root], key: Key, value: JsonSchema) -> str:
+    cells = (f"`{key.name}`", _values(value), _default(root_class, key), key.doc)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(root_class: type[Root], key: Key) -> str:
+    if key.default == REQUIRED:
+        return REQUIRED
+    return f"as `{key.default}`" if key.name in root_class.inherited else f"`{key.default}`"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _values(value: JsonSchema) -> str:
+    """The values that a key takes, in words."""
+    if "anyOf" in value:
+        return " or ".join(dict.fromkeys(_values(choice) for choice in value["anyOf"]))
+    if "enum" in value:
+        return ", ".join(f"`{name}`" for name in value["enum"])
+    if value["type"] == "array":
+        items = value["items"]
+        return "list" if "$ref" in items else f"list of {_values(items)}s"
+
+    words = {
+        "boolean": "`true`, `false`",
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "null": "`null`",
+    }
+    return words[value["type"]] + _bounds(value)
+
+
+def _bounds(value: JsonSchema) -> str:
+    signs = {
+        "minimum": "≥",
+        "exclusiveMinimum": ">",
+        "maximum": "≤",
+        "exclusiveMaximum": "<",
+    }
+    bounds = [f"{sign} {value[name]:g}" for name, sign in signs.items() if name in value]
+    return f" {' and '.join(bounds)}" if bounds else ""

@@ -1,0 +1,98 @@
+"""What an engine refuses: requests that it cannot answer, and tensors that do not fit a parameter.
+
+Every engine checks the same things, here. It knows token ids, limits and shapes, and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mrlhf.errors import EngineError
+from mrlhf.inference.base import Request, SamplingParams
+from mrlhf.weights.shard import Shape
+
+_SHARED = ("temperature", "top_k", "top_p", "stop_token_ids", "stop")
+
+
+def check_prompts(requests: Sequence[Request], max_length: int, vocab_size: int) -> None:
+    """Refuse prompts that are empty, too long, or of another vocabulary.
+
+    Args:
+        requests: whose prompts to check.
+        max_length: longest prompt and response together, in tokens.
+        vocab_size: the model's.
+
+    Raises:
+        EngineError: naming the first such request.
+    """
+    for request in requests:
+        prompt = request.prompt
+        max_tokens = request.sampling.max_tokens
+        if not prompt:
+            raise EngineError(
+                f"the prompt of request {request.id} is empty: give every prompt at least one token"
+            )
+        if len(prompt) + max_tokens > max_length:
+            raise EngineError(
+                f"request {request.id}: a prompt of {len(prompt)} tokens + max_tokens {max_tokens} "
+                f"exceed the engine's max_length {max_length}; shorten the prompt or raise "
+                f"data.max_prompt_length"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise EngineError(
+                f"the prompt of request {request.id} has token ids from {min(prompt)} to "
+                f"{max(prompt)}, and the model's vocabulary is {vocab_size}; use the tokenizer "
+                f"that belongs to the model"
+            )
+
+
+def check_sampling(requests: Sequence[Request], common: SamplingParams) -> None:
+    """Refuse requests that draw or stop differently from `common`: one step draws for all at once.
+
+    Raises:
+        EngineError: naming the first such request and what differs.
+    """
+    for request in requests:
+        if request.sampling is common:
+            continue
+        for name in _SHARED:
+            wanted = getattr(request.sampling, name)
+            given = getattr(common, name)
+            if wanted != given:
+                raise EngineError(
+                    f"request {request.id} has {name} {wanted}, and the requests in flight have "
+                    f"{given}: submit it when they are collected"
+                )
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Refuse a tensor that cannot become the parameter `name`.
+
+    Args:
+        name: of the parameter.
+        tensor: offered for it.
+        shapes: of all parameters.
+        dtype: of all parameters.
+        device: where they are.
+
+    Raises:
+        EngineError: there is no such parameter, or shape, dtype or device differ.
+    """
+    if name not in shapes:
+        raise EngineError(f"the engine has no parameter {name!r}; bind one of parameter_pieces()")
+    wanted = (shapes[name], dtype, device.type)
+    given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+    if given != wanted:
+        raise EngineError(
+            f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; "
+            f"copy it instead"
+        )

@@ -1,0 +1,113 @@
+"""The requests between `submit` and `collect`: which are taken, how many samples are still owed, and
+which have ended.
+
+Every engine keeps this book, so what is refused and counted is the same for all. It knows no model,
+and not how a sample is computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from mrlhf.errors import EngineError
+from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request, Sample
+from mrlhf.inference.checks import check_prompts, check_sampling
+from mrlhf.inference.stopping import Decode
+
+
+class InFlight:
+    """The book of one engine; its length is the number of samples not collected yet."""
+
+    def __init__(self, limits: EngineLimits, vocab_size: int, decode: Decode | None) -> None:
+        """Start with nothing in flight.
+
+        Args:
+            limits: the engine's.
+            vocab_size: the model's.
+            decode: token ids to text, without which stop strings are refused.
+        """
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._decode = decode
+        self._requests: dict[int, Request] = {}
+        self._owed: Counter[int] = Counter()  # samples not collected yet, by request
+        self._length = 0
+        self._finished: list[Sample] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    def require_none(self, call: str) -> None:
+        """Refuse `call` while samples are in flight.
+
+        Raises:
+            EngineError: some are.
+        """
+        if self._length:
+            raise EngineError(
+                f"{call}() is refused while {self._length} samples are in flight: collect() or "
+                f"cancel() them first"
+            )
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse requests that the engine cannot answer, or not beside those in flight.
+
+        Raises:
+            EngineError: naming the first such request.
+        """
+        if not requests:
+            return
+        check_prompts(requests, self._limits.max_length, self._vocab_size)
+        first = next(iter(self._requests.values()), requests[0])
+        check_sampling(requests, first.sampling)
+        if first.sampling.stop and self._decode is None:
+            raise EngineError(
+                "stop strings need a decoder: give the engine decode, or set rollout.stop=[]"
+            )
+        ids = Counter(request.id for request in requests)
+        for request_id, count in ids.items():
+            if count > 1 or request_id in self._requests:
+                raise EngineError(
+                    f"two requests in flight have the id {request_id}; give each its own"
+                )
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take in requests that `check` does not refuse."""
+        for request in requests:
+            if request.samples:
+                self._requests[request.id] = request
+                self._owed[request.id] = len(request.samples)
+                self._length += len(request.samples)
+
+    def finish(self, samples: Iterable[Sample]) -> None:
+        """Keep samples that have ended until they are collected."""
+        self._finished.extend(samples)
+
+    def collect(self) -> Finished:
+        """Hand over the samples that have ended, with their prompt tokens and generated tokens."""
+        samples, self._finished = self._finished, []
+        prompt_tokens = 0
+        generated_tokens = 0
+        for sample in samples:
+            request_id = sample.request_id
+            prompt_tokens += len(self._requests[request_id].prompt)
+            generated_tokens += len(sample.token_ids)
+            self._owed[request_id] -= 1
+            if self._owed[request_id] == 0:
+                del self._requests[request_id], self._owed[request_id]
+        self._length -= len(samples)
+        return Finished(
+            samples, EngineStats(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens)
+        )
+
+    def drop_unfinished(self) -> None:
+        """Forget the samples that have not ended."""
+        self._owed = Counter(sample.request_id for sample in self._finished)
+        self._requests = {number: self._requests[number] for number in self._owed}
+        self._length = len(self._finished)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._finished = []
+        self.drop_unfinished()

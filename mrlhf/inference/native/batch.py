@@ -1,0 +1,116 @@
+"""The samples that are being decoded: schedule, run, draw, record.
+
+It knows neither where weights come from nor what the samples are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
+from mrlhf.inference.native.operators import StepInputs
+from mrlhf.inference.native.runner import Runner
+from mrlhf.inference.native.sampler import Sampler
+from mrlhf.inference.native.scheduler import Counts, Scheduler, Step
+from mrlhf.inference.native.sequences import Sequences
+from mrlhf.inference.stopping import Decode
+
+
+class Batch:
+    """Rows that are decoded together; requests may be added between two steps."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        sampling: SamplingParams,
+        limits: EngineLimits,
+        decode: Decode | None,
+    ) -> None:
+        """Start without rows.
+
+        Args:
+            runner: runs the passes, and has the cache.
+            sampler: draws tokens.
+            sampling: how tokens are drawn and what ends a response.
+            limits: the engine's.
+            decode: token ids to text; needed for stop strings.
+        """
+        self._runner = runner
+        self._sampler = sampler
+        self._sampling = sampling
+        self._block_size = runner.cache.block_size
+        self._scheduler = Scheduler(
+            runner.manager, self._block_size, limits.max_num_seqs, limits.max_prefill_tokens
+        )
+        self._sequences = Sequences(sampling, decode)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue the samples of `requests`."""
+        self._scheduler.add(
+            [request.prompt for request in requests],
+            self._sequences.add(requests),
+            [request.sampling.max_tokens for request in requests],
+        )
+
+    def step(self) -> list[Sample]:
+        """Run one pass, and return the samples that it ends; without a row, do nothing."""
+        if self._scheduler.done:
+            return []
+        step = self._scheduler.schedule()
+        logits = self._runner.run(self._inputs(step))
+        self._runner.cache.copy(step.copies)
+        if not len(step.draws):
+            return []
+
+        ended = self._draw(logits, step)
+        self._scheduler.record(step.draws, ended)
+        return [self._sequences.remove(row) for row in ended]
+
+    def take_counts(self) -> Counts:
+        """What was done since this was last called."""
+        return self._scheduler.take_counts()
+
+    def drop_all(self) -> None:
+        """Give the blocks of all rows back to the cache; the batch is of no use then."""
+        self._scheduler.drop_all()
+
+    def _inputs(self, step: Step) -> StepInputs:
+        """The tensors of a pass."""
+        ends = np.cumsum(step.counts)
+        query_starts = np.concatenate([[0], ends]).astype(np.int32)
+        place = np.repeat(np.arange(len(step.rows)), step.counts)
+        positions = np.arange(ends[-1]) - query_starts[place] + step.starts[place]
+        rows = step.rows[place]
+
+        lengths = step.starts + step.counts
+        longest = int(lengths.max())
+        used = -(-longest // self._block_size)
+        block_tables = self._scheduler.block_tables[step.rows, :used]
+        slots = block_tables[place, positions // self._block_size] * np.int64(self._block_size)
+
+        send = self._runner.send
+        return StepInputs(
+            tokens=send(self._sequences.tokens_at(rows, positions)),
+            positions=send(positions),
+            slots=send(slots + positions % self._block_size),
+            query_starts=send(query_starts),
+            lengths=send(lengths.astype(np.int32)),
+            block_tables=send(np.ascontiguousarray(block_tables)),
+            last=send(ends[step.complete] - 1),
+            most_queries=int(step.counts.max()),
+            longest=longest,
+        )
+
+    def _draw(self, logits: Tensor, step: Step) -> list[int]:
+        """Draw and record the next token of each of `step.draws`; return the rows that ended."""
+        if len(step.draws) > len(logits):
+            logits = logits[self._runner.send(step.sources)]
+        uniform = self._runner.send(self._sequences.uniforms(step.draws))
+        tokens, logprobs = self._sampler.draw(
+            logits, self._runner.vocab_start, uniform, self._sampling
+        )
+        return self._sequences.record(step.draws, tokens.cpu().numpy(), logprobs.cpu().numpy())

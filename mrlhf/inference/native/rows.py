@@ -1,0 +1,46 @@
+"""Numbers for rows that come and go, and arrays that grow with them. It knows no row's content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class RowNumbers:
+    """Hands out numbers from 0, and those first that were given back longest ago."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._used = 0
+
+    def take(self, count: int) -> list[int]:
+        """`count` numbers that nobody has."""
+        taken = self._free[:count]
+        del self._free[:count]
+        new = count - len(taken)
+        taken += range(self._used, self._used + new)
+        self._used += new
+        return taken
+
+    def give_back(self, number: int) -> None:
+        """The number may be taken again."""
+        self._free.append(number)
+
+
+def enlarged(array: NDArray[Any], *shape: int) -> NDArray[Any]:
+    """`array` with at least `shape`; what is added is zero.
+
+    An array that has to grow along its first axis at least doubles there, so that many small
+    additions stay cheap.
+    """
+    if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
+        return array
+    new_shape = [max(have, want) for have, want in zip(array.shape, shape, strict=True)]
+    if new_shape[0] > array.shape[0]:
+        new_shape[0] = max(new_shape[0], 2 * array.shape[0])
+
+    larger = np.zeros(new_shape, dtype=array.dtype)
+    larger[tuple(slice(length) for length in array.shape)] = array
+    return larger

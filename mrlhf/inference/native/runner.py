@@ -1,0 +1,80 @@
+"""Passes through the model: one version of the weights on one cache, with CUDA graphs where the
+device has them.
+
+It knows neither which rows take part in a pass nor how tokens are drawn.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.native.blocks import BlockManager
+from mrlhf.inference.native.graphs import DecodeGraphs
+from mrlhf.inference.native.kv_cache import KVCache
+from mrlhf.inference.native.model import Decoder
+from mrlhf.inference.native.operators import StepInputs
+from mrlhf.inference.native.tensor_parallel import TensorParallel
+
+
+class Runner:
+    """Runs passes; it lasts until the weights change or the cache goes.
+
+    Attributes:
+        cache: keys and values.
+        manager: hands out the blocks of the cache.
+        vocab_start: the token id of the logits' first column.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        parallel: TensorParallel,
+        limits: EngineLimits,
+        device: torch.device,
+    ) -> None:
+        """Agree with the other ranks on the number of blocks; all of them call it.
+
+        Args:
+            decoder: the weights.
+            cache: of this rank; nothing in it is used.
+            parallel: the ranks of the replica.
+            limits: the engine's.
+            device: of weights and cache.
+        """
+        self.cache = cache
+        self.vocab_start = decoder.vocab_start
+        self._decoder = decoder
+        self._device = device
+        self._graphs: DecodeGraphs | None = None
+
+        captures = device.type == "cuda" and not limits.enforce_eager
+        # Padding of captured steps writes to a block of its own.
+        blocks = parallel.least(cache.blocks) - captures
+        self.manager = BlockManager(blocks, cache.block_size)
+        if captures:
+            self._graphs = DecodeGraphs(
+                lambda inputs: decoder.forward(inputs, cache.layers),
+                limits.max_num_seqs,
+                -(-limits.max_length // cache.block_size),
+                blocks,
+                cache.block_size,
+            )
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Logits [rows, vocab_shard] after the tokens `inputs.last`."""
+        one_token_each = inputs.most_queries == 1 and len(inputs.last) == len(inputs.tokens)
+        if self._graphs is not None and one_token_each:
+            return self._graphs.run(inputs)
+        return self._decoder.forward(inputs, self.cache.layers)
+
+    def send(self, values: NDArray[np.generic]) -> Tensor:
+        """A host array on the device; it is sent from pinned memory, so that nothing waits."""
+        tensor = torch.from_numpy(values)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,0 +1,70 @@
+"""What a model family is: everything that mrlhf must know of one Hugging Face `model_type`.
+
+A family is one object, made in one file. This file knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.weights.shard import Rule, Shape
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a model that one module on one rank holds.
+
+    Attributes:
+        layers: the global numbers of its transformer layers.
+        is_first: whether the model begins here, with the embedding.
+        is_last: whether the model ends here, with the final norm and the output layer.
+    """
+
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one `model_type`: their configuration, their layers and their weight map.
+
+    Attributes:
+        model_type: the value of that key in `config.json`.
+        class_stem: how the names of its transformers classes begin; "Llama" in "LlamaForCausalLM".
+        required_keys: what a `config.json` of the family must state. transformers would replace a
+            missing number by that of a model which the file does not describe.
+        read_config: (config, head) -> the spec. `config` is the `config.json` as transformers
+            completes it. Raises ConfigError if the model needs a feature that is not supported.
+        megatron_options: (spec) -> the fields of megatron-core's TransformerConfig that depend on
+            the model, and not on the layout or the run.
+        decoder_spec: (spec, chunk, whether to use TransformerEngine) -> megatron-core's layer specs
+            and final norm for the layers of the chunk.
+        tensor_shapes: (spec) -> name and full shape of every tensor of a Hugging Face checkpoint,
+            in the order of the checkpoint.
+        parameter_names: (spec, chunk) -> the names in `GPTModel.named_parameters()` of a chunk that
+            is built without TransformerEngine, in that order. Layers are numbered from 0.
+        rule_of: (spec, chunk, parameter name) -> the named tensors that the parameter holds. It
+            knows the names of both builds, with and without TransformerEngine.
+    """
+
+    model_type: str
+    class_stem: str
+    required_keys: tuple[str, ...]
+    read_config: Callable[[dict[str, Any], Head], ModelSpec]
+    megatron_options: Callable[[ModelSpec], dict[str, Any]]
+    decoder_spec: Callable[[ModelSpec, Chunk, bool], TransformerBlockSubmodules]
+    tensor_shapes: Callable[[ModelSpec], dict[str, Shape]]
+    parameter_names: Callable[[ModelSpec, Chunk], list[str]]
+    rule_of: Callable[[ModelSpec, Chunk, str], Rule]
+
+    def class_name(self, head: Head) -> str:
+        """The transformers class that loads an exported model with this head."""
+        kind = "CausalLM" if head == "lm" else "SequenceClassification"
+        return f"{self.class_stem}For{kind}"

@@ -1,0 +1,241 @@
+"""Which policy loss is trained, and the numbers of a mini-batch that it needs.
+
+It chooses and prepares; the formulas are in `rl`, and how per-token losses become one number is in
+`policy_objective`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Experience
+from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.config.sections import ActorSection
+from mrlhf.methods import find_method
+from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
+from mrlhf.rl.names import COVARIANCE
+from mrlhf.rl.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossFunction,
+    PolicyLossInputs,
+    PolicyLossOptions,
+    clip_cov_excluded,
+    policy_loss,
+    select_by_covariance,
+)
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """The numbers of one mini-batch, on the host; [sequences, response_len] unless said.
+
+    Attributes:
+        response_mask: bool, all response tokens.
+        drawn: bool, the response tokens that the policy drew.
+        mask: bool, the drawn tokens that correction has not rejected.
+        old_logprobs: log-probabilities that the ratio starts from.
+        advantages: the advantage of each token.
+        ref_logprobs: log-probabilities under the reference, or None.
+        weights: factors of the policy loss, or None.
+        positive: bool [sequences], the right responses, or None.
+        selected: bool, the tokens chosen by their covariance, or None where the loss chooses none.
+    """
+
+    response_mask: Tensor
+    drawn: Tensor
+    mask: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor | None
+    weights: Tensor | None
+    positive: Tensor | None
+    selected: Tensor | None = None
+
+    @staticmethod
+    def of(experience: Experience, rows: list[int]) -> PolicyBatch:
+        """The mini-batch of these rows."""
+
+        def rows_of(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table[rows]
+
+        return PolicyBatch(
+            response_mask=experience.rollout.response_mask[rows],
+            drawn=experience.rollout.loss_mask[rows],
+            mask=experience.loss_mask[rows],
+            old_logprobs=experience.old_logprobs[rows],
+            advantages=experience.advantages[rows],
+            ref_logprobs=rows_of(experience.ref_logprobs),
+            weights=rows_of(experience.weights),
+            positive=rows_of(experience.positive),
+        )
+
+    def micro_batch(self, rows: list[int], device: torch.device) -> PolicyBatch:
+        """These rows of the mini-batch, on `device`."""
+        fields: dict[str, Any] = {
+            name: None if table is None else table[rows].to(device)
+            for name, table in vars(self).items()
+        }
+        return PolicyBatch(**fields)
+
+
+@dataclass(frozen=True)
+class PolicyLossSettings:
+    """Which loss is trained, and the numbers it takes.
+
+    Attributes:
+        name: the per-token loss, by its name or as "path/to/file.py:function".
+        function: the per-token loss.
+        section: its numbers, the aggregation, and the terms beside it.
+        bypass: how the current policy is corrected against the engine's, made anew on every
+            mini-batch; None where the experience already holds all correction.
+    """
+
+    name: str
+    function: PolicyLossFunction
+    section: ActorSection
+    bypass: Correction | None
+
+    @staticmethod
+    def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
+        """What these two sections of the configuration ask for."""
+        name = configured_loss(actor, correction)
+        return PolicyLossSettings.named(name, actor, configured_bypass(correction))
+
+    @staticmethod
+    def named(name: str, section: ActorSection, bypass: Correction | None) -> PolicyLossSettings:
+        """The loss called `name`.
+
+        Raises:
+            ConfigError: it is a user's function, and that cannot be loaded.
+        """
+        function = find_method("actor.policy_loss.loss_mode", name, POLICY_LOSSES)
+        return PolicyLossSettings(name, function, section, bypass)
+
+    @property
+    def needs_mini_batch_pass(self) -> bool:
+        """See `needs_mini_batch_pass`."""
+        return needs_mini_batch_pass(self.name, self.bypass)
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether the update computes entropies.
+
+        It does for the bonus, and in bypass mode because no pass before it has measured them.
+        """
+        return self.section.entropy_coeff != 0 or self.bypass is not None
+
+    @property
+    def wants_full_kl(self) -> bool:
+        """Whether the loss holds a KL over the whole vocabulary."""
+        return self.section.use_kl_loss and self.section.kl_loss_type == "full"
+
+    @property
+    def options(self) -> PolicyLossOptions:
+        """The numbers of the per-token loss."""
+        section = self.section
+        return PolicyLossOptions(
+            clip_low=section.clip_low,
+            clip_high=section.clip_high,
+            clip_c=section.clip_ratio_c,
+            tau_pos=section.tau_pos,
+            tau_neg=section.tau_neg,
+            ppo_kl_coef=section.policy_loss.ppo_kl_coef,
+        )
+
+    def corrected(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
+        """In bypass mode, the batch with weights and mask that the current `logprobs` give it."""
+        if self.bypass is None:
+            return batch
+        correction = correct(logprobs.detach() - batch.old_logprobs, batch.mask, self.bypass)
+        return replace(batch, mask=correction.kept, weights=correction.weights)
+
+    def prepared(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
+        """The batch with all that depends on the whole mini-batch under the current policy.
+
+        Args:
+            batch: the whole mini-batch.
+            logprobs: [sequences, response_len], under the current policy.
+        """
+        batch = self.corrected(batch, logprobs)
+        if self.name not in COVARIANCE:
+            return batch
+
+        section = self.section.policy_loss
+        if self.name == "clip_cov":
+            inputs = PolicyLossInputs(logprobs, batch.old_logprobs, batch.advantages, batch.mask)
+            selected = select_by_covariance(
+                logprobs,
+                batch.advantages,
+                batch.mask,
+                fraction=section.clip_cov_ratio,
+                bounds=(section.clip_cov_lb, section.clip_cov_ub),
+                excluded=clip_cov_excluded(inputs, self.options),
+            )
+        else:
+            selected = select_by_covariance(
+                logprobs,
+                batch.advantages,
+                batch.mask,
+                fraction=section.kl_cov_ratio,
+                bounds=None,
+                excluded=None,
+            )
+        return replace(batch, selected=selected)
+
+    def loss(self, batch: PolicyBatch, logprobs: Tensor) -> tuple[PolicyLoss, Tensor]:
+        """The loss with its statistics, and the loss of each token times its correction weight."""
+        inputs = PolicyLossInputs(
+            logprobs, batch.old_logprobs, batch.advantages, batch.mask, batch.selected
+        )
+        policy = policy_loss(self.function, inputs, self.options)
+        weights = batch.weights
+        if weights is None:
+            return policy, policy.per_token
+        if self.name == "geo_mean":
+            weights = geometric_mean_weights(weights, batch.mask)
+        return policy, policy.per_token * weights
+
+
+def configured_loss(actor: ActorSection, correction: RolloutCorrectionSection) -> str:
+    """The name of the policy loss that these two sections ask for."""
+    if correction.loss_type == "reinforce":
+        return "reinforce"
+    return actor.policy_loss.loss_mode
+
+
+def configured_bypass(correction: RolloutCorrectionSection) -> Correction | None:
+    """The correction that bypass mode makes on every mini-batch; None without bypass mode."""
+    return make_correction(correction) if correction.bypass_mode else None
+
+
+def needs_mini_batch_pass(name: str, bypass: Correction | None) -> bool:
+    """Whether each update needs one more forward pass over the whole mini-batch before it.
+
+    It does if the loss of one token depends on the current policy at every token: the covariance
+    losses choose tokens, and in bypass mode rejection and the mean of the weights are of the
+    current policy too.
+
+    Args:
+        name: the policy loss.
+        bypass: the correction that is made on every mini-batch, or None.
+    """
+    if bypass is not None and (bypass.criteria or bypass.normalise):
+        return True
+    return name in COVARIANCE
+
+
+def make_correction(section: RolloutCorrectionSection) -> Correction:
+    """The configured correction as numbers."""
+    lower, upper = section.bounds
+    return Correction(
+        level=section.rollout_is,
+        lower=lower,
+        upper=upper,
+        normalise=section.rollout_is_batch_normalize,
+        criteria=tuple(Criterion(*criterion) for criterion in section.criteria),
+    )

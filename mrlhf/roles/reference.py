@@ -1,0 +1,46 @@
+"""The reference: the frozen policy that the KL is measured from."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mrlhf.batch import Rollout
+from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.roles.responses import cut_responses
+from mrlhf.roles.token_logprobs import TokenLogprobs
+from mrlhf.training.engine import ModelEngine
+
+
+class Reference:
+    """Asks a frozen language model for log-probabilities or logits of responses."""
+
+    def __init__(self, engine: ModelEngine, temperature: float) -> None:
+        self.engine = engine
+        self._token_logprobs = TokenLogprobs.of(engine, temperature)
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """Log-probabilities of the response tokens, float32 [batch, response_len] on every host."""
+        packs = cut_responses(self.engine, rollout).packs
+
+        def evaluate(logits: Tensor, number: int) -> Tensor:
+            return self._token_logprobs(logits, packs[number])[None]
+
+        return self.engine.per_token(packs, rollout.response_mask, evaluate)[0]
+
+    def logits(self, cut: BatchCut) -> list[Tensor]:
+        """This rank's shard of the logits, for the KL over the whole vocabulary.
+
+        They take host memory: response tokens x vocab_shard x bytes of the dtype.
+
+        Args:
+            cut: the actor's cut of the batch; the layout must be the actor's too.
+
+        Returns:
+            [selected, vocab_shard] for each of this rank's packs, on the host; nothing before the
+            last stage.
+        """
+        return self.engine.forward(cut.packs, _to_host)
+
+
+def _to_host(logits: Tensor, number: int) -> Tensor:
+    return logits.cpu()

@@ -1,0 +1,173 @@
+"""Dynamic sampling: replaces prompts whose responses all got the same reward by further prompts.
+
+Equal rewards teach an estimator that compares the responses to one prompt nothing (DAPO,
+https://arxiv.org/abs/2503.14476, section 3.2). This file does not know models or losses, nor what
+else belongs to a training batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.config.algorithm import FilterGroupsSection
+from mrlhf.errors import ConfigError
+from mrlhf.inference.base import SamplingParams
+from mrlhf.metrics import PhaseTimer
+from mrlhf.rollout.drawn_batch import DrawnBatch, generate_batch
+from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.scoring import Scorer, Scores
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DynamicSampler:
+    """Draws training batches in which the responses to each prompt differ.
+
+    Every rank calls it at the same time.
+
+    Attributes:
+        generator: holds the current weights when `draw` is called.
+        scorer: scores each generated batch at once.
+        shaper: adds the penalties for the metric `seq_reward`.
+        prompts: an endless supply of batches of prompts.
+        train_batch_size: prompts of a training batch.
+        filters: what has to differ, and how many batches may be generated.
+    """
+
+    generator: Generator
+    scorer: Scorer
+    shaper: RewardShaper
+    prompts: Iterator[Prompts]
+    train_batch_size: int
+    filters: FilterGroupsSection
+
+    def draw(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> DrawnBatch:
+        """Generate and score batches until enough prompt groups differ in their rewards.
+
+        It stops at `filters.max_num_gen_batches` batches and fills up with prompt groups that do
+        not differ. If scoring runs a model, the engine sleeps afterwards.
+
+        Raises:
+            ConfigError: responses have to differ in accuracy, but no reward term tells it.
+        """
+        batches: list[DrawnBatch] = []
+        scores: list[Scores] = []
+        differs: list[bool] = []
+        while (
+            sum(differs) < self.train_batch_size and len(batches) < self.filters.max_num_gen_batches
+        ):
+            if batches and self.scorer.has_model:
+                version = batches[0].rollout.newest_version
+                with timer("reshard"):
+                    self.generator.take_weights(version=version)
+
+            batch, batch_scores = self._draw_one_batch(step, len(batches), sampling, timer)
+            batches.append(batch)
+            scores.append(batch_scores)
+
+            compared = self._compared_values(batch.rollout, batch_scores)
+            differs += prompt_groups_that_differ(compared, sampling.n)
+
+        self._check_accuracy_is_known(scores)
+        chosen = choose_prompt_groups(differs, self.train_batch_size)
+        uninformative = sum(not differs[prompt_group] for prompt_group in chosen)
+        if uninformative:
+            logger.warning(
+                "step %d: %d of %d prompt groups have equal rewards after %d batches "
+                "(algorithm.filter_groups.max_num_gen_batches); they stay in the batch and teach "
+                "nothing",
+                step,
+                uninformative,
+                len(chosen),
+                len(batches),
+            )
+
+        rows = rows_of_prompt_groups(chosen, sampling.n)
+        return DrawnBatch(
+            rollout=Rollout.join([batch.rollout for batch in batches]).select(rows),
+            scores=Scores.join(scores).select(rows),
+            generated_tokens=sum(batch.generated_tokens for batch in batches),
+            engine_metrics=[metrics for batch in batches for metrics in batch.engine_metrics],
+            metrics={
+                "training/num_gen_batches": float(len(batches)),
+                "training/generated_groups": float(len(differs)),
+                "training/filtered_groups": float(len(differs) - sum(differs) - uninformative),
+                "training/uninformative_groups": float(uninformative),
+            },
+        )
+
+    def _draw_one_batch(
+        self, step: int, number: int, sampling: SamplingParams, timer: PhaseTimer
+    ) -> tuple[DrawnBatch, Scores]:
+        """Batch `number` of the step, and its scores."""
+        prompts = next(self.prompts)
+        with timer("gen"):
+            batch = generate_batch(self.generator, prompts, sampling, "train", step, refill=number)
+            if self.scorer.has_model:
+                self.generator.sleep()  # the reward model needs the memory
+
+        with timer("reward"):
+            return batch, self.scorer.score(batch.rollout)
+
+    def _check_accuracy_is_known(self, scores: Sequence[Scores]) -> None:
+        if self.filters.metric == "acc" and all(part.correct is None for part in scores):
+            raise ConfigError(
+                "algorithm.filter_groups.metric is acc, but no reward term tells right from wrong; "
+                "use a rule that does (exact_match, gsm8k), let your function return 'acc', or set "
+                "the metric to score"
+            )
+
+    def _compared_values(self, rollout: Rollout, scores: Scores) -> Tensor:
+        """[batch], the number in which the responses to a prompt have to differ."""
+        if self.filters.metric == "acc":
+            unknown = [math.nan] * len(rollout)
+            return torch.tensor(scores.correct or unknown, dtype=torch.float32)
+
+        if self.filters.metric == "seq_reward":
+            return self.shaper.shape_each(scores.total, rollout)
+
+        return scores.total
+
+
+def prompt_groups_that_differ(values: Tensor, n: int) -> list[bool]:
+    """Whether the values of each prompt group differ.
+
+    Args:
+        values: [prompts * n], the `n` values of a prompt group side by side; NaN stands for no
+            value, and a prompt group with fewer than two values does not differ.
+        n: samples of a prompt.
+    """
+    table = values.view(-1, n)
+    highest = table.nan_to_num(nan=-math.inf).amax(dim=1)
+    lowest = table.nan_to_num(nan=math.inf).amin(dim=1)
+    return (highest > lowest).tolist()
+
+
+def choose_prompt_groups(differs: Sequence[bool], count: int) -> list[int]:
+    """Indices of `count` prompt groups in the order they came.
+
+    They are the first that differ and, if those are too few, the first of the others.
+    """
+    differing = [index for index, does in enumerate(differs) if does]
+    others = [index for index, does in enumerate(differs) if not does]
+
+    chosen = differing[:count]
+    chosen += others[: count - len(chosen)]
+    return sorted(chosen)
+
+
+def rows_of_prompt_groups(prompt_groups: Sequence[int], n: int) -> list[int]:
+    """The rows of a batch that hold these prompt groups, `n` rows each."""
+    rows: list[int] = []
+    for prompt_group in prompt_groups:
+        rows += range(prompt_group * n, (prompt_group + 1) * n)
+    return rows

@@ -1,0 +1,75 @@
+"""The samples of one replica as bytes, for one exchange between the replicas, and back.
+
+It knows neither prompts nor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from mrlhf.inference.base import EngineStats, Sample
+
+_STATS = len(fields(EngineStats))
+_HEADER = 3  # row, tokens, stopped
+
+
+@dataclass(frozen=True)
+class ReplicaSamples:
+    """What one replica has drawn.
+
+    Attributes:
+        stats: what its engine did.
+        rows: int64 [samples], the row of the batch that each sample is.
+        lengths: int64 [samples], its number of tokens.
+        stopped: int64 [samples], 1 if a stop token or stop string ended it.
+        tokens: int32 [tokens], sample after sample.
+        logprobs: float32 [tokens].
+    """
+
+    stats: EngineStats
+    rows: Tensor
+    lengths: Tensor
+    stopped: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def pack(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats) -> Tensor:
+    """A replica's statistics and samples as uint8 [bytes]; `rows` are the samples' rows."""
+    header: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for row, sample in zip(rows, samples, strict=True):
+        header += (row, len(sample.token_ids), int(sample.stopped))
+        tokens += sample.token_ids
+        logprobs += sample.logprobs
+
+    parts = (
+        torch.tensor(astuple(stats), dtype=torch.int64),
+        torch.tensor(header, dtype=torch.int64),
+        torch.tensor(tokens, dtype=torch.int32),
+        torch.tensor(logprobs, dtype=torch.float32),
+    )
+    return torch.cat([part.view(torch.uint8) for part in parts])
+
+
+def unpack(packed: Tensor, samples: int) -> ReplicaSamples:
+    """The inverse of `pack`, for a known number of samples."""
+    header_bytes = 8 * (_STATS + _HEADER * samples)
+    numbers = packed[:header_bytes].view(torch.int64)
+    by_token = packed[header_bytes:]
+    half = len(by_token) // 2
+
+    rows, lengths, stopped = numbers[_STATS:].view(samples, _HEADER).unbind(dim=1)
+    return ReplicaSamples(
+        stats=EngineStats(*numbers[:_STATS].tolist()),
+        rows=rows,
+        lengths=lengths,
+        stopped=stopped,
+        tokens=by_token[:half].view(torch.int32),
+        logprobs=by_token[half:].view(torch.float32),
+    )

@@ -1,0 +1,138 @@
+"""Builds the inference engine that the configuration names, and plans how weights get into it.
+
+It runs nothing: neither generation nor the hand-over of weights.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.config.roots import PPOConfig
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.inference.base import EngineLimits, InferenceEngine
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.inference.vllm.engine import VllmEngine, check_support
+from mrlhf.inference.vllm.pieces import vllm_pieces
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.reshard.execute import Resharder
+from mrlhf.reshard.plan import plan
+from mrlhf.rollout.generator import Generator
+from mrlhf.run.startup import Run
+from mrlhf.training.engine import ModelEngine
+from mrlhf.weights.shard import Piece
+
+
+@dataclass(frozen=True)
+class _Backend:
+    """What differs between the kinds of inference engine before one is built.
+
+    Attributes:
+        engine: the constructor.
+        check: refuses a model, a tensor-parallel size and a device that the engine cannot serve.
+        layout: makes the replicas, from the actor's layout and `rollout.tp`.
+        pieces: lists the named slices that a rank of a replica holds.
+    """
+
+    engine: Callable[..., InferenceEngine]
+    check: Callable[[ModelSpec, int, torch.device], None]
+    layout: Callable[[ParallelLayout, int], EngineLayout]
+    pieces: Callable[[ModelSpec, EngineLayout, int], list[Piece]]
+
+
+_BACKENDS = {
+    "native": _Backend(
+        NativeEngine, lambda spec, tp, device: None, EngineLayout.inside, engine_pieces
+    ),
+    "vllm": _Backend(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
+}
+
+
+def check_engine(config: PPOConfig, spec: ModelSpec, device: torch.device) -> None:
+    """Refuse an actor or a device that the chosen engine cannot serve.
+
+    Raises:
+        ConfigError, WeightError: in one line.
+    """
+    _BACKENDS[config.rollout.engine].check(spec, config.rollout.tp, device)
+
+
+def build_generator(
+    config: PPOConfig, run: Run, actor: ModelEngine, tokenizer: Tokenizer
+) -> Generator:
+    """Build the replica on this rank, and plan how the actor's weights get into it.
+
+    Every rank calls it, after the actor's optimizer has been attached.
+    """
+    rollout = config.rollout
+    backend = _BACKENDS[rollout.engine]
+    engines = backend.layout(actor.groups.layout, rollout.tp)
+    engine_groups = run.factory.engine_groups(engines)
+    engine = backend.engine(
+        actor.spec,
+        engine_groups.tp,
+        run.device.torch_device,
+        actor.dtype,
+        _limits(config),
+        decode=tokenizer.decode,
+    )
+
+    ranks, group = _resharding_ranks(run, actor.groups, engines)
+    source = {rank: role_pieces(actor.spec, actor.groups.layout, rank) for rank in ranks}
+    target = {rank: backend.pieces(actor.spec, engines, rank) for rank in ranks}
+    machines = _ranks_by_machine(actor.groups)
+    resharder = Resharder(
+        plan(source, target, actor.dtype.itemsize, machines),
+        actor.slots,
+        engine,
+        run.rank,
+        rollout.reshard_bucket_mb << 20,
+        verify=rollout.verify_reshard,
+        group=group,
+        timeout_s=config.distributed.timeout_s,
+    )
+    return Generator(engine, engine_groups, resharder, config.seed)
+
+
+def _resharding_ranks(
+    run: Run, actor: RoleGroups, engines: EngineLayout
+) -> tuple[list[int], dist.ProcessGroup]:
+    """The ranks that weights can come from or go to, together with this one, and their group.
+
+    If each replica lies inside one model-parallel group, this rank's group is enough.
+    """
+    if not engines.is_inside(actor.layout):
+        return list(range(run.world_size)), actor.world
+    for ranks in actor.layout.groups("tp", "pp"):
+        if run.rank in ranks:
+            return ranks, actor.mp
+    raise AssertionError(f"rank {run.rank} is in no model-parallel group")
+
+
+def _ranks_by_machine(actor: RoleGroups) -> list[list[int]]:
+    """The ranks of each machine; of several holders of a slice, one on the same machine sends."""
+    machines: dict[str, list[int]] = {}
+    for rank, machine in enumerate(all_gather_objects(platform.node(), actor.world)):
+        machines.setdefault(machine, []).append(rank)
+    return list(machines.values())
+
+
+def _limits(config: PPOConfig) -> EngineLimits:
+    rollout = config.rollout
+    return EngineLimits(
+        max_num_seqs=rollout.max_num_seqs,
+        max_length=config.data.max_length,
+        max_prefill_tokens=rollout.max_prefill_tokens,
+        block_size=rollout.block_size,
+        cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb << 20,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+    )

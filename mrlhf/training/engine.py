@@ -1,0 +1,316 @@
+"""One sharded model in all it does: it holds weights, runs packed micro-batches and trains.
+
+A `ModelEngine` is given whole (global) batches. It works on the share that the cut of a batch gives
+to its data-parallel rank, and returns results for the whole batch on every rank. It does not know
+what its outputs are used for, nor which loss it minimises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor
+
+from mrlhf.config.sections import OptimSection, RoleSection
+from mrlhf.device import Device, resolve_dtype
+from mrlhf.metrics import Tally
+from mrlhf.models.build import build_model, slots_of
+from mrlhf.models.families import family_of
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.microbatch import (
+    BatchCut,
+    Pack,
+    PackedMiniBatch,
+    Select,
+    cut_mini_batches,
+    make_pack,
+)
+from mrlhf.parallel.schedule import Pipeline
+from mrlhf.training.optimizer import ShardedOptimizer
+from mrlhf.weights.hf import read_weights, write_weights
+from mrlhf.weights.init import initialise
+
+NEW_HEAD = "score.weight"
+UNUSED_BY_SCALAR = ("lm_head.weight",)
+
+Loss = Callable[[Tensor, int], tuple[Tensor, Tally]]
+
+
+@dataclass(frozen=True)
+class MiniBatchResult:
+    """The outcome of `ModelEngine.train_mini_batch`, equal on every rank.
+
+    Attributes:
+        tally: the metrics of the whole mini-batch. It has `grad_norm` (before clipping) if the
+            optimizer step was taken, and `skipped` (0 or 1) if it was tried.
+        stopped: whether `stop` prevented the optimizer step.
+    """
+
+    tally: Tally
+    stopped: bool
+
+
+class ModelEngine:
+    """One model, sharded over the ranks of its layout.
+
+    A frozen model's engine has no optimizer; `attach_optimizer` makes it one that can be trained.
+
+    Attributes:
+        spec: the model in numbers.
+        groups: the process groups of its layout.
+        device: where its parameters are.
+        dtype: of parameters and activations.
+        chunks: this rank's parts of the model, one for each virtual pipeline stage; each is wrapped
+            in DistributedDataParallel once there is an optimizer.
+        slots: where each named slice of a weight is stored on this rank.
+        optimizer: None for a frozen model.
+    """
+
+    def __init__(
+        self, section: RoleSection, spec: ModelSpec, groups: RoleGroups, device: Device
+    ) -> None:
+        """Build this rank's shard; the weights are zero until `load` or `initialise`."""
+        self.spec = spec
+        self.groups = groups
+        self.device = device.torch_device
+        self.dtype = resolve_dtype(section.dtype, device)
+        self._section = section
+        self._shapes = family_of(spec).tensor_shapes(spec)
+
+        built = build_model(
+            spec,
+            groups,
+            dtype=self.dtype,
+            device=device,
+            sequence_parallel=section.sequence_parallel,
+            recompute=section.recompute,
+        )
+        self._config = built.config
+        self.chunks: list[Any] = [built.module]
+        self.slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
+        self.optimizer: ShardedOptimizer | None = None
+        self._pipeline = Pipeline(self.chunks, self._config, groups, self.device)
+        self._set_training(False)
+
+    def load(self, path: str | Path, seed: int) -> None:
+        """Read the weights from the Hugging Face checkpoint at `path`.
+
+        A scalar model accepts the checkpoint of a language model: the missing head starts from
+        zeros, so that a new critic predicts 0 everywhere. `seed` has no effect if the checkpoint is
+        complete.
+        """
+        scalar = self.spec.head == "scalar"
+        missing = read_weights(
+            path,
+            self.slots,
+            self._shapes,
+            allow_missing=(NEW_HEAD,) if scalar else (),
+            ignore=UNUSED_BY_SCALAR if scalar else (),
+        )
+        if missing:
+            heads = [slot for slot in self.slots if slot.piece.name == NEW_HEAD]
+            initialise(heads, self._shapes, seed, head_std=0.0)
+
+    def initialise(self, seed: int) -> None:
+        """Draw random weights from `seed` and the model's `initializer_range`.
+
+        The weights do not depend on the layout.
+        """
+        std = self.spec.hf_config["initializer_range"]
+        initialise(self.slots, self._shapes, seed, std=std)
+
+    def export(self, path: str | Path, max_shard_bytes: int) -> None:
+        """Write the weights as a Hugging Face checkpoint without its `config.json`.
+
+        Every rank calls it.
+        """
+        if self.groups.coordinates.dp == 0:
+            write_weights(path, self.slots, self._shapes, self.groups.mp, max_shard_bytes)
+
+    def cut(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        select: Select,
+        mini_batch_rows: int | None = None,
+        together: int = 1,
+    ) -> BatchCut:
+        """Cut a batch for this engine's layout and token budget, and pack this rank's share.
+
+        Args:
+            sequences: token ids of each row of the batch.
+            prompt_lengths: tokens of each row's prompt; see `make_pack`.
+            select: the positions whose output is wanted; see `make_pack`.
+            mini_batch_rows: rows of one optimizer step; all rows where None.
+            together: so many consecutive rows stay in one micro-batch.
+        """
+        lengths = [len(tokens) for tokens in sequences]
+        layout = self.groups.layout
+        multiple = layout.tp if self._section.sequence_parallel else 1
+        mini_batches = cut_mini_batches(
+            lengths,
+            mini_batch_rows or len(sequences),
+            layout.dp,
+            self._section.micro_batch_tokens,
+            together,
+        )
+
+        packed = []
+        for mini_batch in mini_batches:
+            share = mini_batch.micro_batches[self.groups.coordinates.dp]
+            packs = [make_pack(sequences, prompt_lengths, rows, select, multiple) for rows in share]
+            packed.append(PackedMiniBatch(mini_batch.rows, packs))
+        return BatchCut(packed)
+
+    def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
+        """Run packs without gradients; see `Pipeline.forward`."""
+        return self._pipeline.forward(packs, evaluate)
+
+    def per_token(
+        self,
+        packs: Sequence[Pack],
+        mask: Tensor,
+        evaluate: Callable[[Tensor, int], Tensor],
+        channels: int = 1,
+    ) -> Tensor:
+        """Evaluate every selected position of the whole batch.
+
+        Args:
+            packs: this rank's share of the batch.
+            mask: bool [batch, width]; each row has as many True entries as its sequence has
+                selected positions.
+            evaluate: as for `Pipeline.forward`; returns [channels, selected].
+            channels: numbers for each position.
+
+        Returns:
+            float32 [channels, batch, width] on the host of every rank, 0 where the mask is False.
+        """
+        results = self._pipeline.forward(packs, evaluate)
+        table = torch.zeros(channels, *mask.shape, dtype=torch.float32)
+
+        for pack, flat in zip(packs, results, strict=False):  # only the last stage has results
+            table[:, pack.rows] = spread(flat.float().cpu(), mask[pack.rows])
+
+        # Each entry is non-zero on one rank only, so the sum is exact.
+        torch.distributed.all_reduce(table, group=self.groups.dp_pp)
+        return table
+
+    def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:
+        """Make the model trainable, once its weights are loaded.
+
+        The optimizer moves parameters into buffers of its own, so whatever refers to them (an
+        inference engine that shares them) must be connected afterwards.
+
+        Args:
+            optim: the optimizer's section of the configuration.
+            total_updates: how often `end_update` will be called in the whole run.
+        """
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=optim.use_distributed_optimizer
+        )
+        self.chunks = [
+            DistributedDataParallel(self._config, ddp, chunk, pg_collection=self.groups.collection)
+            for chunk in self.chunks
+        ]
+        self.optimizer = ShardedOptimizer(
+            self.chunks, self.groups, optim, self.dtype, total_updates
+        )
+
+        (chunk,) = self.chunks
+        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.grad_scale_func = self.optimizer.scale_loss
+        self._config.no_sync_func = chunk.no_sync
+        self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device)
+
+    def train_mini_batch(
+        self,
+        packs: Sequence[Pack],
+        loss: Loss,
+        names: Sequence[str],
+        stop: Callable[[Tally], bool] | None = None,
+    ) -> MiniBatchResult:
+        """Take one optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
+
+        Args:
+            packs: this rank's share of the mini-batch.
+            loss: as for `Pipeline.forward_backward`; its scalar is already divided by the global
+                count, its tally holds sums and counts over the pack.
+            names: every name that a tally may hold.
+            stop: takes the tally of the whole mini-batch and says whether to leave the step out.
+
+        Raises:
+            TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
+        """
+        assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
+        tally = self._forward_backward(packs, loss, names)
+        if stop is not None and stop(tally):
+            return MiniBatchResult(tally, stopped=True)
+
+        step = self.optimizer.step()
+        if step.taken:
+            tally.add("grad_norm", step.grad_norm, 1)
+        else:
+            tally = tally.finite()
+        tally.add("skipped", not step.taken, 1)
+        return MiniBatchResult(tally, stopped=False)
+
+    def end_update(self, prefix: str, total: Tally, mini_batches: int) -> dict[str, float]:
+        """Advance the learning-rate schedule by one update, and report the update.
+
+        Args:
+            prefix: of the metrics' names.
+            total: the merged tallies of the mini-batches.
+            mini_batches: how many were merged.
+
+        Returns:
+            The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
+            `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps.
+        """
+        assert self.optimizer is not None, "a frozen model has no update"
+        metrics = total.means()
+        skipped = round(metrics.pop("skipped", 0.0) * mini_batches)
+        metrics[f"{prefix}/grad_norm"] = metrics.pop("grad_norm", math.nan)
+        metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
+        metrics[f"{prefix}/skipped_steps"] = skipped
+        metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        self.optimizer.advance_schedule()
+        return metrics
+
+    def _forward_backward(self, packs: Sequence[Pack], loss: Loss, names: Sequence[str]) -> Tally:
+        """Accumulate the gradient of a mini-batch; returns the tally of the whole mini-batch."""
+        assert self.optimizer is not None
+        self._set_training(True)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tallies = self._pipeline.forward_backward(packs, loss)
+        self._set_training(False)
+
+        share = Tally()
+        for tally in tallies:
+            share.merge(tally)
+        vector = share.to_vector(names)
+        torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
+        return Tally.from_vector(names, vector)
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+
+def spread(flat: Tensor, mask: Tensor) -> Tensor:
+    """Lay [channels, selected] out as [channels, rows, width], row by row where `mask` is True."""
+    table = flat.new_zeros(flat.shape[0], *mask.shape)
+    table[:, mask] = flat
+    return table

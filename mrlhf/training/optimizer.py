@@ -1,0 +1,176 @@
+"""AdamW over one sharded model: megatron-core's optimizer, its learning-rate schedule, and the rule
+for gradients that cannot be used.
+
+It knows parameters and gradients. It does not know what loss the gradients come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mrlhf.config.sections import OptimSection
+from mrlhf.errors import TrainingError
+from mrlhf.parallel.groups import RoleGroups
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The outcome of one optimizer step.
+
+    Attributes:
+        grad_norm: the norm of the whole gradient before clipping.
+        taken: whether the weights were updated; False where the gradient could not be used.
+    """
+
+    grad_norm: float
+    taken: bool
+
+
+class ShardedOptimizer:
+    """The optimizer of one model; every rank of the model calls each method together.
+
+    Attributes:
+        skipped_in_a_row: the number of steps skipped since the last step that was taken.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        groups: RoleGroups,
+        optim: OptimSection,
+        dtype: torch.dtype,
+        total_updates: int,
+    ) -> None:
+        """Build the optimizer around weights that have been loaded.
+
+        Args:
+            chunks: this rank's parts of the model, each wrapped in DistributedDataParallel.
+            groups: the process groups of the model.
+            optim: learning rate, schedule, clipping.
+            dtype: of the parameters; bfloat16 gets main weights in float32.
+            total_updates: how often `advance_schedule` will be called in the whole run.
+        """
+        self._optim = optim
+        self._world = groups.world
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                # The scheduler reads it from the parameter groups.
+                min_lr=optim.lr * optim.min_lr_ratio,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.adam_beta1,
+                adam_beta2=optim.adam_beta2,
+                adam_eps=optim.adam_eps,
+                clip_grad=optim.clip_grad,
+                use_distributed_optimizer=optim.use_distributed_optimizer,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+            ),
+            list(chunks),
+            use_gloo_process_groups=False,
+            pg_collection=groups.collection,
+        )
+        self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
+        self.skipped_in_a_row = 0
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return max(group["lr"] for group in self._optimizer.param_groups)
+
+    def advance_schedule(self) -> None:
+        """Move the learning-rate schedule on by one update."""
+        self._scheduler.step(1)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, as megatron-core's schedule asks for it."""
+        scaled: torch.Tensor = self._optimizer.scale_loss(loss)
+        return scaled
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad()
+
+    def step(self) -> OptimizerStep:
+        """Update the weights from their gradients, unless the gradient cannot be used.
+
+        A gradient cannot be used if its norm is not finite or above `skip_grad_norm`; the weights
+        and moments then stay as they are.
+
+        Raises:
+            TrainingError: `max_skipped_steps` steps in a row were skipped.
+        """
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if not self._is_usable(grad_norm):
+            self._skip(grad_norm)
+            return OptimizerStep(grad_norm, taken=False)
+
+        successful, *_ = self._optimizer.step()
+        assert successful, "the optimizer refused finite gradients"
+        self.skipped_in_a_row = 0
+        return OptimizerStep(grad_norm, taken=True)
+
+    def _is_usable(self, grad_norm: float) -> bool:
+        """Whether every rank can use its gradient; replicas may differ in the norm's last digit."""
+        limit = self._optim.skip_grad_norm
+        usable = math.isfinite(grad_norm) and (limit is None or grad_norm <= limit)
+        verdict = torch.tensor(float(usable), dtype=torch.float32)
+        torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MIN, group=self._world)
+        return bool(verdict)
+
+    def _skip(self, grad_norm: float) -> None:
+        self.skipped_in_a_row += 1
+        limit = self._optim.skip_grad_norm
+        bound = "" if limit is None else f" (limit skip_grad_norm {limit:g})"
+
+        if torch.distributed.get_rank() == 0:
+            logger.warning(
+                "skipped an optimizer step: gradient norm %g%s, %d in a row",
+                grad_norm,
+                bound,
+                self.skipped_in_a_row,
+            )
+        if self.skipped_in_a_row >= self._optim.max_skipped_steps:
+            raise TrainingError(
+                f"{self.skipped_in_a_row} optimizer steps in a row had an unusable gradient, the "
+                f"last of norm {grad_norm:g}{bound}; lower the learning rate, look at the rewards "
+                "and the data, or raise max_skipped_steps"
+            )
+
+
+def learning_rate_schedule(
+    optimizer: MegatronOptimizer, optim: OptimSection, total_updates: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up, then the decay `lr_decay_style`; the schedule takes one step an update.
+
+    The first update counts as number 1 and the decay ends one update after the last, so that
+    neither of them has a learning rate of 0.
+    """
+    decay_steps = max(optim.lr_decay_steps or total_updates, optim.lr_warmup_steps) + 1
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if optim.lr_warmup_steps else optim.lr,
+        max_lr=optim.lr,
+        min_lr=optim.lr * optim.min_lr_ratio,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+    scheduler.step(1)
+    return scheduler

@@ -1,0 +1,106 @@
+"""The files of a Hugging Face checkpoint: which file holds which tensor, and how files are named.
+
+A checkpoint is one `model.safetensors`, or several files and an index that names them. This file
+knows names and sizes. It does not know tensors or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+
+from mrlhf.errors import WeightError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_ANY = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+
+
+def find_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor of the checkpoint in `directory`.
+
+    Raises:
+        WeightError: there is no safetensors checkpoint, or a file of it is missing.
+    """
+    index = directory / _INDEX
+    if index.is_file():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = {name: directory / file for name, file in weight_map.items()}
+        missing = sorted(file.name for file in set(files.values()) if not file.is_file())
+        if missing:
+            raise WeightError(
+                f"{directory}: {_INDEX} names {missing[0]}, which is not there; copy the whole "
+                f"checkpoint"
+            )
+        return files
+
+    single = directory / _SINGLE
+    if single.is_file():
+        with safe_open(single, framework="pt") as handle:
+            return dict.fromkeys(handle.keys(), single)
+
+    raise WeightError(
+        f"{directory}: neither {_SINGLE} nor {_INDEX} there; give the directory of a Hugging Face "
+        f"model, and save an older .bin checkpoint anew with transformers' save_pretrained"
+    )
+
+
+def split_files(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Cut the names of `sizes` (bytes a tensor), in order, into files of at most `max_shard_bytes`.
+
+    A larger tensor has a file of its own.
+    """
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > max_shard_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def file_names(count: int) -> list[str]:
+    """The names of a checkpoint's `count` files, as transformers names them."""
+    if count == 1:
+        return [_SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def temporary(file: Path) -> Path:
+    """Where `file` is written until the checkpoint is complete."""
+    return file.with_name(f".{file.name}.tmp")
+
+
+def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
+    """Put complete temporary files in the place of an earlier checkpoint.
+
+    The old index goes first and the new one comes last, so that an index never names a file that
+    is not there.
+
+    Args:
+        directory: of the checkpoint.
+        files: the names of the tensors in each file.
+        total_bytes: of all tensors.
+    """
+    index = directory / _INDEX
+    index.unlink(missing_ok=True)
+    for old in directory.iterdir():
+        if _ANY.fullmatch(old.name) and old.name not in files:
+            old.unlink()
+    for file in files:
+        temporary(directory / file).replace(directory / file)
+
+    if len(files) > 1:
+        weight_map = {}
+        for file, names in files.items():
+            for name in names:
+                weight_map[name] = file
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        temporary(index).write_text(json.dumps(content, indent=2))
+        temporary(index).replace(index)

@@ -1,0 +1,47 @@
+"""Rollouts made by hand, for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from mrlhf.batch import NO_VERSION, Prompts, Rollout, versions_of_one_policy
+
+
+def make_rollout(
+    prompts: Prompts,
+    sample_index: list[int],
+    response_ids: Tensor,
+    response_mask: Tensor,
+    rollout_logprobs: Tensor,
+    stopped: Tensor,
+    version: int = 0,
+) -> Rollout:
+    """A rollout whose response tokens were all drawn by one version of the policy."""
+    return Rollout(
+        prompts=prompts,
+        sample_index=sample_index,
+        response_ids=response_ids,
+        response_mask=response_mask,
+        loss_mask=response_mask,
+        rollout_logprobs=rollout_logprobs,
+        versions=versions_of_one_policy(response_mask, version),
+        stopped=stopped,
+    )
+
+
+def with_holes(rollout: Rollout, not_drawn: Tensor) -> Rollout:
+    """The same rollout, in which the policy did not draw some of the tokens.
+
+    Args:
+        rollout: a rollout.
+        not_drawn: bool [batch, response_len], those tokens.
+    """
+    loss_mask = rollout.loss_mask & ~not_drawn
+    return replace(
+        rollout,
+        loss_mask=loss_mask,
+        rollout_logprobs=rollout.rollout_logprobs.masked_fill(~loss_mask, 0.0),
+        versions=rollout.versions.masked_fill(~loss_mask, NO_VERSION),
+    )

@@ -1,0 +1,188 @@
+"""The page of all keys and the JSON schemas are up to date, and the shipped files fit them."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrlhf.config import PPOConfig, dump_yaml, load_config
+from mrlhf.config.json_schema import json_schema, values_of
+from mrlhf.config.page import LAUNCHERS
+from mrlhf.config.schema import keys
+from tests.unit.configurations import ppo
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
+TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
+    "number": (int, float),
+}
+KEYWORDS = {
+    "$ref",
+    "$schema",
+    "$defs",
+    "additionalProperties",
+    "anyOf",
+    "default",
+    "description",
+    "enum",
+    "exclusiveMaximum",
+    "exclusiveMinimum",
+    "items",
+    "maximum",
+    "minimum",
+    "minItems",
+    "minLength",
+    "properties",
+    "required",
+    "type",
+}
+
+
+def fits(schema, value, root):
+    """Whether `value` obeys `schema`; of JSON schema what ours use."""
+    assert set(schema) <= KEYWORDS, schema
+    if "$ref" in schema:
+        return fits(root["$defs"][schema["$ref"].rpartition("/")[2]], value, root)
+    if "anyOf" in schema:
+        return any(fits(choice, value, root) for choice in schema["anyOf"])
+
+    if not isinstance(value, TYPES[schema["type"]]):
+        return False
+    if isinstance(value, bool) and schema["type"] != "boolean":
+        return False
+
+    if isinstance(value, dict):
+        return fields_fit(schema, value, root)
+    if isinstance(value, list):
+        long_enough = len(value) >= schema.get("minItems", 0)
+        return long_enough and all(fits(schema["items"], item, root) for item in value)
+
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    limits = {
+        "minimum": lambda limit: value >= limit,
+        "maximum": lambda limit: value <= limit,
+        "exclusiveMinimum": lambda limit: value > limit,
+        "exclusiveMaximum": lambda limit: value < limit,
+        "minLength": lambda limit: len(value) >= limit,
+    }
+    return all(holds(schema[name]) for name, holds in limits.items() if name in schema)
+
+
+def fields_fit(schema, fields, root):
+    assert schema["additionalProperties"] is False
+    if not set(schema.get("required", ())) <= set(fields) <= set(schema["properties"]):
+        return False
+    return all(fits(schema["properties"][name], value, root) for name, value in fields.items())
+
+
+def allowed(launcher, text):
+    schema = json_schema(LAUNCHERS[launcher])
+    return fits(schema, yaml.safe_load(text), schema)
+
+
+def test_the_written_files_are_up_to_date(tmp_path, capsys):
+    file = ROOT / "tools" / "write_configuration_page.py"
+    spec = importlib.util.spec_from_file_location("write_configuration_page", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.main(["--out", str(tmp_path)]) == 0
+    written = [Path(line).relative_to(tmp_path) for line in capsys.readouterr().out.splitlines()]
+    assert len(written) == 4
+    for name in written:
+        assert (ROOT / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(
+            encoding="utf-8"
+        ), f"{name} is out of date; run python tools/write_configuration_page.py"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_page_and_schema_hold_every_key(launcher):
+    root_class = LAUNCHERS[launcher]
+    names = [key.name for key in keys(root_class) if not key.is_section]
+    assert list(values_of(root_class)) == names
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    chapter = page[page.index(f"`launch/{launcher}.py`\n") :]
+    for key in keys(root_class):
+        row = f"| `{key.name}` |"
+        assert key.is_section or row in chapter, key.name
+        assert key.doc in page.replace("\\|", "|") or key.is_section, key.name
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_files_name_their_schema_and_fit_it(path):
+    first, rest = path.read_text(encoding="utf-8").split("\n", 1)
+    schema_file = path.parent / first.removeprefix("# yaml-language-server: $schema=")
+    launcher = "train_ppo"
+    for other in ("sft", "rm"):
+        if f"_{other}_" in path.stem:
+            launcher = f"train_{other}"
+    assert schema_file.resolve() == ROOT / "configs" / "schema" / f"{launcher}.json"
+    schema = json.loads(schema_file.read_text(encoding="utf-8"))
+    assert fits(schema, yaml.safe_load(rest), schema)
+
+
+def test_a_configuration_in_full_fits():
+    config = ppo(reward_model={"path": "rm"}, algorithm__reward_norm="group")
+    assert allowed("train_ppo", dump_yaml(config))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "critic:",
+        "critic: {path: null, ppo_epochs: 2}",
+        "data: {tokenizer: null, train_files: one.jsonl, val_files: [a, b]}",
+        "rollout: {stop: a, top_p: 1}",
+        "reward_model: null",
+        "reward: {terms: [{name: gsm8k}]}",
+        "algorithm: {rollout_correction: {preset: bypass_pg_is, rollout_is_threshold: '0.5_5.0'}}",
+    ],
+)
+def test_part_of_a_configuration_fits(text):
+    assert allowed("train_ppo", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "actor: {clip_rato: 0.1}",
+        "critics: {}",
+        "actor: 3",
+        "actor: {tp: 0}",
+        "actor: {tp: 1.5}",
+        "actor: {use_kl_loss: 1}",
+        "actor: {dtype: fp8}",
+        "actor: {clip_ratio: 0}",
+        "actor: {clip_ratio: null}",
+        "actor: {optim: {lr: fast}}",
+        "rollout: {top_p: 1.1}",
+        "seed: null",
+        "reward: {terms: []}",
+        "reward: {terms: [{weight: 1}]}",
+        "data: {train_files: [1]}",
+    ],
+)
+def test_what_a_file_may_not_hold_does_not_fit(text):
+    assert not allowed("train_ppo", text)
+
+
+def test_what_the_schema_allows_of_inheriting_keys_loads(tmp_path):
+    arguments = [
+        "actor.path=m",
+        "reward.terms=[{name: gsm8k}]",
+        "data.train_files=a.jsonl",
+        "trainer.output_dir=o",
+    ]
+    nulls = [f"{key}=null" for key in PPOConfig.inherited]
+    assert load_config(PPOConfig, None, arguments + nulls) == load_config(
+        PPOConfig, None, arguments
+    )

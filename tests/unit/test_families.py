@@ -1,0 +1,182 @@
+"""Reading and writing `config.json`, what is refused in it, and what a family must offer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families import FAMILIES, Chunk, family_of, load_spec, save_config
+from mrlhf.models.families.llama import LLAMA
+from mrlhf.models.parameters import role_pieces
+from mrlhf.parallel.layout import ParallelLayout
+from tests.shards import MODELS, tiny_config, tiny_spec
+
+LEFT_OUT = object()
+
+
+def _write(directory: Path, **changes: Any) -> None:
+    """The tiny Llama's `config.json`, with some keys changed or left out."""
+    config = json.loads(tiny_config("llama").to_json_string(use_diff=False))
+    for key, value in changes.items():
+        if value is LEFT_OUT:
+            del config[key]
+        else:
+            config[key] = value
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _refusal(directory: Path) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        load_spec(directory, "lm")
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_reads_what_transformers_saved(model: str, tmp_path: Path) -> None:
+    tiny_config(model).save_pretrained(tmp_path)
+    assert load_spec(tmp_path, "lm") == tiny_spec(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json: not readable as JSON: Expecting property name"),
+        ("[]", "config.json: a JSON object is needed, not list"),
+        ("3", "config.json: a JSON object is needed, not int"),
+    ],
+)
+def test_a_file_that_is_no_object_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert message in _refusal(tmp_path)
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    assert _refusal(tmp_path) == (
+        f"{tmp_path}: no config.json there; give the directory of a Hugging Face model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": LEFT_OUT}, "config.json: no model_type; supported are llama, mistral, q"),
+        ({"model_type": "gpt2"}, "config.json: model_type 'gpt2' is not supported; supported are"),
+        ({"model_type": "unheard-of"}, "config.json: model_type 'unheard-of' is not supported"),
+        ({"model_type": ["llama"]}, "config.json: model_type ['llama'] is not supported"),
+        ({"model_type": 3}, "config.json: model_type 3 is not supported"),
+        ({"hidden_size": LEFT_OUT}, "config.json: no hidden_size; a llama model must state it"),
+        ({"vocab_size": None}, "config.json: no vocab_size; a llama model must state it"),
+        ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
+        ({"intermediate_size": 2.5}, "'intermediate_size' expected int, got float"),
+        ({"num_attention_heads": 0}, "config.json: transformers refuses it: integer modulo by ze"),
+        ({"num_attention_heads": 3}, "hidden size (32) is not a multiple of the number of att"),
+        ({"num_hidden_layers": -1}, "config.json has num_hidden_layers=-1; it must be at least 1"),
+        ({"num_key_value_heads": 3}, "config.json: 8 attention heads are not divisible by 3 KV h"),
+        ({"head_dim": -4}, "config.json gives heads of -4 dimensions; set head_dim"),
+        ({"hidden_act": "gelu"}, "config.json has hidden_act='gelu'; only silu is supported"),
+        ({"attention_bias": True}, "config.json sets attention_bias or mlp_bias: biases on o_pr"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
+            "config.json has rope_theta='x'; it must be a number",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _write(tmp_path, **changes)
+    refusal = _refusal(tmp_path)
+    assert refusal.startswith(str(tmp_path)) and message in refusal
+    assert "\n" not in refusal
+
+
+def test_a_key_that_a_family_misses_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_config(config: dict[str, Any], head: str) -> Any:
+        return config["num_experts"]
+
+    monkeypatch.setitem(FAMILIES, "llama", replace(LLAMA, read_config=read_config))
+    _write(tmp_path)
+    assert _refusal(tmp_path) == f"{tmp_path / 'config.json'}: no num_experts"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "unheard-of"])
+def test_code_beside_the_file_is_never_run(model_type: str, tmp_path: Path) -> None:
+    _write(tmp_path, model_type=model_type, auto_map={"AutoConfig": "theirs.Config"})
+    (tmp_path / "theirs.py").write_text("raise SystemExit('ran')\n")
+    if model_type == "llama":
+        assert load_spec(tmp_path, "lm") == tiny_spec("llama")
+    else:
+        assert "model_type 'unheard-of' is not supported" in _refusal(tmp_path)
+
+
+def test_reading_needs_no_megatron() -> None:
+    program = "import sys, mrlhf.models.families; assert 'megatron.core' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families_are_those_of_transformers(model_type: str) -> None:
+    family = FAMILIES[model_type]
+    assert family.model_type == model_type
+    for auto, head in (
+        (transformers.AutoModelForCausalLM, "lm"),
+        (transformers.AutoModelForSequenceClassification, "scalar"),
+    ):
+        classes = auto._model_mapping[type(transformers.AutoConfig.for_model(model_type))]
+        assert classes.__name__ == family.class_name(head)
+
+
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
+    spec = tiny_spec(model, head)
+    family = family_of(spec)
+    whole = Chunk(range(spec.num_layers), is_first=True, is_last=True)
+
+    held: list[str] = []
+    for name in family.parameter_names(spec, whole):
+        held += family.rule_of(spec, whole, name).names
+    assert sorted(held) == sorted(family.tensor_shapes(spec))
+
+
+def test_a_scalar_model_is_exported_as_a_classifier(tmp_path: Path) -> None:
+    save_config(tiny_spec("qwen2", "scalar"), tmp_path, torch.bfloat16, pad_token_id=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
+    assert config["dtype"] == "bfloat16" and config["pad_token_id"] == 5
+    assert len(config["id2label"]) == 1
+
+
+def test_a_family_is_asked_for_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new family needs no change elsewhere: here one whose models are an embedding alone."""
+    spec = replace(tiny_spec("llama"), family="embedding")
+    embedding = replace(
+        LLAMA,
+        model_type="embedding",
+        tensor_shapes=lambda spec: {"rows": (spec.vocab_size, spec.hidden_size)},
+        parameter_names=lambda spec, chunk: ["embedding.weight"] if chunk.is_first else [],
+        rule_of=lambda spec, chunk, name: replace(
+            LLAMA.rule_of(spec, chunk, "embedding.word_embeddings.weight"), names=("rows",)
+        ),
+    )
+    monkeypatch.setitem(FAMILIES, "embedding", embedding)
+
+    layout = ParallelLayout(tp=2, pp=2, dp=1)
+    pieces = [role_pieces(spec, layout, rank) for rank in range(4)]
+    assert [[(p.name, p.start, p.stop) for p in held] for held in pieces] == [
+        [("rows", 0, 19)],
+        [("rows", 19, 37)],
+        [],
+        [],
+    ]
