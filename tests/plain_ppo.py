@@ -18,7 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests import rollouts
 from tests.padding import pad_responses
-from tests.plain_losses import Row, Told, bypass, geometric_mean, token_losses
+from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -277,11 +277,11 @@ def _sum_of_tables(total: list[Tensor], factor: float, table: list[Tensor]) -> l
     return [x + factor * y for x, y in zip(total, table, strict=True)]
 
 
-def _metrics(rows: list[Row], told: list[Told]) -> Tables:
+def _metrics(rows: list[Row], losses: list[RowLoss]) -> Tables:
     return {
         "actor/ppo_kl": [row.old - row.logprobs for row in rows],
-        "actor/pg_clipfrac": [t.clipped.float() for t in told],
-        "actor/pg_clipfrac_lower": [t.clipped_lower.float() for t in told],
+        "actor/pg_clipfrac": [loss.clipped.float() for loss in losses],
+        "actor/pg_clipfrac_lower": [loss.clipped_lower.float() for loss in losses],
     }
 
 

@@ -43,8 +43,8 @@ def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> l
         bad = [i for i, score in enumerate(scores) if not math.isfinite(score)]
         if bad:
             raise RewardError(
-                f"term {name} has a score of {scores[bad[0]]} for response {bad[0]}; scores must be "
-                "finite"
+                f"term {name} has a score of {scores[bad[0]]} for response {bad[0]}; "
+                "scores must be finite"
             )
 
     names = list(weights)

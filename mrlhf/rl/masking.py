@@ -103,7 +103,7 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -> Tensor:
-    """Scale `x` to unit variance and, unless told otherwise, zero mean; 0 outside the mask.
+    """Scale `x` to unit variance and, with `shift_mean`, to zero mean; 0 outside the mask.
 
     Args:
         x: numbers of any shape.

@@ -19,7 +19,10 @@ from torch import Tensor
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.data.arithmetic import write_arithmetic
 from mrlhf.device import Device
+from mrlhf.errors import ConfigError
+from mrlhf.inference.base import InferenceEngine
 from mrlhf.methods import find_method
+from mrlhf.models.families import Family, load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import dry_run
 from mrlhf.rewards.custom import load_custom
@@ -35,7 +38,9 @@ from mrlhf.trainers.ppo_setup import assemble
 from tests import plain_ppo
 from tests.ranks import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "extending.md"
+NOT_ON_THE_PAGE = {"class_name", "version"}
 WORLD_SIZE = 2
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 LOSS = "actor.policy_loss.loss_mode"
@@ -66,7 +71,7 @@ def write_examples(directory: Path) -> dict[str, str]:
         ESTIMATOR: re.search(rf"{ESTIMATOR}=(my_\w+\.py:\w+)", page),
         "reward": re.search(r"reward\.terms=\[\{name: (my_\w+\.py:\w+)\}\]", page),
     }
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = _code_blocks()[: len(references)]
 
     written = {}
     for (purpose, reference), block in zip(references.items(), blocks, strict=True):
@@ -78,6 +83,10 @@ def write_examples(directory: Path) -> dict[str, str]:
     return written
 
 
+def _code_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
 def _configuration(root: Path, reward: str) -> dict[str, Any]:
     # Why the eps is so large is said where it stands.
     return {
@@ -87,10 +96,11 @@ def _configuration(root: Path, reward: str) -> dict[str, Any]:
             "ppo_mini_batch_size": 4,
             "ppo_epochs": 2,
             "clip_ratio": 0.02,
-            "optim": {"lr": plain_ppo.LR, "adam_eps": plain_ppo.EPS},
+            "optim": {"lr": 3e-3, "adam_eps": plain_ppo.EPS},
         },
-        "reward": {"terms": [{"name": reward, "weight": 40.0}]},
-        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE},
+        "reward": {"terms": [{"name": reward, "weight": 20.0}]},
+        # Responses of different lengths, so that their rewards differ.
+        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "stop": list("12345+")},
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
             "tokenizer": str(root / "data" / "tokenizer"),
@@ -124,7 +134,7 @@ def _in_ranks(
         trainer = PPOTrainer(config, run, assemble(config, run))
         try:
             metrics[name] = [trainer.step(number) for number in (1, 2)]
-            trainer.parts.actor.export(directory / "actor", 10**9)
+            trainer.parts.actor.engine.export(directory / "actor", 10**9)
         finally:
             trainer.parts.scorer.close()
     return metrics
@@ -233,3 +243,28 @@ def test_the_reward_prefers_a_right_and_a_short_answer(references: dict[str, str
         reward.close()
     assert right == {"score": 1.05, "acc": 1.0, "shortness": 0.05}
     assert wrong == {"score": 0.025, "acc": 0.0, "shortness": 0.025}
+
+
+def test_the_family_reads_a_configuration(root: Path) -> None:
+    example: dict[str, Any] = {}
+    exec(_code_blocks()[-1], example)
+    family = example["MY_MODEL"]
+    assert (family.model_type, family.class_name("lm")) == ("my_model", "MyModelForCausalLM")
+
+    llama = load_spec(root / "llama", "lm")
+    config = {**llama.hf_config, "model_type": "my_model"}
+    spec = family.read_config(config, "lm")
+    assert spec.qkv_bias and not llama.qkv_bias
+    assert "model.layers.0.self_attn.q_proj.bias" in family.tensor_shapes(spec)
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        family.read_config({**config, "use_sliding_window": True}, "lm")
+
+
+def test_the_page_names_files_fields_and_methods_that_exist() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:mrlhf|tests)/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+    for kind in (Family, InferenceEngine):
+        names = {name for name in vars(kind) if not name.startswith("_")}
+        names |= set(kind.__annotations__)
+        assert not [name for name in names - NOT_ON_THE_PAGE if f"`{name}`" not in page], kind

@@ -37,7 +37,7 @@ BATCH = AdvantageInputs(
 
 
 def _slow_gae(rewards, values, mask, gamma, lam):
-    """A_t = sum over later valid tokens of (gamma lam)^l delta, without the masked-out positions."""
+    """A_t = sum over later valid tokens of (gamma lam)^l delta, as if only these existed."""
     advantages = torch.zeros_like(values)
     for row in range(len(mask)):
         valid = [t for t in range(mask.shape[1]) if mask[row, t]]

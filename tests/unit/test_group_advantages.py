@@ -1,4 +1,4 @@
-"""Advantages without a critic, against numbers worked out by hand and slow loops over prompt groups.
+"""Advantages without a critic, against hand-computed numbers and slow loops over prompt groups.
 
 They are also checked for what must not change them.
 """

@@ -475,6 +475,7 @@ def test_extremes_stay_finite(name, dtype):
     logprob, old, advantages = torch.tensor(tokens, dtype=dtype).T.reshape(3, -1, 4)
     mask = torch.rand(logprob.shape, generator=torch.Generator().manual_seed(3)) < 0.8
     mask[::5] = False
+
     for keep in (mask, ~mask, torch.ones_like(mask), torch.zeros_like(mask)):
         leaf = logprob.clone().requires_grad_()
         result = policy_loss(
