@@ -32,6 +32,8 @@ SIZES: dict[str, Any] = {
 }
 PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1)
 RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 10)
+# Row and tokens [begin, end) of spans inside a response, at its begin, at its end, and two in one.
+HOLES = ((0, 1, 3), (2, 3, 7), (4, 0, 3), (6, 3, 5), (7, 2, 5), (7, 7, 8))
 MINI_BATCH = 4
 EPOCHS = 2
 TEMPERATURE = 0.7
@@ -62,6 +64,7 @@ class Case:
         bypass: a correction of `tests.plain_losses`.
         broken: whether the experience has an advantage that is no number, so that the last
             mini-batch of each epoch is skipped.
+        holes: whether the policy did not draw the tokens at `HOLES`, which then do not train.
     """
 
     model: str
@@ -72,6 +75,7 @@ class Case:
     corrected: bool = False
     bypass: str | None = None
     broken: bool = False
+    holes: bool = False
 
     @property
     def has_critic(self) -> bool:
@@ -184,6 +188,20 @@ def with_correction(experience: Experience) -> Experience:
     kept[2] = False
     weights = torch.where(mask, 0.5 + torch.rand(mask.shape, generator=generator), 0.0)
     return replace(experience, loss_mask=kept, weights=weights)
+
+
+def with_holes(experience: Experience) -> Experience:
+    """The same, but a tool and not the policy has put the tokens at `HOLES` into the responses."""
+    not_drawn = torch.zeros_like(experience.loss_mask)
+    for row, begin, end in HOLES:
+        not_drawn[row, begin:end] = True
+    assert experience.rollout.response_mask[not_drawn].all()
+
+    return replace(
+        experience,
+        rollout=rollouts.with_holes(experience.rollout, not_drawn),
+        loss_mask=experience.loss_mask & ~not_drawn,
+    )
 
 
 @torch.no_grad()

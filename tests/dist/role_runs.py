@@ -117,12 +117,14 @@ def save_inputs(root: Path) -> None:
 
 
 def load_experience(root: Path, case: Case) -> Experience:
-    """The experience of the case's model, corrected or broken as the case says."""
+    """The experience of the case's model, corrected, broken or with holes as the case says."""
     experience: Experience = torch.load(root / f"{case.model}.experience", weights_only=False)
     if case.corrected:
         experience = plain_ppo.with_correction(experience)
     if case.broken:
         experience = plain_ppo.broken(experience)
+    if case.holes:
+        experience = plain_ppo.with_holes(experience)
     return experience
 
 
@@ -150,7 +152,10 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     ref_logits = None
     if case.settings.get("kl_loss_type") == "full":
         ref_logits = _build_reference(setting, case).logits(cut)
-    metrics = actor.update(experience, cut, ref_logits).metrics
+    update = actor.update(experience, cut, ref_logits)
+    if update.logprobs is not None:
+        assert torch.equal(update.evaluated, rollout.loss_mask)
+    metrics = update.metrics
     actor.engine.export(out / "actor", 10**9)
 
     if case.has_critic:

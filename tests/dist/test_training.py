@@ -62,6 +62,18 @@ OTHER_CASES = {
     ),
     "bypass, rejection": Case("llama", "token-mean", bypass="geo"),
 }
+ALL_TERMS = NEAR | {"positive_lm_coef": 0.3}
+HOLE_CASES = {
+    "holes, all terms": Case("llama", "token-mean", ALL_TERMS, holes=True),
+    "holes, sequence means and rejection": Case(
+        "llama", "seq-mean-token-mean", corrected=True, loss="gspo", holes=True
+    ),
+    "holes, covariance": Case("llama", "token-mean", loss="clip_cov", holes=True),
+    "holes, bypass, sequence weights": Case(
+        "llama", "seq-mean-token-sum", loss="reinforce", bypass="sequence", holes=True
+    ),
+    "holes, bypass, rejection": Case("llama", "token-mean", bypass="geo", holes=True),
+}
 LOSS_CASES = {
     loss: Case(
         "llama",
@@ -72,7 +84,7 @@ LOSS_CASES = {
     for loss in get_args(PolicyLossName)
     if loss not in ("vanilla", "reinforce")
 }
-CASES = BASIC_CASES | OTHER_CASES | LOSS_CASES
+CASES = BASIC_CASES | OTHER_CASES | HOLE_CASES | LOSS_CASES
 UNCLIPPED = ("sapo", "gpg", "reinforce", "surrogate", "kl_cov")
 CLIPPED_BELOW = ("vanilla", "geo_mean")
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mrlhf.config.sections import ActorSection
-from mrlhf.roles.policy_objective import PolicyBatch, PolicyLossSettings, PolicyObjective
+from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
+from mrlhf.roles.policy_objective import PolicyObjective
 
 RUBBISH = 1e3
 THERE = torch.tensor([[True, True, True, True], [True, True, True, False]])
@@ -40,7 +41,7 @@ def test_metrics_and_losses_leave_out_what_the_policy_did_not_draw() -> None:
         weights=None,
         positive=torch.tensor([True, False]),
     )
-    objective = PolicyObjective(PolicyLossSettings("vanilla", section, None), batch)
+    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), batch)
     loss, tally = objective([0, 1], logprobs, entropy, None)
 
     metrics = tally.means()
