@@ -6,12 +6,14 @@ stands in this file, which starts no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
@@ -35,7 +37,7 @@ from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
 from mrlhf.training.engine import ModelEngine
 from tests import plain_losses, plain_ppo
-from tests.plain_ppo import Case
+from tests.plain_ppo import Case, Outcome
 
 Optim = TypeVar("Optim", bound=OptimSection)
 
@@ -136,13 +138,22 @@ def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Set
                 yield Setting(root, groups, form)
 
 
-def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
-    """Update actor and critic from the same experience.
+@dataclass(frozen=True)
+class Trained:
+    """What training has left.
 
-    Returns:
-        Their metrics. Their weights go to `out`.
+    Attributes:
+        metrics: those of the actor and, where there is one, of the critic.
+        evaluated: the tokens whose log-probs the actor's update measured, bool
+            [batch, response_len].
     """
-    experience = load_experience(setting.root, case)
+
+    metrics: dict[str, float]
+    evaluated: Tensor
+
+
+def train(setting: Setting, case: Case, experience: Experience, out: Path) -> Trained:
+    """Update actor and critic from the same experience; their weights go to `out`."""
     rollout = experience.rollout
 
     actor = build_actor(setting, case)
@@ -150,14 +161,15 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     ref_logits = None
     if case.settings.get("kl_loss_type") == "full":
         ref_logits = _build_reference(setting, case).logits(cut)
-    metrics = actor.update(experience, cut, ref_logits).metrics
+    done = actor.update(experience, cut, ref_logits)
+    metrics = dict(done.metrics)
     actor.engine.export(out / "actor", 10**9)
 
     if case.has_critic:
         critic = _build_critic(setting, case)
         metrics |= critic.update(experience, critic.cut(rollout, plain_ppo.MINI_BATCH))
         critic.engine.export(out / "critic", 10**9)
-    return metrics
+    return Trained(metrics, done.evaluated)
 
 
 def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
@@ -221,6 +233,30 @@ def update_actor(actor: Actor, experience: Experience, mini_batch_rows: int) -> 
 def fingerprint(actor: Actor) -> list[float]:
     """Numbers that change when a weight of this rank changes."""
     return [slot.parameter.double().sum().item() for slot in actor.engine.slots]
+
+
+def assert_trained_alike(
+    metrics: dict[str, float], weights: Path, wanted: Outcome, names: Iterable[str], title: str
+) -> None:
+    """One role's update equals the plain loop's.
+
+    Args:
+        metrics: of the update.
+        weights: the directory of the trained weights.
+        wanted: what the plain loop has left.
+        names: the metrics to compare.
+        title: what was trained, for the message.
+    """
+    for name in names:
+        value = pytest.approx(wanted.metrics[name], rel=1e-5, abs=1e-6)
+        assert metrics[name] == value, f"{title}: {name}"
+
+    tensors = load_file(weights / "model.safetensors")
+    assert tensors.keys() == wanted.weights.keys()
+    for name, tensor in tensors.items():
+        # Four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to
+        # 1e-2 * 1e-6 / EPS.
+        assert_near(tensor, wanted.weights[name], atol=1e-5, title=f"{title}: {name}")
 
 
 def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
