@@ -7,6 +7,7 @@ All runs share one spawn of ranks, since starting those is what costs time.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mrlhf.config import PPOConfig, load_config
+from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.data.arithmetic import write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError
@@ -208,6 +209,18 @@ def test_the_examples_train_as_the_built_in_methods_do(metrics: Any, root: Path)
         assert _comparable(step) == _comparable(expected)
     weights = _weights(root, "built in, dp2")
     assert all(tensor.equal(weights[name]) for name, tensor in _weights(root, "own, dp2").items())
+
+
+def test_the_commands_of_the_page_pass_the_dry_run(
+    root: Path, references: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root / "mine")
+    page = PAGE.read_text(encoding="utf-8").replace("configs/", f"{ROOT / 'configs'}/")
+    commands = re.findall(r"^python launch/train_ppo.py ((?:.*\\\n)?.*)$", page, re.MULTILINE)
+    assert len(commands) == len(references)
+    for command in commands:
+        config, _ = parse_args(PPOConfig, shlex.split(command.replace("\\\n", " ")))
+        assert "configuration fits" in dry_run(config, None)
 
 
 def test_a_dry_run_finds_the_examples(root: Path, references: dict[str, str]) -> None:
