@@ -184,6 +184,7 @@ def _limit_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for result in results:
         limits = result["limits"]
         shares = result["greedy_agreement"].items()
+
         cells = [
             result["size"],
             f"{result['parameters'] / 1e6:.1f}M",

@@ -113,6 +113,7 @@ def _write_model(size: str, dtype: torch.dtype, directory: Path) -> LlamaConfig:
         pad_token_id=0,
         dtype=dtype,
     )
+
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
     return config
 

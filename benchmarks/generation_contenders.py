@@ -74,7 +74,8 @@ class Native:
         )
         self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
         self._engine.wake()
-        read_weights(setting.directory, self._engine.weight_slots(), family_of(spec).tensor_shapes(spec))
+        shapes = family_of(spec).tensor_shapes(spec)
+        read_weights(setting.directory, self._engine.weight_slots(), shapes)
 
     def prepare(self) -> None:
         """A new version of the weights drops what was cached."""

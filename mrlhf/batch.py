@@ -1,14 +1,15 @@
-"""The batches that flow through one PPO step, one type a stage: Prompts -> Rollout -> Experience.
+"""The batches of one PPO step, one type for each stage: Prompts -> Rollout -> Experience.
 
-All tensors live on the host, padded to [batch, response_len]; what moves to a device is the packed
-micro-batch made of them. Every rank holds the same batch, so an index into it means the same sample
-everywhere. This file knows neither models nor ranks.
+All tensors are on the host, padded to [batch, response_len]; the packed micro-batches made of them
+move to a device. Every rank holds the same batch, so an index means the same sample everywhere.
+This file does not know models or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,16 +20,18 @@ NO_VERSION = -1  # of a token that no policy drew
 
 @dataclass(frozen=True)
 class Prompts:
-    """Tokenised prompts; every list has one entry a prompt.
+    """Tokenised prompts; every list has one entry for each prompt.
 
     Attributes:
-        token_ids: the prompt's tokens, chat template applied, of any length >= 1.
+        token_ids: the prompt's tokens with the chat template applied, at least one.
         uid: stable number of the prompt in its data set; sampling depends on it and not on the
-            batch order.
+            order of the batch.
         text: the prompt as text.
-        data_source: name of the data set; chooses rules and groups validation metrics.
+        data_source: name of the data set; it decides which rules score the prompt and which
+            validation metrics it counts in.
         ground_truth: the reference answer as text.
-        extra_info: whatever else the row carries, for user reward functions.
+        extra_info: everything else in the prompt's row of the data set, for users' reward
+            functions.
     """
 
     token_ids: list[list[int]]
@@ -60,27 +63,26 @@ class Prompts:
         return Prompts(*([column[i] for i in indices] for column in self._columns()))
 
     def repeat(self, n: int) -> Prompts:
-        """Each prompt `n` times in a row (interleaved): p0 p0 p1 p1 for n = 2."""
+        """Each prompt `n` times, copies side by side: p0 p0 p1 p1 for n = 2."""
         return self.select([i for i in range(len(self)) for _ in range(n)])
 
     @staticmethod
     def join(parts: Sequence[Prompts]) -> Prompts:
         """The prompts of all parts, one part after the other."""
-        columns = zip(*(part._columns() for part in parts), strict=True)
-        return Prompts(*([entry for column in same for entry in column] for same in columns))
+        columns = zip(*[part._columns() for part in parts], strict=True)
+        return Prompts(*[list(chain.from_iterable(column)) for column in columns])
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Trajectories: row i of every tensor continues `prompts` row i (prompts already repeated n
-    times).
+    """Trajectories: row i of every tensor continues row i of `prompts`, repeated n times.
 
     A response may hold tokens that the policy did not draw, such as a tool's answer. They are part
     of what the models read, and they do not train.
 
     Attributes:
         prompts: one row a sample.
-        sample_index: which of the prompt's n samples the row is.
+        sample_index: which of the n samples of its prompt the row is.
         response_ids: int64 [batch, response_len], zero after the end.
         response_mask: bool [batch, response_len], the tokens that are there: True up to the end of
             the response, whose stop token is part of it.
@@ -90,8 +92,8 @@ class Rollout:
             temperature, from the engine; 0 where `loss_mask` is False.
         versions: int32 [batch, response_len], version of the policy that drew each token;
             `NO_VERSION` where `loss_mask` is False.
-        stopped: bool [batch], True where a stop token ended the response, False where the length
-            limit did.
+        stopped: bool [batch], True if a stop token ended the response, False if the length limit
+            did.
     """
 
     prompts: Prompts
@@ -117,6 +119,8 @@ class Rollout:
 
         assert self.response_mask.dtype == self.loss_mask.dtype == torch.bool
         assert self.versions.dtype == torch.int32, f"versions are int32, not {self.versions.dtype}"
+        gaps = self.response_mask[:, 1:] & ~self.response_mask[:, :-1]
+        assert not gaps.any(), "a response has a gap"
         assert not (self.loss_mask & ~self.response_mask).any(), "a token trains that is not there"
         assert torch.equal(self.versions != NO_VERSION, self.loss_mask), (
             "exactly the tokens that train have a version"
@@ -140,8 +144,9 @@ class Rollout:
 
     @property
     def prompt_groups(self) -> Tensor:
-        """int64 [batch]: rows with the same number are the samples of one prompt, which stand
-        together.
+        """The number of each row's prompt group, int64 [batch].
+
+        Rows with the same number are the samples of one prompt; they stand side by side.
         """
         return torch.tensor(self.sample_index, dtype=torch.int64).eq(0).cumsum(0) - 1
 
@@ -211,8 +216,9 @@ def versions_of_one_policy(loss_mask: Tensor, version: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Experience:
-    """A rollout with all that the updates need; tensors are float32 [batch, response_len] unless
-    said.
+    """A rollout with everything that the updates need.
+
+    Tensors are float32 [batch, response_len] unless another type or shape is given.
 
     Attributes:
         rollout: the responses.
@@ -220,18 +226,17 @@ class Experience:
         loss_mask: bool, the tokens whose loss counts: those of the rollout's `loss_mask` less what
             rollout correction rejected before the update. (In bypass mode correction is made on
             every mini-batch of the update, and nothing is rejected here.)
-        old_logprobs: log-probabilities that the probability ratio starts from, fixed throughout the
-            step: those under the policy before this step's updates, or (bypass) those of the
-            engine.
-        ref_logprobs: log-probabilities under the frozen reference, or None where no KL is asked
-            for.
-        token_rewards: shaped scores placed on tokens, KL taken off.
+        old_logprobs: log-probabilities in the denominator of the probability ratio, fixed for the
+            whole step: those under the policy before this step's updates, or, in bypass mode, those
+            of the engine.
+        ref_logprobs: log-probabilities under the frozen reference, or None if no KL is used.
+        token_rewards: shaped scores placed on tokens, with the KL taken off.
         values: the critic's predictions before this step's updates, or None without a critic.
-        advantages: as the policy loss wants them; whitened over the whole batch where the estimator
+        advantages: advantages for the policy loss, whitened over the whole batch if the estimator
             asks for it.
-        returns: regression targets of the critic.
+        returns: regression targets for the critic.
         weights: factors of each token's policy loss that correct for the engine's policy, or None.
-        positive: bool [batch], the right responses, or None where no reward term tells.
+        positive: bool [batch], True for right responses, or None if no reward term tells.
     """
 
     rollout: Rollout

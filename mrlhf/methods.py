@@ -1,4 +1,4 @@
-"""The function that the name of a method stands for: one of our own tables, or one of a user's file.
+"""The function that the name of a method stands for: from our own table, or from a user's file.
 
 It does not know what the functions compute.
 """

@@ -1,9 +1,8 @@
-"""The numbers of a step: sums merged over micro-batches and ranks, statistics of the batch, seconds
-of each phase.
+"""Computes the metrics of a step: merged sums, statistics of the batch, seconds of each phase.
 
 Every mean is over the tokens or sequences of the global batch, so that no metric depends on how the
-batch was split. This file does not know where metrics are written, nor which ranks there are:
-merging over ranks is the caller's all-reduce of a vector made here.
+batch was split. This file does not know where metrics are written or which ranks there are: to
+merge over ranks, the caller all-reduces a vector made here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mrlhf.rl.masking import local_moments
 
 
 class Tally:
-    """Sums and counts by name, from which means are taken once all parts have been merged."""
+    """Sums and counts by name. Means are taken from them once all parts have been merged."""
 
     def __init__(self) -> None:
         # A sum stays a tensor until it is read, so that adding never waits for a device.
@@ -29,8 +28,9 @@ class Tally:
         self._counts: dict[str, Tensor | float] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add `total`, the sum over `count` tokens or sequences; tensors are scalars and lose their
-        gradient.
+        """Add `total`, a sum over `count` tokens or sequences.
+
+        Tensors must be scalars; their gradient is dropped.
         """
         self._sums[name] = self._sums.get(name, 0.0) + _detached(total)
         self._counts[name] = self._counts.get(name, 0.0) + _detached(count)
@@ -49,21 +49,21 @@ class Tally:
         return kept
 
     def means(self) -> dict[str, float]:
-        """Sum over count of each name; NaN where nothing was counted."""
+        """Sum divided by count for each name; NaN where nothing was counted."""
         return {
             name: _quotient(float(total), float(self._counts[name]))
             for name, total in self._sums.items()
         }
 
     def to_vector(self, names: Sequence[str]) -> Tensor:
-        """float64 [2 * len(names)] on the host: the sums, then the counts; 0 for a name that has
-        none here.
+        """All numbers as float64 [2 * len(names)] on the host: the sums, then the counts.
 
-        The names are given, since ranks need not have met the same ones, and an all-reduce needs
-        one order.
+        The caller gives the names, since an all-reduce needs the same order on every rank and ranks
+        need not have met the same names. A name without numbers here gets 0.
         """
-        missing = self._sums.keys() - set(names)
-        assert not missing, f"would be lost on the way: {sorted(missing)}"
+        left_out = self._sums.keys() - set(names)
+        assert not left_out, f"the vector has no place for {sorted(left_out)}"
+
         numbers = [float(self._sums.get(name, 0.0)) for name in names]
         numbers += [float(self._counts.get(name, 0.0)) for name in names]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -74,30 +74,32 @@ class Tally:
         assert vector.shape == (2 * len(names),), (
             f"{len(names)} names against a vector of {tuple(vector.shape)}"
         )
-        numbers = vector.tolist()
+        totals = vector[: len(names)].tolist()
+        counts = vector[len(names) :].tolist()
+
         tally = Tally()
-        for name, total, count in zip(
-            names, numbers[: len(names)], numbers[len(names) :], strict=True
-        ):
+        for name, total, count in zip(names, totals, counts, strict=True):
             tally.add(name, total, count)
         return tally
 
 
 class PhaseTimer:
-    """Seconds spent in each phase of one step; phases may nest, and one entered again goes on
-    counting.
+    """Measures the seconds of each phase of one step.
+
+    Phases may nest. The seconds of a phase that is entered several times add up.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """Call `synchronize`, if given, at both ends of a phase: on an accelerator, work goes on
-        after the call.
+        """Call `synchronize`, if given, at both ends of a phase.
+
+        An accelerator is still working when the call that started the work returns.
         """
         self._synchronize = synchronize
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Measure the body of a `with`, also one that raises."""
+        """Measure the body of a `with` statement, even if it raises."""
         start = self._now()
         try:
             yield
@@ -117,37 +119,42 @@ class PhaseTimer:
 def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, float]:
     """Describe the whole batch of a step: rewards, advantages, values and lengths.
 
+    Advantages, returns and values are those of the tokens whose loss counts; lengths count all
+    tokens that are there.
+
     Args:
         experience: the global batch.
         max_prompt_length: tokens; `prompt_length/clip_ratio` is the share of prompts that long.
     """
-    rollout = experience.rollout
-    mask, values = experience.loss_mask, experience.values
+    mask = experience.loss_mask
     metrics = {
-        **_spread("critic/score", experience.scores),
-        **_spread("critic/rewards", experience.token_rewards.sum(dim=1)),
-        **_spread("critic/advantages", experience.advantages[mask]),
-        **_spread("critic/returns", experience.returns[mask]),
-        **_length_metrics(rollout, max_prompt_length),
+        **_mean_max_min("critic/score", experience.scores),
+        **_mean_max_min("critic/rewards", experience.token_rewards.sum(dim=1)),
+        **_mean_max_min("critic/advantages", experience.advantages[mask]),
+        **_mean_max_min("critic/returns", experience.returns[mask]),
+        **_length_metrics(experience.rollout, max_prompt_length),
     }
+
+    values = experience.values
     if values is not None:
-        metrics |= _spread("critic/values", values[mask])
+        metrics |= _mean_max_min("critic/values", values[mask])
         metrics["critic/vf_explained_var"] = explained_variance(values, experience.returns, mask)
     return metrics
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the returns' variance that the critic accounts for: 1 - var(returns - values) /
-    var(returns).
+    """The share of the returns' variance that the critic explains.
+
+    It is 1 - var(returns - values) / var(returns).
 
     Args:
         values: [batch, response_len], predictions.
         returns: [batch, response_len], targets.
-        mask: bool [batch, response_len]; where it is empty there is no such share, and the result
-            is NaN.
+        mask: bool [batch, response_len]; if it is empty, the result is NaN.
     """
     if not mask.any():
         return math.nan
+
     unexplained = local_moments(returns - values, mask).variance
     return 1 - unexplained / (local_moments(returns, mask).variance + 1e-5)
 
@@ -159,23 +166,23 @@ def throughput_metrics(
     generated_tokens: int,
     world_size: int,
 ) -> dict[str, float]:
-    """Speed of a step over all its tokens.
+    """The speed of a step over all its tokens.
 
     Args:
-        seconds: of each phase, `step` among them.
-        prompt_tokens: in the global batch.
-        response_tokens: in the global batch.
-        generated_tokens: response tokens that were generated, those that did not come into the
-            batch included; generation is measured by these alone.
+        seconds: seconds of each phase; `step` is one of them.
+        prompt_tokens: prompt tokens in the global batch.
+        response_tokens: response tokens in the global batch.
+        generated_tokens: tokens that the policy drew, also in responses that are not in the batch;
+            the phase `gen` is measured by these alone.
         world_size: ranks; `perf/throughput` is tokens per second and rank.
     """
     tokens = prompt_tokens + response_tokens
-    metrics = {
-        f"timing_per_token_ms/{phase}": _quotient(
-            1000 * spent, generated_tokens if phase == "gen" else tokens
-        )
-        for phase, spent in seconds.items()
-    }
+
+    metrics = {}
+    for phase, spent in seconds.items():
+        counted = generated_tokens if phase == "gen" else tokens
+        metrics[f"timing_per_token_ms/{phase}"] = _quotient(1000 * spent, counted)
+
     metrics["perf/total_num_tokens"] = tokens
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = _quotient(tokens, seconds["step"] * world_size)
@@ -183,22 +190,21 @@ def throughput_metrics(
 
 
 def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float]:
-    """Lengths in tokens; a response counts as clipped where the length limit ended it, not a stop
-    token.
-    """
+    """Lengths in tokens; a response counts as clipped if the length limit ended it."""
     prompt_lengths = torch.tensor(rollout.prompt_lengths, dtype=torch.float64, device="cpu")
     return {
-        **_spread("response_length", rollout.response_mask.sum(dim=1)),
+        **_mean_max_min("response_length", rollout.response_mask.sum(dim=1)),
         "response_length/clip_ratio": float((~rollout.stopped).double().mean()),
-        **_spread("prompt_length", prompt_lengths),
+        **_mean_max_min("prompt_length", prompt_lengths),
         "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_length).double().mean()),
     }
 
 
-def _spread(prefix: str, x: Tensor) -> dict[str, float]:
+def _mean_max_min(prefix: str, x: Tensor) -> dict[str, float]:
     """Mean, maximum and minimum of a flat tensor; NaN where it is empty."""
     if x.numel() == 0:
         return {f"{prefix}/{name}": math.nan for name in ("mean", "max", "min")}
+
     x = x.double()
     return {
         f"{prefix}/mean": float(x.mean()),

@@ -1,8 +1,8 @@
 """A user's own function, named "path/to/file.py:function": reads the name, imports the file, finds
 the function.
 
-Uses the standard library alone, so that the process of a reward function can load this file by its
-path without the package, which would bring torch. It does not know what the function is for.
+This file uses the standard library alone. So the process of a reward function can load it by its
+path, without the package, which would bring torch. It does not know what the function is for.
 """
 
 from __future__ import annotations

@@ -17,8 +17,14 @@ ROW_KINDS = ("empty", "one token", "full", "prefix", "holes")
 
 @dataclass(frozen=True)
 class MaskedBatch:
-    """[batch, response_len] float64 rewards and values, bool mask; [batch] int64 prompt groups and
-    float64 greedy scores.
+    """A batch as estimators see it.
+
+    Attributes:
+        rewards: float64 [batch, response_len].
+        values: float64 [batch, response_len].
+        mask: bool [batch, response_len].
+        prompt_groups: int64 [batch].
+        greedy_scores: float64 [batch].
     """
 
     rewards: Tensor
@@ -50,6 +56,7 @@ def masked_batches(draw, row_kinds=ROW_KINDS, smallest_group=1):
     width = draw(st.integers(1, 6))
     drawn = draw(st.lists(st.sampled_from([-4, 0, 3, 10**12]), min_size=1, max_size=6))
     prompt_groups = torch.tensor(drawn * smallest_group)
+
     kinds = draw(
         st.lists(
             st.sampled_from(row_kinds), min_size=len(prompt_groups), max_size=len(prompt_groups)
@@ -57,6 +64,7 @@ def masked_batches(draw, row_kinds=ROW_KINDS, smallest_group=1):
     )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     mask = torch.stack([_mask_row(kind, width, generator) for kind in kinds])
+
     rewards, values = (
         (torch.randint(-8, 9, (2, *mask.shape), generator=generator) / 8)
         .double()

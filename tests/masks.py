@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 @st.composite
 def masks(draw):
     """bool [batch, response_len]: empty rows, single tokens, full rows and holes among them."""
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    rows = draw(st.integers(1, 4))
+    width = draw(st.integers(1, 5))
     row = st.one_of(
         st.just([False] * width),
         st.just([True] * width),

@@ -1,8 +1,7 @@
-"""PPO's update as one slow loop in one process: transformers, torch.optim.AdamW, a sequence at a
-time, nothing packed.
+"""PPO's update as one slow loop in one process, which training has to equal.
 
-It is what training has to equal. It shares no code with mrlhf but the batch types; the formulas are
-written out again.
+It uses transformers and torch.optim.AdamW, computes one sequence at a time, and packs nothing. It
+shares no code with mrlhf but the batch types; the formulas are written out again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests import rollouts
 from tests.padding import pad_responses
-from tests.plain_losses import Row, Told, bypass, geometric_mean, token_losses
+from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,  # odd: with tensor parallelism the last rank's shard is padded
@@ -38,24 +37,31 @@ EPOCHS = 2
 TEMPERATURE = 0.7
 CLIP_VALUE = 0.5
 SCALE = 10.0  # loss_scale_factor
-LR, WEIGHT_DECAY, BETAS = 1e-2, 0.1, (0.9, 0.95)
-# As large as many gradients here. So the step depends on how large a gradient is, which Adam would
-# else divide out, and where a gradient is near 0 its rounding (1e-9) is not blown up to a step of
-# full length.
+LR = 1e-2
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+# As large as many gradients here. With a small one, Adam would divide out how large a gradient is,
+# and the rounding (1e-9) of a gradient near 0 would become a step of full length.
 EPS = 1e-3
 
-
-Tables = dict[str, list[Tensor]]  # numbers of the tokens of a mini-batch, a tensor a sequence
+Tables = dict[str, list[Tensor]]
+"""By name, a number for each token of a mini-batch: one tensor [response_len] a sequence."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training: the model, how its loss is made, and what the gradient is clipped to (0:
-    not).
+    """One way of training.
 
-    `corrected` experiences have weights and rejected tokens; `bypass` names a correction of
-    `tests.plain_losses`; `broken` experiences have an advantage that is no number, so that the last
-    mini-batch of each epoch is skipped.
+    Attributes:
+        model: name of the checkpoint, as `save_models` writes it.
+        agg: how the losses of tokens become one, as `aggregated` knows it.
+        settings: more keys of the actor section.
+        clip_grad: the norm that the gradient is clipped to; 0 clips nothing.
+        loss: name of the policy loss.
+        corrected: whether the experience has weights and rejected tokens.
+        bypass: a correction of `tests.plain_losses`.
+        broken: whether the experience has an advantage that is no number, so that the last
+            mini-batch of each epoch is skipped.
     """
 
     model: str
@@ -69,57 +75,51 @@ class Case:
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained too: the policy's loss is nothing to it."""
+        """Whether a critic is trained too, which no choice of a policy loss changes."""
         return self.loss == "vanilla" and self.bypass is None and not self.broken
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loop leaves: metrics over all its mini-batches, and the trained weights by Hugging
-    Face name.
-    """
+    """Metrics over all mini-batches of a loop, and the trained weights by Hugging Face name."""
 
     metrics: dict[str, float]
     weights: dict[str, Tensor]
 
 
 def save_models(root: Path) -> None:
-    """Checkpoints with random weights: `<model>` to train, `<model>-ref` not far from it,
-    `<model>-critic`.
-    """
+    """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`."""
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
         "qwen2-tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     }
-    language, scalar = (
-        transformers.AutoModelForCausalLM,
-        transformers.AutoModelForSequenceClassification,
-    )
     generator = torch.Generator().manual_seed(4)
     for name, config in kinds.items():
-        for suffix, auto in (("", language), ("-critic", scalar)):
-            config.num_labels = 1
-            model = auto.from_config(config)
-            for key, parameter in model.named_parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.data = 1 + 0.1 * noise if "norm" in key else 0.15 * noise
-            model.save_pretrained(root / (name + suffix))
-            if auto is language:
-                for parameter in model.parameters():
-                    parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-                model.save_pretrained(root / f"{name}-ref")
+        config.num_labels = 1
+
+        policy = transformers.AutoModelForCausalLM.from_config(config)
+        _randomise(policy, generator)
+        policy.save_pretrained(root / name)
+        for parameter in policy.parameters():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        policy.save_pretrained(root / f"{name}-ref")
+
+        critic = transformers.AutoModelForSequenceClassification.from_config(config)
+        _randomise(critic, generator)
+        critic.save_pretrained(root / f"{name}-critic")
+
+
+def _randomise(model: Any, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.1 * noise if "norm" in name else 0.15 * noise
 
 
 def load(path: Path) -> Any:
-    """The checkpoint at `path` as transformers' model, a sequence classifier where it has a score
-    head.
-    """
-    critic = path.name.endswith("-critic")
-    auto = (
-        transformers.AutoModelForSequenceClassification
-        if critic
-        else transformers.AutoModelForCausalLM
-    )
+    """The checkpoint at `path` as transformers' model; a critic is a sequence classifier."""
+    auto = transformers.AutoModelForCausalLM
+    if path.name.endswith("-critic"):
+        auto = transformers.AutoModelForSequenceClassification
     return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -132,20 +132,20 @@ def make_rollout() -> Rollout:
 
     count = len(PROMPT_LENGTHS)
     prompts = Prompts(
-        [draw(length) for length in PROMPT_LENGTHS], list(range(count)), [""] * count, [""] * count, [""] * count,
-        [{} for _ in range(count)],
-    )  # fmt: skip
+        token_ids=[draw(length) for length in PROMPT_LENGTHS],
+        uid=list(range(count)),
+        text=[""] * count,
+        data_source=[""] * count,
+        ground_truth=[""] * count,
+        extra_info=[{} for _ in range(count)],
+    )
     ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int64)
     stopped = torch.ones(count, dtype=torch.bool)
-    return rollouts.make_rollout(
-        prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped
-    )
+    return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
 
 
 def make_experience(model: Path) -> Experience:
-    """Old log-probs and values in the neighbourhood of the model's, so that some ratios and values
-    are clipped.
-    """
+    """Old log-probs and values are so near the model's that some, not all, are clipped."""
     rollout = make_rollout()
     generator = torch.Generator().manual_seed(6)
     mask = rollout.response_mask
@@ -153,10 +153,8 @@ def make_experience(model: Path) -> Experience:
     def noise(size: float) -> Tensor:
         return torch.where(mask, size * torch.randn(mask.shape, generator=generator), 0.0)
 
-    logprobs, values = (
-        evaluate(load(model), rollout)[0],
-        token_values(load(Path(f"{model}-critic")), rollout),
-    )
+    logprobs, _ = evaluate(load(model), rollout)
+    values = token_values(load(Path(f"{model}-critic")), rollout)
     return Experience(
         rollout=rollout,
         scores=torch.zeros(len(rollout)),
@@ -190,39 +188,37 @@ def with_correction(experience: Experience) -> Experience:
 
 @torch.no_grad()
 def evaluate(model: Any, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the response tokens, [batch, response_len], 0 after the
-    end.
-    """
-    rows = [_distribution(model, rollout, row) for row in range(len(rollout))]
-    logprobs = [_drawn(log_p, rollout, row).tolist() for row, log_p in enumerate(rows)]
-    entropies = [-(log_p.exp() * log_p).sum(-1) for log_p in rows]
-    return pad_responses(logprobs, torch.float32)[0], pad_responses(
-        [e.tolist() for e in entropies], torch.float32
-    )[0]
+    """Log-probs and entropies of the response tokens, [batch, response_len], 0 after the end."""
+    logprobs = []
+    entropies = []
+    for row in range(len(rollout)):
+        log_p = _distribution(model, rollout, row)
+        logprobs.append(_drawn(log_p, rollout, row))
+        entropies.append(_entropy(log_p))
+    return _padded(logprobs), _padded(entropies)
 
 
 @torch.no_grad()
 def token_values(critic: Any, rollout: Rollout) -> Tensor:
     """Values before the response tokens, [batch, response_len], 0 after the end."""
-    return pad_responses(
-        [_values(critic, rollout, row).tolist() for row in range(len(rollout))], torch.float32
-    )[0]
+    return _padded([_values(critic, rollout, row) for row in range(len(rollout))])
 
 
 @torch.no_grad()
 def full_kl(model: Any, reference: Any, rollout: Rollout) -> Tensor:
     """KL of the two over the vocabulary, [batch, response_len], 0 after the end."""
-    rows = range(len(rollout))
-    kls = [
-        _full_kl(_distribution(model, rollout, row), _distribution(reference, rollout, row))
-        for row in rows
-    ]
-    return pad_responses([kl.tolist() for kl in kls], torch.float32)[0]
+    kls = []
+    for row in range(len(rollout)):
+        log_p = _distribution(model, rollout, row)
+        log_q = _distribution(reference, rollout, row)
+        kls.append(_full_kl(log_p, log_q))
+    return _padded(kls)
 
 
 def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
-    """The policy's update: `EPOCHS` times each mini-batch."""
-    policy, reference = load(model), load(Path(f"{model}-ref")).requires_grad_(False)
+    """Update the policy: `EPOCHS` times each mini-batch."""
+    policy = load(model)
+    reference = load(Path(f"{model}-ref")).requires_grad_(False)
     settings = case.settings
 
     def mini_batch(numbers: range) -> Tables:
@@ -230,45 +226,44 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
         rows = [
             _row(experience, row, log_p) for row, log_p in zip(numbers, distributions, strict=True)
         ]
-        rows = rows if case.bypass is None else bypass(case.bypass, rows)
-        found: Tables = {"kept": [row.kept for row in rows]}
+        if case.bypass is not None:
+            rows = bypass(case.bypass, rows)
+        tables: Tables = {"kept": [row.kept for row in rows]}
+
         told = token_losses(case.loss, rows)
         weights = [geometric_mean(row) if case.loss == "geo_mean" else row.weights for row in rows]
-        found["actor/pg_loss"] = [t.losses * w for t, w in zip(told, weights, strict=True)]
-        total = found["actor/pg_loss"]
+        tables["actor/pg_loss"] = [t.losses * w for t, w in zip(told, weights, strict=True)]
+        total = tables["actor/pg_loss"]
+
         if settings.get("entropy_coeff"):
-            entropies = [-(log_p.exp() * log_p).sum(-1) for log_p in distributions]
-            total = [
-                x - settings["entropy_coeff"] * h for x, h in zip(total, entropies, strict=True)
-            ]
+            entropies = [_entropy(log_p) for log_p in distributions]
+            total = _sum_of_tables(total, -settings["entropy_coeff"], entropies)
         if settings.get("use_kl_loss"):
-            found["actor/kl_loss"] = [
+            tables["actor/kl_loss"] = [
                 _kl(settings["kl_loss_type"], experience, row, log_p, reference)
                 for row, log_p in zip(numbers, distributions, strict=True)
             ]
-            total = [
-                x + settings["kl_loss_coef"] * kl
-                for x, kl in zip(total, found["actor/kl_loss"], strict=True)
-            ]
-        found["total"] = total
+            total = _sum_of_tables(total, settings["kl_loss_coef"], tables["actor/kl_loss"])
+        tables["total"] = total
+
         if settings.get("positive_lm_coef"):
             assert experience.positive is not None
             right = [
-                row.logprobs
+                row.logprobs[experience.rollout.loss_mask[number, : len(row.logprobs)]]
                 for number, row in zip(numbers, rows, strict=True)
                 if experience.positive[number]
             ]
-            found["extra"] = [-settings["positive_lm_coef"] * torch.cat(right).mean()]
-        return found | _told(rows, told)
+            tables["extra"] = [-settings["positive_lm_coef"] * torch.cat(right).mean()]
+        return tables | _metrics(rows, told)
 
     return _train("actor", policy, case, mini_batch, ("actor/pg_loss", "actor/kl_loss"))
 
 
 def _row(experience: Experience, number: int, log_p: Tensor) -> Row:
     length = len(log_p)
-    weights = (
-        torch.ones(length) if experience.weights is None else experience.weights[number, :length]
-    )
+    weights = torch.ones(length)
+    if experience.weights is not None:
+        weights = experience.weights[number, :length]
     return Row(
         logprobs=_drawn(log_p, experience.rollout, number),
         old=experience.old_logprobs[number, :length],
@@ -278,11 +273,15 @@ def _row(experience: Experience, number: int, log_p: Tensor) -> Row:
     )
 
 
-def _told(rows: list[Row], told: list[Told]) -> Tables:
+def _sum_of_tables(total: list[Tensor], factor: float, table: list[Tensor]) -> list[Tensor]:
+    return [x + factor * y for x, y in zip(total, table, strict=True)]
+
+
+def _metrics(rows: list[Row], losses: list[RowLoss]) -> Tables:
     return {
         "actor/ppo_kl": [row.old - row.logprobs for row in rows],
-        "actor/pg_clipfrac": [t.clipped.float() for t in told],
-        "actor/pg_clipfrac_lower": [t.clipped_lower.float() for t in told],
+        "actor/pg_clipfrac": [loss.clipped.float() for loss in losses],
+        "actor/pg_clipfrac_lower": [loss.clipped_lower.float() for loss in losses],
     }
 
 
@@ -295,21 +294,27 @@ def _kl(kind: str, experience: Experience, row: int, log_p: Tensor, reference: A
 
 
 def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
-    """The value model's update: `EPOCHS` times each mini-batch."""
+    """Update the critic: `EPOCHS` times each mini-batch."""
     critic = load(Path(f"{model}-critic"))
     assert experience.values is not None
     old_values = experience.values
 
     def sequence(row: int) -> dict[str, Tensor]:
         values = _values(critic, experience.rollout, row)
-        old, returns = old_values[row, : len(values)], experience.returns[row, : len(values)]
+        old = old_values[row, : len(values)]
+        returns = experience.returns[row, : len(values)]
+
         near = torch.minimum(torch.maximum(values, old - CLIP_VALUE), old + CLIP_VALUE)
-        plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+        plain = (values - returns) ** 2
+        clipped = (near - returns) ** 2
         losses = 0.5 * torch.maximum(plain, clipped)
-        told = {"critic/vf_clipfrac": (clipped > plain).float(), "critic/vpred_mean": values}
         return {
-            "critic/vf_loss": losses, "total": losses, "kept": experience.loss_mask[row, : len(values)], **told
-        }  # fmt: skip
+            "kept": experience.loss_mask[row, : len(values)],
+            "total": losses,
+            "critic/vf_loss": losses,
+            "critic/vf_clipfrac": (clipped > plain).float(),
+            "critic/vpred_mean": values,
+        }
 
     def mini_batch(numbers: range) -> Tables:
         rows = [sequence(row) for row in numbers]
@@ -325,52 +330,72 @@ def _train(
     mini_batch: Callable[[range], Tables],
     losses: tuple[str, ...],
 ) -> Outcome:
-    """Mini-batches in order; losses are aggregated and averaged over mini-batches, the rest is
+    """Train on the mini-batches in order, and skip those whose gradient is no number.
+
+    The metrics named in `losses` are aggregated and averaged over mini-batches; the others are
     averaged over tokens.
     """
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
-    told: dict[str, list[float]] = {}
+    optimizer = _make_optimizer(model)
+    numbers: dict[str, list[float]] = {}
     for _ in range(EPOCHS):
         for first in range(0, len(RESPONSE_LENGTHS), MINI_BATCH):
-            found = mini_batch(range(first, first + MINI_BATCH))
-            kept = found.pop("kept")
+            tables = mini_batch(range(first, first + MINI_BATCH))
+            kept = tables.pop("kept")
+            loss = aggregated(tables.pop("total"), kept, case.agg) + sum(tables.pop("extra", []))
+
             optimizer.zero_grad()
-            (
-                aggregated(found.pop("total"), kept, case.agg) + sum(found.pop("extra", []))
-            ).backward()
-            norm = torch.nn.utils.clip_grad_norm_(
-                model.parameters(), case.clip_grad or float("inf")
-            )
+            loss.backward()
+            largest = case.clip_grad or float("inf")
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
             if not torch.isfinite(norm):
                 continue
             optimizer.step()
-            told.setdefault(f"{role}/grad_norm", []).append(norm.item())
-            for name, table in found.items():
+
+            numbers.setdefault(f"{role}/grad_norm", []).append(norm.item())
+            for name, table in tables.items():
                 rows = [row.detach() for row in table]
-                told.setdefault(name, []).extend(
-                    [aggregated(rows, kept, case.agg).item()]
-                    if name in losses
-                    else torch.cat([row[k] for row, k in zip(rows, kept, strict=True)]).tolist()
-                )
-    metrics = {name: sum(numbers) / len(numbers) for name, numbers in told.items()}
+                if name in losses:
+                    values = [aggregated(rows, kept, case.agg).item()]
+                else:
+                    values = _kept_numbers(rows, kept)
+                numbers.setdefault(name, []).extend(values)
+
+    metrics = {name: sum(values) / len(values) for name, values in numbers.items()}
     return Outcome(metrics, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
+def _make_optimizer(model: Any) -> torch.optim.Optimizer:
+    """AdamW, with weight decay for matrices alone."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    parameters = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, eps=EPS)
+
+
+def _kept_numbers(rows: list[Tensor], kept: list[Tensor]) -> list[float]:
+    numbers: list[float] = []
+    for row, row_kept in zip(rows, kept, strict=True):
+        numbers += row[row_kept].tolist()
+    return numbers
+
+
 def aggregated(rows: list[Tensor], kept: list[Tensor], mode: str) -> Tensor:
-    """The loss of a mini-batch from the losses of its tokens and which of them count, a tensor a
-    sequence.
+    """The loss of a mini-batch.
+
+    Args:
+        rows: the losses of the tokens, a tensor a sequence.
+        kept: which tokens count.
+        mode: name of the aggregation.
     """
     rows = [row[k] for row, k in zip(rows, kept, strict=True)]
     if mode == "token-mean":
         return torch.cat(rows).mean()
     if mode == "token-sum":
         return torch.cat(rows).sum()
+
     of_sequence: dict[str, Callable[[Tensor], Tensor]] = {
         "seq-mean-token-sum": torch.sum,
         "seq-mean-token-sum-norm": lambda row: row.sum() / SCALE,
@@ -380,8 +405,9 @@ def aggregated(rows: list[Tensor], kept: list[Tensor], mode: str) -> Tensor:
 
 
 def _distribution(model: Any, rollout: Rollout, row: int) -> Tensor:
-    """Log-probabilities of all tokens before each response token, [response_len of the row, vocab]."""
-    sequence, first = torch.tensor(rollout.sequences()[row]), rollout.prompt_lengths[row] - 1
+    """Log-probs of the whole vocabulary at each token of a response, [response_len, vocab]."""
+    sequence = torch.tensor(rollout.sequences()[row])
+    first = rollout.prompt_lengths[row] - 1
     return (model(sequence[None]).logits[0, first:-1] / TEMPERATURE).log_softmax(dim=-1)
 
 
@@ -390,8 +416,17 @@ def _drawn(log_p: Tensor, rollout: Rollout, row: int) -> Tensor:
 
 
 def _values(critic: Any, rollout: Rollout, row: int) -> Tensor:
-    sequence, first = torch.tensor(rollout.sequences()[row]), rollout.prompt_lengths[row] - 1
+    sequence = torch.tensor(rollout.sequences()[row])
+    first = rollout.prompt_lengths[row] - 1
     return critic.score(critic.model(sequence[None])[0])[0, first:-1, 0]
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    return pad_responses([row.tolist() for row in rows], torch.float32)[0]
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def _full_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -32,7 +32,12 @@ def make_rollout(
 
 
 def with_holes(rollout: Rollout, not_drawn: Tensor) -> Rollout:
-    """The same, but the policy did not draw the tokens at `not_drawn`, bool [batch, response_len]."""
+    """The same rollout, in which the policy did not draw some of the tokens.
+
+    Args:
+        rollout: a rollout.
+        not_drawn: bool [batch, response_len], those tokens.
+    """
     loss_mask = rollout.loss_mask & ~not_drawn
     return replace(
         rollout,

@@ -1,4 +1,4 @@
-"""Writes the data files and tokenizers of the shipped examples. Arguments in, exit code out.
+"""Writes the data files and tokenizers of the shipped examples.
 
 python tools/prepare_data.py arithmetic --out runs/data/arithmetic
 python tools/prepare_data.py gsm8k --source GSM8K_DIR --out runs/data/gsm8k
@@ -26,35 +26,43 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     tasks = parser.add_subparsers(dest="task", required=True)
 
     arithmetic = tasks.add_parser(
-        "arithmetic", help="sums as text, part of the supervised answers wrong"
+        "arithmetic", help="sums as text, with some supervised answers wrong"
     )
     arithmetic.add_argument("--out", type=Path, required=True)
-    arithmetic.add_argument("--digits", type=int, default=2, help="most digits of an operand")
+    arithmetic.add_argument(
+        "--digits", type=int, default=2, help="largest number of digits of an operand"
+    )
     arithmetic.add_argument(
         "--operations", default="+", help=f"one or several of {''.join(OPERATIONS)}"
     )
     arithmetic.add_argument("--sft", type=int, default=9000, help="supervised problems")
     arithmetic.add_argument(
-        "--sft-copies", type=int, default=4, help="times each is answered, right or wrong anew"
+        "--sft-copies",
+        type=int,
+        default=4,
+        help="answers to each supervised problem, each right or wrong",
     )
     arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
     arithmetic.add_argument(
-        "--held-out", type=int, default=500, help="prompts in neither of the two"
+        "--held-out", type=int, default=500, help="prompts that are in neither of the two"
     )
     arithmetic.add_argument(
         "--wrong-fraction",
         type=float,
         default=0.45,
-        help="part of supervised answers that is wrong",
+        help="fraction of the supervised answers that is wrong",
     )
     arithmetic.add_argument(
         "--wrong-kind",
         choices=("uniform", "near", "carry"),
         default="carry",
-        help="any number, one digit altered, 10 too many",
+        help="wrong answers: any number; one digit changed; 10 too many",
     )
     arithmetic.add_argument(
-        "--vocab-size", type=int, default=32, help="most tokens; fewer are made where fewer do"
+        "--vocab-size",
+        type=int,
+        default=32,
+        help="largest vocabulary, tokens; fewer are made if fewer suffice",
     )
     arithmetic.add_argument("--seed", type=int, default=0)
 
@@ -68,16 +76,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the files; 0 when done, 1 on an error, which is printed in one line."""
     options = vars(parse(arguments))
-    task, out = options.pop("task"), options.pop("out")
+    task = options.pop("task")
+    out = options.pop("out")
+
     try:
-        counts = (
-            write_arithmetic(out, **options)
-            if task == "arithmetic"
-            else write_gsm8k(out_dir=out, **options)
-        )
+        if task == "arithmetic":
+            counts = write_arithmetic(out, **options)
+        else:
+            counts = write_gsm8k(out_dir=out, **options)
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
     for name, count in counts.items():
         print(f"{out / name}: {count} rows")
     print(f"{out / 'tokenizer'}: tokenizer")

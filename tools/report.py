@@ -1,5 +1,4 @@
-"""Merges the summaries of runs that follow each other (SFT, reward model, PPO) into one, and prints
-it.
+"""Merges the summaries of runs that follow each other (SFT, reward model, PPO) into one file.
 
 Usage: tools/report.py --out DIR RUN_DIR [RUN_DIR ...]
 """
@@ -25,11 +24,13 @@ def main() -> int:
         "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directories, in order"
     )
     arguments = parser.parse_args()
+
     try:
         combined = combine_summaries(arguments.runs, arguments.out)
     except MrlhfError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+
     print(json.dumps(combined, indent=2))
     return 0
 

@@ -1,6 +1,6 @@
 """The section `algorithm`: from scores to advantages.
 
-It knows the names of the methods, not their formulas, and no other section.
+It knows the names of the methods. It does not know their formulas or other sections.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import get_args
 from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.config.fields import Count, Fraction, NotNegative, Positive, Section
+from mrlhf.config.fields import Count, Fraction, FunctionReference, NotNegative, Positive, Section
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -25,47 +25,54 @@ from mrlhf.user_code import check_name
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
 
-    type: KlControllerKind = Field("fixed", description="adaptive: steered towards target_kl")
-    kl_coef: NotNegative = Field(0.001, description="(initial) coefficient")
-    target_kl: Positive = Field(0.1, description="adaptive: wanted mean KL a token, nats")
-    horizon: Count = Field(10000, description="adaptive: samples over which the coefficient moves")
+    type: KlControllerKind = Field(
+        "fixed",
+        description="fixed: the coefficient stays; adaptive: it is steered towards target_kl",
+    )
+    kl_coef: NotNegative = Field(0.001, description="coefficient; adaptive: at the start")
+    target_kl: Positive = Field(0.1, description="adaptive: wanted mean KL per token, nats")
+    horizon: Count = Field(
+        10000, description="adaptive: the larger, the slower the coefficient changes, samples"
+    )
 
 
 class OverlongBufferSection(Section):
-    """DAPO's soft penalty (arXiv 2503.14476) of responses that come close to
-    data.max_response_length.
-    """
+    """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
 
-    enable: bool = Field(False, description="take a penalty off the score of long responses")
+    enable: bool = Field(False, description="lower the score of responses that are almost too long")
     len: Count | None = Field(
-        None, description="the last so many tokens are penalised; needed where enabled"
+        None,
+        description="the penalty begins this many tokens before the longest response; required "
+        "if enabled",
     )
     penalty_factor: NotNegative = Field(
-        1.0, description="penalty of a response of full length; it grows linearly"
+        1.0, description="penalty of a response of full length; it grows linearly from 0"
     )
 
 
 class FilterGroupsSection(Section):
-    """DAPO's dynamic sampling (arXiv 2503.14476): a prompt whose answers all score alike teaches
-    nothing.
+    """DAPO's dynamic sampling (arXiv 2503.14476).
+
+    A prompt whose answers all have the same score teaches nothing.
     """
 
     enable: bool = Field(
-        False, description="drop such prompts and generate others until the batch is full"
+        False, description="drop such prompts, and generate others until the batch is full"
     )
     metric: FilterMetric = Field(
         "score",
-        description="what must differ: right or wrong, the score, or (seq_reward) the clipped score with penalties",
+        description="what must differ between the answers: acc, whether they are right; score; "
+        "seq_reward, the score after clipping and penalties",
     )
     max_num_gen_batches: Count = Field(
-        10, description="batches of data.gen_batch_size prompts a step at most"
+        10, description="most batches of data.gen_batch_size prompts in one step"
     )
 
 
 class AlgorithmSection(Section):
     """From scores to advantages."""
 
-    adv_estimator: AdvantageEstimator | str = Field(
+    adv_estimator: AdvantageEstimator | FunctionReference = Field(
         "gae",
         description="advantage estimator; only gae needs a critic; "
         "path/to/file.py:function: your own",
@@ -73,44 +80,55 @@ class AlgorithmSection(Section):
     use_critic: bool = Field(
         False, description="train a critic and give its values to an estimator of your own"
     )
-    gamma: Fraction = Field(1.0, description="discount a token; of gae and reinforce_plus_plus")
-    lam: Fraction = Field(1.0, description="lambda of generalised advantage estimation")
+    gamma: Fraction = Field(
+        1.0, description="discount from one token to the next; read by gae and reinforce_plus_plus"
+    )
+    lam: Fraction = Field(1.0, description="gae: lambda of generalised advantage estimation")
     lam_critic: Fraction | None = Field(
-        None, description="lambda of the critic's targets; null: the policy's own"
+        None, description="gae: lambda of the critic's targets; null: as that of the advantages"
     )
     lam_length_alpha: Positive | None = Field(
         None,
-        description="VAPO: lambda = 1 - 1 / (this x response length), in place of lam; null: off",
+        description="gae: lambda = 1 - 1 / (this x response length) instead of lam, from VAPO; "
+        "null: off",
     )
     norm_adv_by_std_in_grpo: bool = Field(
-        True, description="grpo, grpo_passk: divide by the group's standard deviation"
+        True,
+        description="grpo, grpo_passk: divide by the standard deviation of the prompt's scores",
     )
     f_norm: Positive = Field(1.0, description="gpg: divisor of the advantages")
     use_kl_in_reward: bool = Field(
-        False, description="take coefficient x KL(old, reference) off the reward"
+        False, description="subtract coefficient x KL(old, reference) from the reward"
     )
     kl_penalty: RewardKlKind = Field("kl", description="estimator of the KL in the reward")
     kl_placement: KlPlacement = Field(
-        "token", description="KL off each token's reward, or all off the last"
+        "token",
+        description="token: subtract each token's KL from its reward; terminal: all of it from "
+        "the last token's",
     )
     kl_ctrl: KlCtrlSection = Field(description="coefficient of the KL in the reward")
-    reward_clip: Positive | None = Field(None, description="scores are cut to -/+ this; null: off")
+    reward_clip: Positive | None = Field(
+        None, description="scores are clipped to -/+ this; null: off"
+    )
     reward_norm: RewardNorm | None = Field(
         None,
-        description="scores - mean over std, of all so far, of the prompt's group or of the batch; null: off",
+        description="(score - mean) / std; running: of all scores so far; group: of the "
+        "prompt's; batch: of the step's; null: off",
     )
     whiten_rewards: bool = Field(
-        False, description="gae: divide token rewards by their std over the batch, mean kept"
+        False,
+        description="gae: divide the rewards of the tokens by their std over the batch; their "
+        "mean is kept",
     )
     missing_eos_penalty: NotNegative = Field(
-        0.0, description="off the score of a response that was cut off"
+        0.0, description="subtracted from the score of a response that was cut off"
     )
     overlong_buffer: OverlongBufferSection = Field(description="penalty of long responses")
     filter_groups: FilterGroupsSection = Field(
-        description="prompts that teach nothing are replaced"
+        description="dynamic sampling: prompts that teach nothing are replaced"
     )
     rollout_correction: RolloutCorrectionSection = Field(
-        description="the engine's policy against the trainer's"
+        description="correction of the difference between the engine's policy and the trainer's"
     )
 
     @field_validator("adv_estimator", mode="before")

@@ -1,7 +1,6 @@
-"""The command line that the three launchers share: --config, key.path=value, --dry-run, and a
---help with every key.
+"""The command line of the three launchers: --config, key.path=value, --dry-run and --help.
 
-It turns arguments into a configuration and starts nothing.
+It turns arguments into a configuration, and starts nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
 
 @dataclass(frozen=True)
 class DryRun:
-    """Check and describe only, as if there were `world_size` ranks; None: the fewest on which the
-    layouts fit.
+    """The request to check and describe a run without starting it.
+
+    Attributes:
+        world_size: ranks to check for; None: the fewest on which the layouts fit.
     """
 
     world_size: int | None
@@ -32,7 +33,7 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     """Read a launcher's arguments (without the program's name).
 
     Returns:
-        The configuration, and what to check instead of running, if that was asked for.
+        The configuration, and the dry run if one was asked for.
 
     Raises:
         ConfigError: bad configuration, one line a mistake.
@@ -63,11 +64,12 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         "overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML"
     )
     arguments = parser.parse_intermixed_args(argv)
+
     config = load_config(root_class, arguments.config, arguments.overrides)
-    if not arguments.dry_run:
-        if arguments.world_size is not None:
-            raise ConfigError(
-                "--world-size goes with --dry-run only; torchrun decides how many ranks run"
-            )
-        return config, None
-    return config, DryRun(arguments.world_size)
+    if arguments.dry_run:
+        return config, DryRun(arguments.world_size)
+    if arguments.world_size is not None:
+        raise ConfigError(
+            "--world-size goes with --dry-run only; torchrun decides how many ranks run"
+        )
+    return config, None

@@ -1,8 +1,8 @@
-"""The section `algorithm.rollout_correction`: importance weights and rejection against the policy
-of the engine.
+"""The section `algorithm.rollout_correction`: importance weights and rejection of what the engine
+sampled.
 
-It reads the texts of thresholds and fills in presets. It knows no tensor; how a weight or a
-statistic is computed is said in `mrlhf.rl.correction`.
+It reads thresholds that are written as text, and fills in presets. It does not know how a weight or
+a statistic is computed; `mrlhf.rl.correction` does.
 """
 
 from __future__ import annotations
@@ -92,34 +92,37 @@ NOT_EVEN_ONE = "does not even hold the ratio 1, at which engine and trainer agre
 
 
 def _numbers(text: str) -> tuple[float | None, float]:
-    """(None, number) of "number", (lower, upper) of "lower_upper".
+    """The bounds that `text` stands for: (None, number) or, for "lower_upper", (lower, upper).
 
     Raises:
-        ValueError: neither, or not 0 < lower < upper.
+        ValueError: `text` is neither, or not 0 < lower < upper.
     """
-    *first, last = text.split("_", maxsplit=1)
+    *before, last = text.split("_", maxsplit=1)
     if "_" in last:  # Python would read 2_000 as a number
         raise ValueError
-    bounds = (float(first[0]) if first else None, float(last))
-    if not all(math.isfinite(bound) and bound > 0 for bound in bounds if bound is not None):
+    lower = float(before[0]) if before else None
+    upper = float(last)
+
+    for bound in (lower, upper):
+        if bound is not None and not (math.isfinite(bound) and bound > 0):
+            raise ValueError
+    if lower is not None and lower >= upper:
         raise ValueError
-    if bounds[0] is not None and bounds[0] >= bounds[1]:
-        raise ValueError
-    return bounds
+    return lower, upper
 
 
 def _as_texts(value: object) -> list[str]:
-    """The parts of a threshold, each as text; none where it is no threshold at all."""
+    """The comma-joined parts of a threshold, each as text; none if it is no number and no text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return []
     return str(value).split(",")
 
 
-def _readable(value: object, parts: list[str], allowed: str) -> object:
-    """`value` with a text that is one number as that number.
+def _checked(value: object, parts: list[str], allowed: str) -> object:
+    """`value`; as a number if it is a text that holds one number.
 
     Raises:
-        ValueError: a part is no threshold; says what is allowed.
+        ValueError: a part is not a threshold; the message says what is allowed.
     """
     try:
         bounds = [_numbers(part) for part in parts]
@@ -127,89 +130,104 @@ def _readable(value: object, parts: list[str], allowed: str) -> object:
         bounds = []
     if not bounds:
         raise ValueError(f"should be {allowed}")
-    return bounds[0][1] if len(bounds) == 1 and bounds[0][0] is None else value
+
+    lower, upper = bounds[0]
+    is_one_number = len(bounds) == 1 and lower is None
+    return upper if is_one_number else value
 
 
 def _weight_threshold(value: object) -> object:
-    parts = _as_texts(value)
+    """`value` if it is one threshold of weights that holds the ratio 1."""
     allowed = "a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
-    read = _readable(value, parts if len(parts) == 1 else [], allowed)
+    parts = _as_texts(value)
+    checked = _checked(value, parts if len(parts) == 1 else [], allowed)
+
     lower, upper = _numbers(parts[0])
     if upper < 1 or (lower is not None and lower > 1):
         raise ValueError(f"{NOT_EVEN_ONE}; should be {allowed}")
-    return read
-
-
-def _known_preset(value: object) -> object:
-    """`value`, if it is a preset or none; else names the nearest one before all."""
-    if value is None or value in get_args(CorrectionPreset):
-        return value
-    near = difflib.get_close_matches(str(value), get_args(CorrectionPreset), n=1)
-    hint = f"did you mean '{near[0]}'? It should be" if near else "should be"
-    raise ValueError(f"{hint} one of {', '.join(get_args(CorrectionPreset))}")
+    return checked
 
 
 def _rejection_threshold(value: object) -> object:
+    """`value` if it is one threshold of rejection, or several joined by commas."""
     if value is None:
         return None
-    allowed = "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, or several of these joined by commas"
-    return _readable(value, _as_texts(value), allowed)
+    allowed = (
+        "a number above 0, or lower_upper with 0 < lower < upper, such as 0.5_2.0, or several of "
+        "these joined by commas"
+    )
+    return _checked(value, _as_texts(value), allowed)
+
+
+def _known_preset(value: object) -> object:
+    """`value` if it is a preset or null; the error names the nearest preset."""
+    presets = get_args(CorrectionPreset)
+    if value is None or value in presets:
+        return value
+    near = difflib.get_close_matches(str(value), presets, n=1)
+    hint = f"did you mean '{near[0]}'? It should be" if near else "should be"
+    raise ValueError(f"{hint} one of {', '.join(presets)}")
 
 
 def _statistics(value: object) -> object:
-    """Comma-joined names without spaces and repetitions."""
+    """The names in `value` joined by commas, without spaces and repetitions."""
     if isinstance(value, list):
         joined = ",".join(str(name) for name in value)
         raise ValueError(f"should be one text, not a list; join the names by commas: '{joined}'")
     if not isinstance(value, str):
         return value
+
+    statistics = get_args(Statistic)
     names = list(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in names:
-        if name not in get_args(Statistic):
-            near = difflib.get_close_matches(name, get_args(Statistic), n=1)
+        if name not in statistics:
+            near = difflib.get_close_matches(name, statistics, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ValueError(
-                f"should be a comma-joined list of {', '.join(get_args(Statistic))}{hint}"
-            )
+            raise ValueError(f"should be a comma-joined list of {', '.join(statistics)}{hint}")
     return ",".join(names)
 
 
 class RolloutCorrectionSection(Section):
-    """What is done about the engine's policy not being the trainer's; its metrics are reported in
-    any case.
+    """How the difference between the engine's policy and the trainer's is corrected.
+
+    The metrics of the difference are reported in any case.
     """
 
     preset: Annotated[CorrectionPreset | None, BeforeValidator(_known_preset)] = Field(
         None,
-        description="a named setting of all the keys below; those beside it win, those of earlier files do not; "
-        "once read it is null and the keys hold its values",
+        description="a named setting of all the keys below; a key beside it wins, a key of an "
+        "earlier file does not; after reading it is null and the keys hold its values",
     )
     rollout_is: WeightLevel | None = Field(
         None,
-        description="importance weight of each token, or of each response on all its tokens; null: none",
+        description="importance weights: one of each token, or one of each response for all its "
+        "tokens; null: none",
     )
     rollout_is_threshold: Annotated[float | str, BeforeValidator(_weight_threshold)] = Field(
         2.0,
-        description="weights are cut off at this number; lower_upper: those outside become 0 (IcePop)",
+        description="a number: larger weights are lowered to it; lower_upper: weights outside "
+        "become 0 (IcePop)",
     )
     rollout_is_batch_normalize: bool = Field(False, description="divide the weights by their mean")
     rollout_rs: Annotated[str | None, BeforeValidator(_statistics)] = Field(
         None,
-        description="what is rejected: comma-joined {token, seq_sum, seq_mean}_{k1, k2, k3}, seq_max_{k2, k3}; "
-        "null: nothing",
+        description="statistics that reject: comma-joined {token, seq_sum, seq_mean}_{k1, k2, "
+        "k3}, seq_max_{k2, k3}; null: nothing is rejected",
     )
     rollout_rs_threshold: Annotated[float | str | None, BeforeValidator(_rejection_threshold)] = (
         Field(
             None,
-            description="one for all of rollout_rs, or one each; k1: lower_upper, or upper alone (lower = 1/upper); "
-            "k2, k3: upper",
+            description="one threshold for all of rollout_rs, or one each, comma-joined; k1: "
+            "lower_upper, or upper alone (lower = 1/upper); k2, k3: upper",
         )
     )
     bypass_mode: bool = Field(
-        False, description="take the engine's log-probs for the old ones; saves a forward pass"
+        False, description="use the engine's log-probs as the old ones; saves a forward pass"
     )
     loss_type: BypassLoss = Field(
-        "ppo_clip", description="bypass_mode: clip the ratio, or REINFORCE with the weights"
+        "ppo_clip",
+        description="with bypass_mode; ppo_clip: the loss of actor.policy_loss; reinforce: "
+        "REINFORCE with the weights",
     )
 
     @classmethod
@@ -244,6 +262,7 @@ class RolloutCorrectionSection(Section):
             raise ValueError(
                 f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one"
             )
+
         self._read_criteria()
         return self
 
@@ -254,55 +273,65 @@ class RolloutCorrectionSection(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float]:
-        """Of the weights: (None, where they are cut off), or (lower, upper) outside which they
-        become 0.
+        """The bounds of the weights.
+
+        Either (None, upper): larger weights are lowered to upper. Or (lower, upper): weights
+        outside become 0.
         """
         return _numbers(str(self.rollout_is_threshold))
 
     @property
     def criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
-        """What is rejected: statistic, lower bound (k1 alone has one), upper bound."""
+        """What is kept: statistic, lower bound (only k1 has one), upper bound."""
         return self._read_criteria()
 
     def _read_criteria(self) -> tuple[tuple[Statistic, float | None, float], ...]:
         if self.rollout_rs is None:
             return ()
+
         names = cast(list[Statistic], self.rollout_rs.split(","))
         thresholds = _as_texts(self.rollout_rs_threshold)
         if len(thresholds) not in (1, len(names)):
             raise ValueError(
-                f"rollout_rs_threshold {self.rollout_rs_threshold} holds {len(thresholds)} thresholds for the "
-                f"{len(names)} statistics of rollout_rs; give one for all, or one each"
+                f"rollout_rs_threshold {self.rollout_rs_threshold} holds {len(thresholds)} "
+                f"thresholds for the {len(names)} statistics of rollout_rs; give one for all, or "
+                "one each"
             )
-        texts = thresholds * len(names) if len(thresholds) == 1 else thresholds
-        return tuple(
-            (name, *_range(name, *_numbers(text))) for name, text in zip(names, texts, strict=True)
-        )
+        if len(thresholds) == 1:
+            thresholds = thresholds * len(names)
+
+        criteria = []
+        for name, threshold in zip(names, thresholds, strict=True):
+            lower, upper = _bounds_of(name, *_numbers(threshold))
+            criteria.append((name, lower, upper))
+        return tuple(criteria)
 
 
-def _range(name: str, lower: float | None, upper: float) -> tuple[float | None, float]:
-    """The bounds of statistic `name`: of k1 always two, of the others the upper one.
+def _bounds_of(name: str, lower: float | None, upper: float) -> tuple[float | None, float]:
+    """The bounds of statistic `name`: k1 has two, the others have only the upper one.
 
     Raises:
-        ValueError: a lower bound that the statistic has not, or bounds that the ratio 1 is outside
-            of.
+        ValueError: the statistic has no lower bound, or the ratio 1 is outside the bounds.
     """
     if not name.endswith("_k1"):
         if lower is not None:
             raise ValueError(
-                f"rollout_rs_threshold {lower}_{upper} of {name} has a lower bound; give {upper} alone"
+                f"rollout_rs_threshold {lower}_{upper} of {name} has a lower bound; give {upper} "
+                "alone"
             )
         return None, upper
+
     if lower is not None:
         if not lower <= 1 <= upper:
             raise ValueError(
-                f"rollout_rs_threshold {lower}_{upper} of {name} {NOT_EVEN_ONE}; give lower_upper with lower <= 1 <= "
-                "upper"
+                f"rollout_rs_threshold {lower}_{upper} of {name} {NOT_EVEN_ONE}; give lower_upper "
+                "with lower <= 1 <= upper"
             )
         return lower, upper
+
     if upper <= 1:
         raise ValueError(
-            f"rollout_rs_threshold {upper} of {name} stands for {1 / upper:g}_{upper}, which holds nothing; "
-            "give a number above 1, or lower_upper"
+            f"rollout_rs_threshold {upper} of {name} stands for {1 / upper:g}_{upper}, which holds "
+            "nothing; give a number above 1, or lower_upper"
         )
     return 1 / upper, upper

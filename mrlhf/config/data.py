@@ -1,4 +1,4 @@
-"""The sections `data` of the three launchers: which files are read, and how much of them at once."""
+"""The section `data` of each launcher: which files are read, and how much of them at once."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ class PromptDataSection(Section):
     """Prompts with reference answers."""
 
     train_files: Files = Field(
-        min_length=1, description="jsonl or parquet files (one name, or a list)"
+        min_length=1, description="jsonl or parquet files: one name, or a list"
     )
     val_files: Files = Field(
-        default_factory=list, description="the same, for validation; may be empty"
+        default_factory=list, description="the same for validation; may be empty"
     )
     tokenizer: str = Field(description="directory of the tokenizer")
     train_batch_size: Count = Field(
-        1024, description="prompts a training step (x rollout.n = samples)"
+        1024, description="prompts in one training step (x rollout.n = samples)"
     )
     gen_batch_size: Count = Field(
-        description="prompts generated at once; others only with algorithm.filter_groups"
+        description="prompts generated at once; another number only with algorithm.filter_groups"
     )
     max_prompt_length: Count = Field(512, description="longest prompt, tokens")
     max_response_length: Count = Field(512, description="longest response, tokens")
-    overlong_prompts: Overlong = Field("error", description="what becomes of a longer prompt")
-    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
-    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
+    overlong_prompts: Overlong = Field(
+        "error", description="error: refuse a longer prompt; drop: leave it out"
+    )
+    shuffle: bool = Field(True, description="use a new order in every epoch, made from seed")
+    chat_template: str | None = Field(
+        None, description="jinja file; null: the tokenizer's own template"
+    )
 
     @property
     def max_length(self) -> int:
@@ -43,31 +47,38 @@ class SupervisedDataSection(Section):
     """Sequences to learn from."""
 
     train_files: Files = Field(
-        min_length=1, description="jsonl or parquet files (one name, or a list)"
+        min_length=1, description="jsonl or parquet files: one name, or a list"
     )
     val_files: Files = Field(
-        default_factory=list, description="the same, for validation; may be empty"
+        default_factory=list, description="the same for validation; may be empty"
     )
     tokenizer: str = Field(description="directory of the tokenizer")
-    max_length: Count = Field(1024, description="longest sequence, prompt and response, tokens")
-    overlong: Overlong = Field("error", description="what becomes of a longer sequence")
-    shuffle: bool = Field(True, description="a new order in every epoch, from seed")
-    chat_template: str | None = Field(None, description="jinja file; null: the tokenizer's own")
+    max_length: Count = Field(
+        1024, description="longest sequence, prompt and response together, tokens"
+    )
+    overlong: Overlong = Field(
+        "error", description="error: refuse a longer sequence; drop: leave it out"
+    )
+    shuffle: bool = Field(True, description="use a new order in every epoch, made from seed")
+    chat_template: str | None = Field(
+        None, description="jinja file; null: the tokenizer's own template"
+    )
 
 
 class SFTDataSection(SupervisedDataSection):
     """Prompts with the responses to learn."""
 
-    batch_size: Count = Field(256, description="sequences an optimizer step")
+    batch_size: Count = Field(256, description="sequences in one optimizer step")
 
 
 class PreferenceDataSection(SupervisedDataSection):
     """Prompts with a chosen and a rejected response."""
 
-    batch_size: Count = Field(256, description="pairs an optimizer step")
+    batch_size: Count = Field(256, description="pairs in one optimizer step")
     held_out_fraction: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="part of the prompts of train_files kept for validation where val_files is empty",
+        description="fraction of the prompts of train_files that is kept for validation if "
+        "val_files is empty",
     )

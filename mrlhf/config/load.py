@@ -1,16 +1,14 @@
-"""A configuration from its YAML files and `key.path=value` arguments: defaults <- files in order <-
-arguments.
+"""Reads a configuration: the defaults, then YAML files in order, then `key.path=value` arguments.
 
-A shorthand, such as a preset, is spelt out in each source before the next one is laid over it.
-Whatever is wrong is a ConfigError with one line a mistake: the full key, the value, what is
-allowed. It knows how to read, not what the keys mean; what must hold between keys is checked in
-`checks`.
+A shorthand, such as a preset, is expanded in each source before the next source is laid over it.
+Every mistake is one line of a ConfigError: the full key, the value, and what is allowed. This file
+does not know what the keys mean; what must hold between keys is checked in `preflight`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,8 +28,9 @@ _FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice and reads numbers as YAML 1.2 does: 1e-4 is one, 0.5_5
-    and 1:30 are texts.
+    """YAML that refuses a key given twice and reads numbers as YAML 1.2 does.
+
+    1e-4 is a number; 0.5_5 and 1:30 are texts.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML declares it
@@ -46,6 +45,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             line = key_node.start_mark.line + 1
             key = self.construct_object(key_node, deep=True)
+
             if not isinstance(key, str):
                 raise ConfigError(f"line {line}: key {key!r} is not text; quote it or remove it")
             if key in seen:
@@ -84,22 +84,31 @@ def load_config(
     Raises:
         ConfigError: unreadable file, unknown key, bad or missing value; one line each.
     """
+    if paths is None:
+        paths = []
+    elif isinstance(paths, str | Path):
+        paths = [paths]
+
     raw: dict[str, Any] = {}
-    for path in [paths] if isinstance(paths, str | Path) else paths or []:
-        raw = _merged(root_class, raw, _expand(root_class, _read_yaml(root_class, Path(path))))
+    for path in paths:
+        from_file = _read_yaml(root_class, Path(path))
+        raw = _merged(root_class, raw, _expand(root_class, from_file))
+
     arguments = [_parse_override(override) for override in overrides]
     known = {key.name for key in keys(root_class)}
     unknown = [unknown_key(root_class, key) for key, _ in arguments if starred(key) not in known]
     if unknown:
         raise ConfigError("\n".join(unknown))
-    said: dict[
-        str, Any
-    ] = {}  # by the arguments alone, shared with `raw`; those that reach into lists are in `raw`
+
+    # Arguments that reach into lists change `raw` alone; all others are collected as well, since
+    # their shorthands are expanded together.
+    from_arguments: dict[str, Any] = {}
     for key, value in arguments:
         _assign(raw, key, value)
         if starred(key) == key:
-            _assign(said, key, value)
-    raw = _merged(root_class, raw, _expand(root_class, said))
+            _assign(from_arguments, key, value)
+    raw = _merged(root_class, raw, _expand(root_class, from_arguments))
+
     try:
         return root_class.model_validate(raw)
     except ValidationError as error:
@@ -121,7 +130,11 @@ def _parse_yaml(text: str, source: str) -> Any:
 
 
 def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
-    """The sections of a file, all of whose keys exist."""
+    """The sections of a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key in it does not exist.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -130,11 +143,13 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file '{path}' cannot be read: {error}") from None
+
     raw = _parse_yaml(text, str(path))
     if raw is None:
         return {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds a {type(raw).__name__}, not sections with keys")
+
     known = {key.name for key in keys(root_class)}
     unknown = [f"{path}: {unknown_key(root_class, key)}" for key in _unknown(raw, known)]
     if unknown:
@@ -143,16 +158,16 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
 
 
 def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
-    """The dotted names in `node` that are no keys; what stands below a value is left to the value's
-    own check.
+    """The dotted names in `node` that are no keys.
+
+    What stands below a value is left to the value's own check.
     """
-    items = (
-        enumerate(node)
-        if isinstance(node, list)
-        else node.items()
-        if isinstance(node, dict)
-        else ()
-    )
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, list):
+        items = enumerate(node)
+    elif isinstance(node, dict):
+        items = node.items()
+
     for name, value in items:
         full = f"{prefix}{name}"
         below = f"{starred(full)}."
@@ -165,11 +180,14 @@ def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
 def _merged(
     section: type[Section], first: dict[str, Any], second: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `second` says, and where it says nothing, `first`; a section with nothing under it says
+    """`second` laid over `first`.
+
+    A key that `second` does not have keeps its value. A section with nothing under it changes
     nothing.
     """
     merged = dict(first)
     subsections = section.subsections()
+
     for name, value in second.items():
         if name in subsections and value is None:
             merged.setdefault(name, value)
@@ -181,38 +199,37 @@ def _merged(
 
 
 def _expand(section: type[Section], raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw`, all that one source says, with the shorthands of its sections spelt out."""
-    full = section.expand(raw)
-    below = {
-        name: kind
-        for name, kind in section.subsections().items()
-        if isinstance(full.get(name), dict)
-    }
-    return {**full, **{name: _expand(kind, full[name]) for name, kind in below.items()}}
+    """Expand the shorthands in `raw`, all that one source says, and in its subsections."""
+    full = dict(section.expand(raw))
+    for name, kind in section.subsections().items():
+        if isinstance(full.get(name), dict):
+            full[name] = _expand(kind, full[name])
+    return full
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
+    """The key and the value of one argument."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        hint = (
-            f"; to read it as a file, write --config {override}"
-            if override.endswith((".yaml", ".yml"))
-            else ""
-        )
+        hint = ""
+        if override.endswith((".yaml", ".yml")):
+            hint = f"; to read it as a file, write --config {override}"
         raise ConfigError(f"argument '{override}' is not of the form key.path=value{hint}")
     return key, _parse_yaml(text, f"argument '{override}'")
 
 
 def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set the dotted `key` in the nested `raw`, opening sections on the way."""
+    """Set the dotted `key` in the nested `raw`; sections that are missing are added."""
     *sections, last = key.split(".")
     node: Any = raw
     for name in sections:
         if isinstance(node, list):
             node = _item(node, key, name)
         elif isinstance(node, dict):
-            node[name] = {} if node.get(name) is None else node[name]
+            if node.get(name) is None:
+                node[name] = {}
             node = node[name]
+
     if not isinstance(node, dict):
         raise ConfigError(
             f"cannot set '{key}': the file has the value {node!r} where a section should be"
@@ -221,6 +238,7 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _item(items: list[Any], key: str, number: str) -> Any:
+    """The item that `key` names by its `number`."""
     if not number.isdecimal() or int(number) >= len(items):
         raise ConfigError(
             f"cannot set '{key}': the file's list has {len(items)} items, numbered from 0"
@@ -229,7 +247,7 @@ def _item(items: list[Any], key: str, number: str) -> Any:
 
 
 def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
-    """One line a mistake, without those of keys that took over another key's mistake."""
+    """One line for each mistake; a value that other keys inherit is complained about once."""
     mistakes = {(_dotted(item["loc"]), item["type"]) for item in error.errors()}
     lines = []
     for item in error.errors(include_url=False):
@@ -244,6 +262,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 
 def _line(root_class: type[Root], name: str, item: Mapping[str, Any]) -> str:
+    """The mistake `item`, as pydantic describes it, at the key `name`, in one line."""
     if item["type"] == "extra_forbidden":
         return unknown_key(root_class, name)
     if item["type"] == "missing":
@@ -251,6 +270,7 @@ def _line(root_class: type[Root], name: str, item: Mapping[str, Any]) -> str:
         return f"missing key '{name}' ({doc}); set it in the file or as {name}=..."
     if item["type"] in ("model_type", "model_attributes_type"):
         return f"bad value {item['input']!r} for '{name}': should be a section with keys of its own"
+
     message = item["msg"].removeprefix("Value error, ")
     if isinstance(item["input"], dict):
         return f"'{name}': {message}"

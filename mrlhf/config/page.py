@@ -101,6 +101,8 @@ def _sentence(text: str) -> str:
 
 def _values(value: JsonSchema) -> str:
     """The values that a key takes, in words."""
+    if "title" in value:
+        return f"`{value['title']}`"
     if "anyOf" in value:
         return " or ".join(dict.fromkeys(_values(choice) for choice in value["anyOf"]))
     if "enum" in value:
@@ -108,6 +110,7 @@ def _values(value: JsonSchema) -> str:
     if value["type"] == "array":
         items = value["items"]
         return "list" if "$ref" in items else f"list of {_values(items)}s"
+
     words = {
         "boolean": "`true`, `false`",
         "integer": "whole number",

@@ -1,4 +1,4 @@
-"""The section `rollout`: how responses are generated. It knows no engine."""
+"""The section `rollout`: how responses are generated. It does not know the engines."""
 
 from __future__ import annotations
 
@@ -15,46 +15,51 @@ class RolloutSection(Section):
     """Generation."""
 
     engine: Literal["native", "vllm"] = Field(
-        "native", description="inference engine; vllm needs the package"
+        "native", description="inference engine; vllm needs its package"
     )
-    tp: Count = Field(
-        1, description="ranks that share one engine replica; divides actor.tp x actor.pp"
-    )
-    n: Count = Field(1, description="samples a prompt")
+    tp: Count = Field(1, description="ranks of one engine replica; divides actor.tp x actor.pp")
+    n: Count = Field(1, description="samples of each prompt")
     temperature: Positive = Field(
-        1.0, description="logits are divided by this, in the engine and in training"
+        1.0, description="divisor of the logits, in the engine and in training"
     )
-    top_k: int = Field(-1, description="sample from the k likeliest tokens; -1: off")
+    top_k: int = Field(-1, description="sample from the k most probable tokens; -1: off")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="sample from this much probability; 1: off"
+        1.0,
+        description="sample from the most probable tokens that together have this probability; "
+        "1: off",
     )
-    max_num_seqs: Count = Field(256, description="sequences decoded at once in one replica")
+    max_num_seqs: Count = Field(256, description="most sequences decoded at once in one replica")
     max_prefill_tokens: Count = Field(
         8192,
-        description="prompt tokens computed in one step of one replica; longer prompts are computed in chunks",
+        description="most prompt tokens computed in one step of one replica; longer prompts are "
+        "computed in chunks",
     )
     stop: Texts = Field(
-        default_factory=list, description="a response ends where its text contains one of these"
+        default_factory=list,
+        description="texts: a response ends where its text contains one of them",
     )
     block_size: Count | None = Field(
         None,
-        description="tokens of a block of the KV cache; null: 16 on a CPU, what the kernels need on a GPU",
+        description="tokens in one block of the KV cache; null: 16 on a CPU, what the kernels "
+        "need on a GPU",
     )
     kv_cache_mb: Count | None = Field(
         None,
-        description="KV cache of one rank, MiB; null: up to half of the free memory, on cuda the next key's",
+        description="KV cache of one rank, MiB; null: up to half of the free memory on a CPU, "
+        "what gpu_memory_utilization leaves on a GPU",
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         UTILIZATION,
-        description="share of a GPU's memory that is in use, everything counted, with the KV cache",
+        description="fraction of a GPU's memory that is in use once the KV cache is there, "
+        "everything counted",
     )
-    enforce_eager: bool = Field(False, description="capture no CUDA graphs")
+    enforce_eager: bool = Field(False, description="do not capture CUDA graphs")
     verify_reshard: bool = Field(False, description="compare checksums of every moved weight slice")
     reshard_bucket_mb: Count = Field(
-        64, description="all transfer buffers of one rank while weights move, MiB"
+        64, description="size of all transfer buffers of one rank while weights move, MiB"
     )
     dump_freq: CountOrZero = Field(
-        0, description="write the rollouts as jsonl every so many steps; 0: never"
+        0, description="training steps between rollouts that are written as jsonl; 0: none"
     )
 
     @model_validator(mode="after")
@@ -65,10 +70,10 @@ class RolloutSection(Section):
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from less than the whole distribution."""
+        """Whether tokens are sampled from only a part of the distribution."""
         return self.top_k != -1 or self.top_p < 1.0
 
     @property
     def cache_block(self) -> int:
-        """Tokens of a block of the KV cache, on a CPU where nothing is set."""
+        """Tokens in one block of the KV cache; if not set, those of a CPU."""
         return self.block_size or 16

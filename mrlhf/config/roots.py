@@ -1,8 +1,7 @@
-"""The three configuration files, one a launcher, and the keys that take their value from another
-key.
+"""The three configurations, one for each launcher, and the keys that inherit from another key.
 
-A root is a tree of sections. This file knows which sections make up a program; what a key means is
-said in the file of its section, what must hold between keys in `checks` and `method_checks`.
+A root is a tree of sections. This file knows which sections a launcher has. What a key means is
+said in the file of its section; what must hold between keys is said in `preflight`.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ class Root(Section):
         if not isinstance(raw, Mapping):
             return raw
         tree = _plain(raw)
+
         for key, source in cls.inherited.items():
             section, name = key.split(".")
             if tree.get(section) is None:
@@ -63,9 +63,7 @@ class Root(Section):
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `raw` in which the sections, given as mappings or as objects, are fresh
-    dictionaries.
-    """
+    """A copy of `raw` in which each section, given as mapping or object, is a new dictionary."""
     copy: dict[str, Any] = {}
     for key, value in raw.items():
         if isinstance(value, BaseModel):
@@ -76,7 +74,7 @@ def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
-    """The value of `section.name` in `tree`, else the default of that field, else None."""
+    """The value of `section.name` in `tree`; else the default of that field; else None."""
     section, name = key.split(".")
     given = tree.get(section)
     if isinstance(given, dict) and given.get(name) is not None:
@@ -86,7 +84,7 @@ def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
 
 
 class PPOConfig(Root):
-    """launch/train_ppo.py."""
+    """The configuration of launch/train_ppo.py."""
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
@@ -103,14 +101,14 @@ class PPOConfig(Root):
         }
     )
 
-    seed: int = Field(1, description="of data order, sampling and fresh weights")
+    seed: int = Field(1, description="seed of the data order, of sampling and of fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
     critic: CriticSection = Field(description="the value model; built where advantages need values")
     reference: ReferenceSection = Field(
         description="the frozen policy that the KL is measured from"
     )
     reward_model: RewardModelSection | None = Field(
-        None, description="a frozen model that scores; null: none"
+        None, description="a frozen model that scores responses; null: none"
     )
     reward: RewardSection = Field(description="the score of a response")
     rollout: RolloutSection = Field(description="generation")
@@ -126,7 +124,7 @@ class PPOConfig(Root):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any KL to the reference is asked for."""
+        """Whether a KL to the reference is in use."""
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
@@ -146,13 +144,15 @@ class PPOConfig(Root):
 
     @property
     def samples_per_step(self) -> int:
-        """Responses generated in one training step."""
+        """Responses that are trained on in one training step."""
         return self.data.train_batch_size * self.rollout.n
 
     def trained(self) -> dict[str, ActorSection | CriticSection]:
         """The models that this run trains, by the name of their section."""
-        actor: dict[str, ActorSection | CriticSection] = {"actor": self.actor}
-        return {**actor, "critic": self.critic} if self.needs_critic else actor
+        trained: dict[str, ActorSection | CriticSection] = {"actor": self.actor}
+        if self.needs_critic:
+            trained["critic"] = self.critic
+        return trained
 
     def roles(self) -> dict[str, RoleSection]:
         """The models that this run builds, by the name of their section."""
@@ -168,7 +168,8 @@ class TrainedModelSection(RoleSection):
     """The model that is trained."""
 
     init: Literal["checkpoint", "random"] = Field(
-        "checkpoint", description="read path's safetensors, or draw weights"
+        "checkpoint",
+        description="checkpoint: read the safetensors of path; random: draw new weights",
     )
 
 
@@ -177,7 +178,7 @@ class SupervisedConfig(Root):
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
 
-    seed: int = Field(1, description="of data order and fresh weights")
+    seed: int = Field(1, description="seed of the data order and of fresh weights")
     model: TrainedModelSection = Field(description="the model that is trained")
     optim: OptimSection = Field(description="optimizer")
     data: SupervisedDataSection = Field(description="sequences to learn from")
@@ -190,12 +191,12 @@ class SupervisedConfig(Root):
 
 
 class SFTConfig(SupervisedConfig):
-    """launch/train_sft.py."""
+    """The configuration of launch/train_sft.py."""
 
     data: SFTDataSection = Field(description="prompts with the responses to learn")
 
 
 class RewardModelConfig(SupervisedConfig):
-    """launch/train_rm.py."""
+    """The configuration of launch/train_rm.py."""
 
     data: PreferenceDataSection = Field(description="prompts with a chosen and a rejected response")

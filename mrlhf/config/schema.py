@@ -1,7 +1,6 @@
-"""The keys of a configuration as a flat list: their docs for --help, the nearest one to a
-misspelling.
+"""The keys of a configuration as a flat list, for --help and for the nearest key to a misspelling.
 
-It reads the classes of the sections and `roots` and knows nothing of files or values' meaning.
+It reads the classes of the sections. It does not know files, nor what the values mean.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -28,8 +27,8 @@ class Key:
         name: full dotted key; `*` stands for the number of a list item.
         is_section: whether it holds keys rather than a value.
         type: the values it takes, in words.
-        default: its default in YAML words, "required", or the key that it takes its value from.
-        doc: what it means, with its unit.
+        default: its default as written in YAML, "required", or the key that it inherits from.
+        doc: its meaning, with the unit.
     """
 
     name: str
@@ -48,23 +47,25 @@ def _walk(section: type[Section], prefix: str, root_class: type[Root]) -> Iterab
     for name, field in section.model_fields.items():
         full = f"{prefix}{name}"
         kind = _section_class(field)
-        below = f"{full}.*." if get_origin(field.annotation) is list else f"{full}."
+        is_list = get_origin(field.annotation) is list
+
         default = _default_in_words(field)
         if full in root_class.inherited:
             default = root_class.inherited[full]
         yield Key(
-            full,
-            kind is not None and below == f"{full}.",
-            _type_in_words(field.annotation),
-            default,
-            field.description or "",
+            name=full,
+            is_section=kind is not None and not is_list,
+            type=_type_in_words(field.annotation),
+            default=default,
+            doc=field.description or "",
         )
+
         if kind is not None:
-            yield from _walk(kind, below, root_class)
+            yield from _walk(kind, f"{full}.*." if is_list else f"{full}.", root_class)
 
 
 def _section_class(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, optional or in a list or neither, else None."""
+    """The section that a field holds, alone, in a list or as one of two types; else None."""
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, Section) and get_origin(kind) is None:
             return kind
@@ -82,24 +83,19 @@ def _default_in_words(field: FieldInfo) -> str:
 def _type_in_words(annotation: Any) -> str:
     if annotation is None or annotation is type(None):
         return "null"
+    if get_origin(annotation) is Annotated:
+        return _type_in_words(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " | ".join(str(value) for value in get_args(annotation))
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return "section" if issubclass(annotation, Section) else annotation.__name__
     if get_origin(annotation) is list:
         return "list"
-    return " | ".join(
-        _type_in_words(part) for part in get_args(annotation) if not _is_constraint(part)
-    )
-
-
-def _is_constraint(part: Any) -> bool:
-    """Whether `part` is what Annotated adds to a type."""
-    return isinstance(part, FieldInfo)
+    return " | ".join(_type_in_words(part) for part in get_args(annotation))
 
 
 def help_text(root_class: type[Root]) -> str:
-    """All keys, one a line, with type, default and doc, a blank line between sections."""
+    """All keys, one on a line, with type, default and doc; a blank line between sections."""
     lines = []
     for key in keys(root_class):
         if key.is_section and "." not in key.name:
@@ -117,10 +113,11 @@ def starred(name: str) -> str:
 
 
 def unknown_key(root_class: type[Root], name: str) -> str:
-    """One line that says `name` is no key, and which one was probably meant."""
+    """One line that says `name` is no key, and which key was probably meant."""
     known = [key.name for key in keys(root_class)]
     if name.split(".")[0] == "actor_rollout_ref":
         return f"unknown key '{name}'; {_without_verls_section(name, known)}"
+
     near = _nearest(starred(name), known)
     for part in name.split("."):
         if near and part.isdecimal():
@@ -130,7 +127,7 @@ def unknown_key(root_class: type[Root], name: str) -> str:
 
 
 def _without_verls_section(name: str, known: list[str]) -> str:
-    """What verl's `name`, in a section of its own for actor, rollout and reference, is here."""
+    """What `name` is called here; verl has one more section around actor, rollout and reference."""
     for theirs, ours in (("actor", "actor"), ("rollout", "rollout"), ("ref", "reference")):
         start = f"actor_rollout_ref.{theirs}"
         if name == start or name.startswith(f"{start}."):
@@ -138,36 +135,43 @@ def _without_verls_section(name: str, known: list[str]) -> str:
             if here in known:
                 return f"verl's '{name}' is '{here}' here"
             near = _nearest(here, known)
-            return f"verl's '{start}' is '{ours}' here" + (
-                f"; did you mean '{near}'?" if near else ""
-            )
-    return "verl's 'actor_rollout_ref.actor', '.rollout' and '.ref' are 'actor', 'rollout' and 'reference' here"
+            hint = f"; did you mean '{near}'?" if near else ""
+            return f"verl's '{start}' is '{ours}' here{hint}"
+    return (
+        "verl's 'actor_rollout_ref.actor', '.rollout' and '.ref' are 'actor', 'rollout' and "
+        "'reference' here"
+    )
 
 
 def _nearest(name: str, known: list[str]) -> str | None:
-    """The same word in a subsection, else a sibling spelt alike, else that word elsewhere, else any
-    key spelt alike.
+    """The key that `name` probably stands for.
+
+    The first of these that exists: a key of that word in a subsection, a key of the same section
+    with a similar word, a key of that word in another section, any similar key.
     """
     parent, _, last = name.rpartition(".")
-    inside = [
-        key
-        for key in known
-        if parent and key.startswith(f"{parent}.") and key.rpartition(".")[2] == last
-    ]
-    if inside:
-        return inside[0]
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
+    same_word = [key for key in known if key.rpartition(".")[2] == last]
+    for key in same_word:
+        if parent and key.startswith(f"{parent}."):
+            return key
+
+    siblings = {}
+    for key in known:
+        section, _, word = key.rpartition(".")
+        if section == parent:
+            siblings[word] = key
     close = difflib.get_close_matches(last, siblings, n=1)
     if close:
         return siblings[close[0]]
-    moved = [key for key in known if key.rpartition(".")[2] == last]
-    if moved:
-        return max(moved, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+    if same_word:
+        return max(same_word, key=lambda key: difflib.SequenceMatcher(None, key, name).ratio())
+    close = difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else None
 
 
 def flatten(config: BaseModel) -> dict[str, Any]:
-    """Every value of `config` by its full dotted key; lists stay lists, an absent section is None."""
+    """Every value of `config` by its dotted key; lists stay lists, an absent section is None."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump().items():
         _flatten_into(flat, name, value)

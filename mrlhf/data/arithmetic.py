@@ -73,7 +73,7 @@ def sample_problems(
     total = len(operations) * base * base
     if count + len(exclude) > total:
         raise DataError(
-            f"{count} prompts beside {len(exclude)} others exceed the {total} problems of up to "
+            f"{count} prompts and {len(exclude)} others exceed the {total} problems of up to "
             f"{digits} digits; ask for fewer prompts or more digits"
         )
 

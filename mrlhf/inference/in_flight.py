@@ -50,11 +50,11 @@ class InFlight:
                 f"cancel() them first"
             )
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Take `requests` in, all or none.
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse requests that the engine cannot answer, or not beside those in flight.
 
         Raises:
-            EngineError: one is not among those that the engine can answer now.
+            EngineError: naming the first such request.
         """
         if not requests:
             return
@@ -72,6 +72,8 @@ class InFlight:
                     f"two requests in flight have the id {request_id}; give each its own"
                 )
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """Take in requests that `check` does not refuse."""
         for request in requests:
             if request.samples:
                 self._requests[request.id] = request

@@ -1,7 +1,7 @@
-"""The batch arithmetic of a run in full, and the dry run that checks everything for a world size
-that need not exist.
+"""The dry run, and the layout and batch arithmetic of a run in words.
 
-It returns text and builds nothing: no process group, no model, no data set.
+The dry run checks everything for a number of ranks that need not exist. This file returns text, and
+builds no process group, model or data set.
 """
 
 from __future__ import annotations
@@ -68,15 +68,17 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
         world_size: ranks.
         num_rows: rows of the training files, where they are known.
     """
-    lines = [
-        f"{type(config).__name__.removesuffix('Config')} on {_count(world_size, 'rank')}",
-        *_layout(config, world_size),
-    ]
+    program = type(config).__name__.removesuffix("Config")
+    lines = [f"{program} on {_count(world_size, 'rank')}"]
+    lines += _layout(config, world_size)
+
     if isinstance(config, PPOConfig):
-        lines += [*describe_method(config), *_ppo_step(config, world_size)]
+        lines += describe_method(config)
+        lines += _ppo_step(config, world_size)
     else:
-        lines += [*_supervised_step(config, world_size)]
-    return "\n".join([*lines, *_run(config, num_rows)])
+        lines += _supervised_step(config, world_size)
+    lines += _run(config, num_rows)
+    return "\n".join(lines)
 
 
 def _cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
@@ -89,55 +91,68 @@ def _cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
     yield f"  a sample at full length: {needs}"
     if megabytes is not None:
         fits = _count(megabytes * MEBIBYTE // needs.bytes, "sample")
-        yield f"  rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes: {fits} at full length"
+        yield (
+            f"  rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes: {fits} at full "
+            "length"
+        )
 
 
 def _count(number: int, noun: str) -> str:
+    """`number` with the noun, in the plural unless it is 1."""
+    if number == 1:
+        return f"{number} {noun}"
     plural = "es" if noun.endswith("batch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
+    return f"{number} {noun}{plural}"
 
 
 def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
     for name, role in config.roles().items():
         dp = world_size // (role.tp * role.pp)
-        yield f"  {name:<12} tp {role.tp} x pp {role.pp} x dp {dp}, {role.micro_batch_tokens} tokens a micro-batch"
+        yield (
+            f"  {name:<12} tp {role.tp} x pp {role.pp} x dp {dp}, {role.micro_batch_tokens} tokens "
+            "a micro-batch"
+        )
     if isinstance(config, PPOConfig):
-        replicas = world_size // config.rollout.tp
-        name = f"{config.rollout.engine} engine"
-        yield f"  {'rollout':<12} tp {config.rollout.tp} x {_count(replicas, 'replica')}, {name}"
+        rollout = config.rollout
+        replicas = _count(world_size // rollout.tp, "replica")
+        yield f"  {'rollout':<12} tp {rollout.tp} x {replicas}, {rollout.engine} engine"
 
 
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
-    """How many micro-batches `units` things of `longest` tokens make on one data-parallel rank;
-    shorter ones, fewer.
-    """
+    """The micro-batches that `units` sequences or pairs of `longest` tokens make on one rank."""
     each = role.micro_batch_tokens // longest
     return f"{each} a micro-batch: {_count(-(-units // each), 'micro-batch')}"
 
 
 def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
-    data, n = config.data, config.rollout.n
+    data = config.data
+    rollout = config.rollout
     samples = config.samples_per_step
-    replicas = world_size // config.rollout.tp
+    replicas = world_size // rollout.tp
     yield "each training step"
     yield (
-        f"  {_count(data.train_batch_size, 'prompt')} x {n} = {_count(samples, 'sample')}, "
-        f"{-(-samples // replicas)} a replica if equally long, {config.rollout.max_num_seqs} decoded at once"
+        f"  {_count(data.train_batch_size, 'prompt')} x {rollout.n} = {_count(samples, 'sample')}, "
+        f"{-(-samples // replicas)} a replica if equally long, {rollout.max_num_seqs} decoded at "
+        "once"
     )
-    groups = config.algorithm.filter_groups
-    if groups.enable:
+
+    filters = config.algorithm.filter_groups
+    if filters.enable:
         yield (
-            f"  prompts whose answers all have the same {groups.metric} are replaced: <= {groups.max_num_gen_batches} "
-            f"x {_count(data.gen_batch_size, 'prompt')} are generated"
+            f"  prompts whose answers all have the same {filters.metric} are replaced: <= "
+            f"{filters.max_num_gen_batches} x {_count(data.gen_batch_size, 'prompt')} are generated"
         )
+
+    blocks = -(-data.max_length // rollout.cache_block)
     yield (
-        f"  prompts are computed in steps of <= {config.rollout.max_prefill_tokens} tokens; KV cache in blocks of "
-        f"{config.rollout.cache_block} tokens, <= {-(-data.max_length // config.rollout.cache_block)} a sample"
+        f"  prompts are computed in steps of <= {rollout.max_prefill_tokens} tokens; KV cache in "
+        f"blocks of {rollout.cache_block} tokens, <= {blocks} a sample"
     )
     yield (
-        f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = {data.max_length} "
-        f"tokens; the step: <= {samples * data.max_length} tokens"
+        f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = "
+        f"{data.max_length} tokens; the step: <= {samples * data.max_length} tokens"
     )
+
     for name, role in config.trained().items():
         yield from _updates(name, role, config, world_size)
 
@@ -145,45 +160,55 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
 def _updates(
     name: str, role: ActorSection | CriticSection, config: PPOConfig, world_size: int
 ) -> Iterator[str]:
-    prompts, n = role.ppo_mini_batch_size, config.rollout.n
+    """The optimizer steps of one role in a training step, and the micro-batches of each."""
+    prompts = role.ppo_mini_batch_size
     mini_batches = config.data.train_batch_size // prompts
+    steps = mini_batches * role.ppo_epochs
+    yield (
+        f"  {name}: {_count(mini_batches, 'mini-batch')} x {_count(role.ppo_epochs, 'epoch')} = "
+        f"{_count(steps, 'optimizer step')}"
+    )
+
+    n = config.rollout.n
     samples = prompts * n
     per_rank = -(-samples * role.tp * role.pp // world_size)
     yield (
-        f"  {name}: {_count(mini_batches, 'mini-batch')} x {_count(role.ppo_epochs, 'epoch')} = "
-        f"{_count(mini_batches * role.ppo_epochs, 'optimizer step')}"
-    )
-    yield (
-        f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, at full length {per_rank} "
-        f"a data-parallel rank and {_micro_batches(role, per_rank, longest_unit(config))}"
+        f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, at "
+        f"full length {per_rank} a data-parallel rank and "
+        f"{_micro_batches(role, per_rank, longest_unit(config))}"
     )
 
 
 def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
     noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
     batch = config.data.batch_size
+    longest = longest_unit(config)
     per_rank = -(-batch * config.model.tp * config.model.pp // world_size)
     yield "each optimizer step"
     yield (
-        f"  {_count(batch, noun)} of <= {longest_unit(config)} tokens, at full length {per_rank} a data-parallel rank "
-        f"and {_micro_batches(config.model, per_rank, longest_unit(config))}"
+        f"  {_count(batch, noun)} of <= {longest} tokens, at full length {per_rank} a "
+        f"data-parallel rank and {_micro_batches(config.model, per_rank, longest)}"
     )
 
 
 def _run(config: AnyConfig, num_rows: int | None) -> Iterator[str]:
+    """How many training steps the run has."""
     trainer = config.trainer
-    batch = (
-        config.data.train_batch_size if isinstance(config, PPOConfig) else config.data.batch_size
-    )
+    if isinstance(config, PPOConfig):
+        batch = config.data.train_batch_size
+    else:
+        batch = config.data.batch_size
+
     yield "the run"
+    epochs = _count(trainer.total_epochs, "epoch")
     if trainer.total_steps is not None:
         yield f"  {_count(trainer.total_steps, 'training step')} (trainer.total_steps)"
     elif num_rows is not None:
-        yield (
-            f"  {_count(trainer.total_epochs, 'epoch')} x ({num_rows} rows // {batch}) = "
-            f"{_count(trainer.steps(num_rows, batch), 'training step')}"
-        )
+        steps = _count(trainer.steps(num_rows, batch), "training step")
+        yield f"  {epochs} x ({num_rows} rows // {batch}) = {steps}"
     else:
-        yield f"  {_count(trainer.total_epochs, 'epoch')} x (rows // {batch}) training steps"
+        yield f"  {epochs} x (rows // {batch}) training steps"
+
     if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
-        yield f"  the actor is trained from step {config.trainer.critic_warmup} on (trainer.critic_warmup)"
+        first = config.trainer.critic_warmup
+        yield f"  the actor is trained from step {first} on (trainer.critic_warmup)"

@@ -47,6 +47,7 @@ POLICY_LOSS_READERS: Mapping[str, Sequence[str]] = MappingProxyType(
         "ppo_kl_coef": ("kl_cov",),
     }
 )
+SELECTION_KEYS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
@@ -75,7 +76,7 @@ def objective(config: PPOConfig) -> tuple[str, str]:
     """The name of the policy loss that trains the actor, and the key and value that choose it."""
     correction = config.algorithm.rollout_correction
     loss = configured_loss(config.actor, correction)
-    if correction.loss_type == "reinforce":
+    if loss == "reinforce":
         return loss, "algorithm.rollout_correction.loss_type reinforce"
     return loss, f"actor.policy_loss.loss_mode {loss}"
 
@@ -221,25 +222,29 @@ def _loss_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _unread_loss_keys(config: PPOConfig) -> Iterator[str]:
-    """Keys of `actor` that the policy loss does not read; a loss of the user's own gets all."""
+    """Keys of `actor` that the policy loss does not read.
+
+    A loss of the user's own is given all of them except those that choose tokens.
+    """
     actor = config.actor
     loss, chosen = objective(config)
-    if is_reference(loss):
-        return
+    is_own = is_reference(loss)
     for name, readers in LOSS_READERS.items():
         value = getattr(actor, name)
         default = ActorSection.model_fields[name].default
-        if value != default and loss not in readers:
+        if value != default and loss not in readers and not is_own:
             yield _no_effect(f"actor.{name}", value, default, chosen, readers)
     for name, readers in POLICY_LOSS_READERS.items():
         value = getattr(actor.policy_loss, name)
         default = PolicyLossSection.model_fields[name].default
-        if value != default and loss not in readers:
+        is_given = is_own and name not in SELECTION_KEYS
+        if value != default and loss not in readers and not is_given:
             yield _no_effect(f"actor.policy_loss.{name}", value, default, chosen, readers)
 
     low = actor.clip_ratio_low
     high = actor.clip_ratio_high
-    if loss in CLIPPED and actor.clip_ratio != CLIP_RATIO and low is not None and high is not None:
+    reads_clip = loss in CLIPPED or is_own
+    if reads_clip and actor.clip_ratio != CLIP_RATIO and low is not None and high is not None:
         yield (
             f"actor.clip_ratio {actor.clip_ratio} has no effect beside actor.clip_ratio_low {low} "
             f"and actor.clip_ratio_high {high}; leave it at {CLIP_RATIO}, or set one of these to "
@@ -340,6 +345,7 @@ def _length_problems(config: PPOConfig) -> Iterator[str]:
     longest = config.data.max_response_length
     if not buffer.enable:
         return
+
     if buffer.len is None:
         yield (
             "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len "

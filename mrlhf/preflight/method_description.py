@@ -1,6 +1,4 @@
-"""The method of a PPO configuration in words: what is estimated, what is minimised, what is
-corrected.
-"""
+"""The method of a PPO configuration in words: rewards, advantages, loss and correction."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Iterator
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
 from mrlhf.preflight.method_checks import objective
-from mrlhf.rl.names import CLIPPED
+from mrlhf.rl.names import CLIPPED, COMPARES_ANSWERS
 from mrlhf.roles.policy_loss import (
     configured_bypass,
     configured_loss,
@@ -19,85 +17,116 @@ from mrlhf.user_code import is_reference
 
 
 def describe_method(config: PPOConfig) -> Iterator[str]:
-    """A line each: critic, rewards, advantages, policy loss, KL, aggregation, correction, limits, a
-    further pass.
-    """
+    """The method, one line for each part of it that is in use."""
+    actor = config.actor
     yield "the method"
     if not config.needs_critic:
-        estimator = config.algorithm.adv_estimator
-        why = (
-            "algorithm.use_critic is false"
-            if is_reference(estimator)
-            else f"{estimator} needs none"
-        )
-        yield f"  no critic: {why}"
+        yield f"  no critic: {_why_no_critic(config.algorithm.adv_estimator)}"
     yield f"  rewards: {', '.join(_rewards(config))}"
     yield f"  advantages: {_estimator(config)}"
+
     yield f"  policy loss: {_loss(config)}"
-    if config.actor.use_kl_loss:
-        yield f"  KL in the loss: + {config.actor.kl_loss_coef:g} x KL {config.actor.kl_loss_type} to the reference"
-    yield f"  aggregation: {config.actor.agg_mode}"
+    if actor.use_kl_loss:
+        yield (
+            f"  KL in the loss: + {actor.kl_loss_coef:g} x KL {actor.kl_loss_type} to the reference"
+        )
+    yield f"  aggregation: {actor.agg_mode}"
     yield f"  rollout correction: {_correction(config.algorithm.rollout_correction)}"
-    if config.actor.target_kl_stop is not None:
-        yield f"  an update stops before the step whose actor/ppo_kl is above {config.actor.target_kl_stop:g}"
+
+    if actor.target_kl_stop is not None:
+        yield (
+            "  an update stops before the step whose actor/ppo_kl is above "
+            f"{actor.target_kl_stop:g}"
+        )
     for name, role in config.trained().items():
-        if role.optim.skip_grad_norm is not None:
-            yield f"  {name}: steps with a gradient norm above {role.optim.skip_grad_norm:g} are skipped"
+        norm = role.optim.skip_grad_norm
+        if norm is not None:
+            yield f"  {name}: steps with a gradient norm above {norm:g} are skipped"
+
     correction = config.algorithm.rollout_correction
-    loss = configured_loss(config.actor, correction)
+    loss = configured_loss(actor, correction)
     if needs_mini_batch_pass(loss, configured_bypass(correction)):
-        yield "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first"
+        yield (
+            "  one more forward pass a mini-batch: a statistic of the current policy over all of "
+            "it comes first"
+        )
+
+
+def _why_no_critic(estimator: str) -> str:
+    return "algorithm.use_critic is false" if is_reference(estimator) else f"{estimator} needs none"
 
 
 def _rewards(config: PPOConfig) -> Iterator[str]:
-    """What becomes of the scores, in the order in which it is done."""
-    algorithm, buffer = config.algorithm, config.algorithm.overlong_buffer
-    yield (
-        "scores"
-        if algorithm.reward_norm is None
-        else f"scores normalised ({algorithm.reward_norm})"
-    )
+    """What is done to the scores, in this order."""
+    algorithm = config.algorithm
+    if algorithm.reward_norm is None:
+        yield "scores"
+    else:
+        yield f"scores normalised ({algorithm.reward_norm})"
     if algorithm.reward_clip is not None:
         yield f"clipped to -/+ {algorithm.reward_clip:g}"
+
+    buffer = algorithm.overlong_buffer
     if buffer.enable:
-        yield f"up to -{buffer.penalty_factor:g} in the last {buffer.len} of {config.data.max_response_length} tokens"
+        yield (
+            f"up to -{buffer.penalty_factor:g} in the last {buffer.len} of "
+            f"{config.data.max_response_length} tokens"
+        )
     if algorithm.missing_eos_penalty:
         yield f"-{algorithm.missing_eos_penalty:g} where cut off"
+
     if algorithm.use_kl_in_reward:
-        control = algorithm.kl_ctrl
-        beta = f"{control.kl_coef:g}"
-        if control.type == "adaptive":
-            beta += f" (adaptive, target {control.target_kl:g}, horizon {control.horizon})"
-        place = (
-            "of each token"
-            if algorithm.kl_placement == "token"
-            else "of the response off its last token"
-        )
-        yield f"minus {beta} x KL {algorithm.kl_penalty} {place}"
+        yield f"minus {_kl_in_reward(config)}"
     if algorithm.whiten_rewards:
         yield "whitened"
 
 
-def _estimator(config: PPOConfig) -> str:
+def _kl_in_reward(config: PPOConfig) -> str:
+    """The coefficient, the estimator and the place of the KL in the reward."""
     algorithm = config.algorithm
-    words: str = algorithm.adv_estimator
-    if is_reference(words):
-        return f"{words}, your own, not whitened"
-    if words == "gae":
-        alpha, critic = algorithm.lam_length_alpha, algorithm.lam_critic
-        words += f", gamma {algorithm.gamma}, lambda "
-        words += str(algorithm.lam) if alpha is None else f"1 - 1 / ({alpha} x length)"
-        return words if critic is None else f"{words}, of the critic's targets {critic}"
-    if words == "reinforce_plus_plus":
-        return f"{words}, gamma {algorithm.gamma}"
-    if words == "remax":
-        return f"{words}, against a greedy answer to each prompt"
-    if words in ("grpo", "grpo_passk") and not algorithm.norm_adv_by_std_in_grpo:
-        return f"{words}, not divided by the standard deviation"
-    return f"{words}, divided by {algorithm.f_norm}" if words == "gpg" else words
+    control = algorithm.kl_ctrl
+    coefficient = f"{control.kl_coef:g}"
+    if control.type == "adaptive":
+        coefficient += f" (adaptive, target {control.target_kl:g}, horizon {control.horizon})"
+
+    place = "of each token"
+    if algorithm.kl_placement == "terminal":
+        place = "of the response off its last token"
+    return f"{coefficient} x KL {algorithm.kl_penalty} {place}"
+
+
+def _estimator(config: PPOConfig) -> str:
+    """The advantage estimator, with the numbers that it reads."""
+    algorithm = config.algorithm
+    name = algorithm.adv_estimator
+    if is_reference(name):
+        return f"{name}, your own, not whitened"
+    if name == "gae":
+        return f"{name}, gamma {algorithm.gamma}, {_lambdas(config)}"
+    if name == "reinforce_plus_plus":
+        return f"{name}, gamma {algorithm.gamma}"
+    if name == "remax":
+        return f"{name}, against a greedy answer to each prompt"
+    if name == "gpg":
+        return f"{name}, divided by {algorithm.f_norm}"
+    if name in COMPARES_ANSWERS and not algorithm.norm_adv_by_std_in_grpo:
+        return f"{name}, not divided by the standard deviation"
+    return name
+
+
+def _lambdas(config: PPOConfig) -> str:
+    """The lambda of the advantages, and that of the critic's targets if it is another."""
+    algorithm = config.algorithm
+    words = f"lambda {algorithm.lam}"
+    if algorithm.lam_length_alpha is not None:
+        words = f"lambda 1 - 1 / ({algorithm.lam_length_alpha} x length)"
+    if algorithm.lam_critic is not None:
+        words += f", of the critic's targets {algorithm.lam_critic}"
+    return words
 
 
 def _loss(config: PPOConfig) -> str:
+    """The policy loss and what is added to it."""
     actor = config.actor
     words, _ = objective(config)
     clip = f"clip -{actor.clip_low:g} +{actor.clip_high:g}"
@@ -115,14 +144,17 @@ def _loss(config: PPOConfig) -> str:
 
 
 def _correction(correction: RolloutCorrectionSection) -> str:
+    """The mode of the correction, its weights, and what it keeps."""
     if not correction.active:
         return "none, the mismatch is only measured"
     parts = ["bypass, old = the engine's log-probs" if correction.bypass_mode else "decoupled"]
+
     if correction.rollout_is is not None:
         lower, upper = correction.bounds
-        range_ = f"cut off at {upper:g}" if lower is None else f"0 outside {lower:g}..{upper:g}"
+        bounds = f"cut off at {upper:g}" if lower is None else f"0 outside {lower:g}..{upper:g}"
         mean = ", divided by their mean" if correction.rollout_is_batch_normalize else ""
-        parts.append(f"{correction.rollout_is} weights {range_}{mean}")
+        parts.append(f"{correction.rollout_is} weights {bounds}{mean}")
+
     for statistic, lower, upper in correction.criteria:
         bounds = f"<= {upper:g}" if lower is None else f"in {lower:g}..{upper:g}"
         parts.append(f"kept where {statistic} {bounds}")

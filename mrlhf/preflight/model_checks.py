@@ -1,7 +1,7 @@
-"""What must hold between a layout and the model it is for; each model is known by its `config.json`.
+"""What must hold between a layout and its model, of which the `config.json` is read.
 
-`mrlhf.models.families` reads that file, so that what it refuses is refused here too. This file
-computes with the numbers that it returns, and builds no model.
+`mrlhf.models.families` reads that file, and what it refuses is refused here too. This file computes
+with the numbers that it returns, and builds no model.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def check_model(
     ffn_size: int,
     replicates_kv_heads: bool = False,
 ) -> None:
-    """Refuse a layout that does not divide a model; the vocabulary is padded and so divides always.
+    """Refuse a layout that does not divide a model.
+
+    The vocabulary is padded, so that every layout divides it.
 
     Args:
         role: section that holds `tp` and `pp`, for the message.
@@ -170,8 +172,8 @@ def check_model(
         num_heads: query heads.
         num_kv_heads: key and value heads.
         ffn_size: width of the MLP.
-        replicates_kv_heads: where tp is a multiple of the key and value heads, several ranks hold
-            the same one.
+        replicates_kv_heads: whether several ranks may hold the same key and value head, if tp is a
+            multiple of the heads.
 
     Raises:
         ConfigError: one line a mistake.
@@ -183,31 +185,35 @@ def check_model(
         ("intermediate size", ffn_size, "tp", tp),
     ]
     problems = []
+
     if replicates_kv_heads:
         del sizes[2]
         if num_kv_heads % tp and tp % num_kv_heads:
-            fits = ", ".join(
-                str(d)
-                for d in range(1, num_heads + 1)
-                if _spreads(d, num_heads, num_kv_heads, ffn_size)
-            )
+            fits = []
+            for size in range(1, num_heads + 1):
+                if _engine_fits(size, num_heads, num_kv_heads, ffn_size):
+                    fits.append(str(size))
             problems.append(
-                f"{role}.tp {tp} neither divides the model's key and value heads {num_kv_heads} nor is a multiple of "
-                f"them; use one of {fits}"
+                f"{role}.tp {tp} neither divides the model's key and value heads {num_kv_heads} "
+                f"nor is a multiple of them; use one of {', '.join(fits)}"
             )
+
     for what, size, key, parts in sizes:
         if size % parts:
-            fits = ", ".join(str(d) for d in range(1, parts) if size % d == 0)
+            divisors = [str(divisor) for divisor in range(1, parts) if size % divisor == 0]
             problems.append(
-                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of {fits}"
+                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of "
+                f"{', '.join(divisors)}"
             )
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _spreads(tp: int, num_heads: int, num_kv_heads: int, ffn_size: int) -> bool:
+def _engine_fits(tp: int, num_heads: int, num_kv_heads: int, ffn_size: int) -> bool:
     """Whether an engine of `tp` ranks fits the model."""
-    return not (num_heads % tp or ffn_size % tp or (num_kv_heads % tp and tp % num_kv_heads))
+    if num_heads % tp or ffn_size % tp:
+        return False
+    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
 
 
 def _check_role(

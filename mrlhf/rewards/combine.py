@@ -1,7 +1,6 @@
-"""The reward of a response: a weighted sum of rules, users' functions and scores computed
-elsewhere.
+"""The reward of a response: a weighted sum of rules, users' functions and given scores.
 
-Does not know how a reward model computes its score, nor tokens: it is handed text, and numbers by
+It does not know how a reward model computes its score, nor tokens: it is given text, and numbers by
 name.
 """
 
@@ -22,19 +21,20 @@ from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
 __all__ = ["EXTERNAL_TERMS", "RewardFunction", "mix"]
 
 EXTERNAL_TERMS = ("reward_model",)
-"""Terms whose scores the caller brings."""
+"""Terms whose scores the caller computes."""
 
 
 def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
     """The weighted sum of the terms' scores [batch].
 
     Raises:
-        RewardError: a term has no weight or a weight no term, the lengths differ, or a score is not
-            finite.
+        RewardError: a term has no weight, a weight has no term, the lengths differ, or a score is
+            not finite.
     """
     if set(terms) != set(weights):
         raise RewardError(
-            f"scores are given for {sorted(terms)} and weights for {sorted(weights)}; give both for each term"
+            f"scores are given for {sorted(terms)} and weights for {sorted(weights)}; "
+            "give both for each term"
         )
     lengths = {name: len(scores) for name, scores in terms.items()}
     if len(set(lengths.values())) > 1:
@@ -43,22 +43,23 @@ def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> l
         bad = [i for i, score in enumerate(scores) if not math.isfinite(score)]
         if bad:
             raise RewardError(
-                f"term {name} has a score of {scores[bad[0]]} for response {bad[0]}; scores must be finite"
+                f"term {name} has a score of {scores[bad[0]]} for response {bad[0]}; "
+                "scores must be finite"
             )
+
     names = list(weights)
-    columns = zip(*(terms[name] for name in names), strict=True)
-    return [
-        math.fsum(weights[name] * score for name, score in zip(names, row, strict=True))
-        for row in columns
-    ]
+    mixed = []
+    for row in zip(*(terms[name] for name in names), strict=True):
+        weighted = [weights[name] * score for name, score in zip(names, row, strict=True)]
+        mixed.append(math.fsum(weighted))
+    return mixed
 
 
 class RewardFunction:
     """Scores batches by a fixed list of weighted terms.
 
     Attributes:
-        weights: each term's weight. A term is called by its rule's name; a user's by its
-            function's.
+        weights: each term's weight, under the name of its rule or of the user's function.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class RewardFunction:
         """Load the terms; a user's function starts its process here.
 
         Args:
-            terms: (name, weight) each, the name a rule's, "reward_model", or
+            terms: the name and the weight of each; the name of a rule, "reward_model", or
                 "path/to/file.py:function".
-            timeout_s: longest that one call of a user's function may take, in seconds.
+            timeout_s: limit of one call of a user's function, in seconds.
             format_pattern: the regular expression of the "format" rule.
 
         Raises:
-            ConfigError: a name is unknown or comes twice, a weight is not finite, or the pattern is
+            ConfigError: a name is unknown or given twice, a weight is not finite, or the pattern is
                 malformed.
             RewardError: a user's function cannot be loaded.
         """
@@ -89,8 +90,10 @@ class RewardFunction:
             raise ConfigError(
                 f"format pattern {format_pattern!r} is no regular expression: {error}"
             ) from error
+
         rules: dict[str, Rule] = {**RULES, "format": partial(format_match, pattern=format_pattern)}
         self._rules = {name: rules[name] for name, _ in terms if name in rules}
+
         self._custom: dict[str, CustomReward] = {}
         try:
             for name, _ in terms:
@@ -103,7 +106,7 @@ class RewardFunction:
 
     @property
     def external(self) -> list[str]:
-        """The terms whose scores `score` must be given."""
+        """The terms whose scores the caller must give to `score`."""
         return [name for name in self.weights if name in EXTERNAL_TERMS]
 
     def score(
@@ -120,9 +123,10 @@ class RewardFunction:
         Raises:
             RewardError: a term fails, or returns no finite number.
         """
-        scores: dict[str, list[float]] = {
-            name: list(column) for name, column in (external_scores or {}).items()
-        }
+        scores: dict[str, list[float]] = {}
+        for name, column in (external_scores or {}).items():
+            scores[name] = list(column)
+
         further: dict[str, list[float]] = {}
         answers: dict[str, list[str | None]] = {}
         for name in self.weights:
@@ -134,6 +138,7 @@ class RewardFunction:
                 further[f"{name}/{key}"] = [result.further.get(key, math.nan) for result in results]
             if any(result.answer is not None for result in results):
                 answers[name] = [result.answer for result in results]
+
         mixed = mix(scores, self.weights)
         if len(mixed) != len(inputs):
             raise RewardError(
@@ -161,19 +166,16 @@ class RewardFunction:
         if name in self._custom:
             return self._custom[name].score(inputs)
         rule = self._rules[name]
-        results = [
-            split_score(
-                rule(row.data_source, row.solution_str, row.ground_truth, row.extra()), name
-            )
-            for row in inputs
-        ]
-        if name not in ANSWERS:
-            return results
-        answer = ANSWERS[name]
-        return [
-            result._replace(answer=answer(row.solution_str))
-            for row, result in zip(inputs, results, strict=True)
-        ]
+        find_answer = ANSWERS.get(name)
+
+        results = []
+        for row in inputs:
+            value = rule(row.data_source, row.solution_str, row.ground_truth, row.extra())
+            result = split_score(value, name)
+            if find_answer is not None:
+                result = result._replace(answer=find_answer(row.solution_str))
+            results.append(result)
+        return results
 
 
 def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float]) -> None:
@@ -181,8 +183,10 @@ def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float
         raise ConfigError("reward.terms is empty; give at least one term, such as exact_match")
     if len(weights) < len(terms):
         raise ConfigError(
-            f"reward.terms names one term twice: {[name for name, _ in terms]}; give it once, weights added"
+            f"reward.terms names one term twice: {[name for name, _ in terms]}; give it once, with "
+            "the sum of the weights"
         )
+
     known = (*RULES, *EXTERNAL_TERMS)
     for name, weight in terms:
         if not math.isfinite(weight):

@@ -1,8 +1,8 @@
 """Runs a user's own reward function, named "path/to/file.py:function", in a process of its own.
 
-The process is started once, serves whole batches and is killed when a call takes too long, whatever
-the call is doing. It shares nothing with the trainer: no torch state, no process group. Does not
-know weights, terms or tokens.
+The process is started once, serves whole batches and is killed if a call takes too long, whatever
+the call is doing. It shares nothing with the trainer: no torch state, no process group. This file
+does not know weights, terms or tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OUTPUT_BYTES = 4000
 
 
 class WorkerTraceback(Exception):
-    """The traceback of a user's function, as text; the cause of the RewardError that it led to."""
+    """The traceback of a user's function, as text; the cause of a RewardError."""
 
     def __str__(self) -> str:
         return "\n" + "".join(map(str, self.args))
@@ -48,7 +48,7 @@ class CustomReward:
 
     It returns a number, or a dict with "score", further numbers and, as "pred", the response's
     answer. What it prints goes to the log. The process starts with the object and ends with
-    `close`, with the object or with the trainer; killed, it is started anew when needed.
+    `close`, with the object or with the trainer. After it was killed, the next call starts another.
 
     Attributes:
         name: the function's name.
@@ -62,8 +62,8 @@ class CustomReward:
         Args:
             file: the user's Python file.
             name: the function in it.
-            timeout_s: longest that one call may take, in seconds.
-            load_timeout_s: longest that importing the file may take, in seconds.
+            timeout_s: limit of one call, in seconds.
+            load_timeout_s: limit of importing the file, in seconds.
 
         Raises:
             RewardError: the file or the function is missing, fails to import, or takes other
@@ -77,7 +77,7 @@ class CustomReward:
         self._started()
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
-        """Score, further numbers and answer of each input.
+        """The score, the further numbers and the answer of each input.
 
         Raises:
             RewardError: a call failed, took too long, ended the process, or returned no finite
@@ -91,9 +91,8 @@ class CustomReward:
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
     ) -> float | dict[str, Any]:
         """One call, with the signature and the return value of a rule."""
-        score, further, answer = self._run(
-            [(data_source, solution_str, ground_truth, dict(extra_info))]
-        )[0]
+        call = (data_source, solution_str, ground_truth, dict(extra_info))
+        score, further, answer = self._run([call])[0]
         if answer is not None:
             return {"score": score, "pred": answer, **further}
         return {"score": score, **further} if further else score
@@ -111,6 +110,7 @@ class CustomReward:
     def _run(self, calls: list[_Call]) -> list[Scored]:
         process = self._started()
         process.send(calls)
+
         values = []
         for call in calls:
             kind, value = self._receive(process, self._timeout_s, f"on {_describe(call)}")
@@ -119,6 +119,7 @@ class CustomReward:
                 failure = self._failure(f"raised {summary} on {_describe(call)}", process.drain())
                 raise failure from WorkerTraceback(trace)
             values.append(value)
+
         printed = process.drain()
         if printed:
             logger.info("%s printed: %s", self._title, printed)
@@ -134,9 +135,8 @@ class CustomReward:
         if self._process is None:
             self._process = _Process(self._file, self.name, self._timeout_s)
             self._process.send(sys.path)
-            kind, value = self._receive(
-                self._process, self._load_timeout_s, "while its file was imported"
-            )
+            when = "while its file was imported"
+            kind, value = self._receive(self._process, self._load_timeout_s, when)
             if kind == "error":
                 self.close()
                 summary, trace = value
@@ -145,31 +145,30 @@ class CustomReward:
         return self._process
 
     def _receive(self, process: _Process, timeout_s: float, when: str) -> tuple[str, Any]:
-        """The next answer; where none comes in time, or at all, the process is ended."""
+        """The next answer; if none comes in time, or at all, the process is ended."""
         try:
             if process.connection.poll(timeout_s):
                 reply: tuple[str, Any] = process.connection.recv()
                 return reply
-            fate = f"took more than {timeout_s:g} s and was stopped"
             printed = process.stop()
+            what = f"took more than {timeout_s:g} s and was stopped"
         except (EOFError, ConnectionResetError):
             printed = process.stop()
-            fate = f"ended its process ({process.ending()})"
+            what = f"ended its process ({process.ending()})"
+
         self._process = None
-        raise self._failure(f"{fate} {when}", printed)
+        raise self._failure(f"{what} {when}", printed)
 
     def _failure(self, what: str, printed: str) -> RewardError:
-        return RewardError(
-            f"reward function {self._title} {what}"
-            + (f"; it printed: {printed}" if printed else "")
-        )
+        output = f"; it printed: {printed}" if printed else ""
+        return RewardError(f"reward function {self._title} {what}{output}")
 
 
 def load_custom(reference: str, *, timeout_s: float = 60.0) -> CustomReward:
     """The reward function that "path/to/file.py:name" names.
 
     Raises:
-        RewardError: the file or the function is missing; the message names what is near.
+        RewardError: the file or the function is missing; the message names the nearest one.
     """
     try:
         file, name = read_reference(reference)
@@ -185,17 +184,11 @@ class _Process:
         self.connection, theirs = Pipe()
         # Appending, so that the two processes need not agree on a position.
         self._output: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in stop)
+
+        arguments = [str(theirs.fileno()), str(file), name, str(timeout_s)]
         with theirs:
             self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    str(_WORKER),
-                    str(theirs.fileno()),
-                    str(file),
-                    name,
-                    str(timeout_s),
-                ],
+                [sys.executable, "-u", str(_WORKER), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -205,29 +198,28 @@ class _Process:
         self._end = weakref.finalize(self, _end, self._popen, self.connection)
 
     def send(self, message: Any) -> None:
-        """Hand `message` over; a worker that is gone is noticed, and reported, where its answer is
-        read.
-        """
+        """Send `message`; if the worker is gone, the reader of its answer reports that."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def drain(self) -> str:
-        """The end of what was printed since the last time, on one line."""
+        """The last part of what was printed since the previous call, on one line."""
         descriptor = self._output.fileno()
         start = max(0, os.fstat(descriptor).st_size - _OUTPUT_BYTES)
         printed = os.pread(descriptor, _OUTPUT_BYTES, start).decode(errors="replace")
+
         os.ftruncate(descriptor, 0)
         return " | ".join(printed.split("\n")).strip(" |")
 
     def stop(self) -> str:
-        """Kill it and all that it started; returns what it printed last."""
+        """Kill the process and all that it started; returns what it printed last."""
         self._end()
         printed = self.drain()
         self._output.close()
         return printed
 
     def ending(self) -> str:
-        """How it ended, once it has."""
+        """How the process ended; waits for its end."""
         code = self._popen.wait()
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 

@@ -1,7 +1,6 @@
-"""What a reward is given and what it gives back, the same for built-in rules and for users'
-functions.
+"""The inputs and results of a reward, the same for built-in rules and for users' functions.
 
-Does not know any rule, nor processes, nor torch.
+It knows no rule, no process and no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from mrlhf.errors import RewardError
 __all__ = ["RewardInput", "RewardResult", "Rule", "Scored", "split_score"]
 
 Rule = Callable[[str, str, str, Mapping[str, Any]], float | Mapping[str, Any]]
-"""f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping: "score", further numbers, "pred"."""
+"""f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score".
+
+The mapping may also hold further numbers and, as "pred", the answer of the response.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class RewardInput:
     """One response to score.
 
     Attributes:
-        data_source: name of the data set that the prompt is from.
+        data_source: name of the data set that holds the prompt.
         prompt_text: the prompt as the model saw it.
         solution_str: the response as text, special tokens left out.
         ground_truth: the reference answer.
         extra_info: the rest of the prompt's row.
-        response_tokens: tokens of the response, stop token included.
+        response_tokens: number of tokens of the response, stop token included.
     """
 
     data_source: str
@@ -40,9 +42,7 @@ class RewardInput:
     response_tokens: int
 
     def extra(self) -> dict[str, Any]:
-        """The row's extra_info, joined by `prompt_text` and `response_tokens`: what a rule gets as
-        extra_info.
-        """
+        """The extra_info that a rule gets: the row's, `prompt_text` and `response_tokens`."""
         return {
             **self.extra_info,
             "prompt_text": self.prompt_text,
@@ -57,9 +57,9 @@ class RewardResult:
     Attributes:
         scores: the weighted mix, one number a response [batch].
         metrics: each term's own score under the term's name, and its further numbers under
-            "term/name" [batch]; NaN where a response has none.
-        answers: under the name of each term that extracts answers, what it took for the answer
-            [batch]; None where a response has none.
+            "term/name" [batch]; NaN where a response has no such number.
+        answers: under the name of each term that extracts answers, the extracted answers [batch];
+            None where a response has no answer.
     """
 
     scores: list[float]
@@ -68,12 +68,12 @@ class RewardResult:
 
 
 class Scored(NamedTuple):
-    """What one term says of one response.
+    """The result of one term for one response.
 
     Attributes:
         score: the reward.
         further: further numbers, by name.
-        answer: what was taken for the response's answer; None where nothing was.
+        answer: the answer extracted from the response; None where there is none.
     """
 
     score: float
@@ -82,13 +82,15 @@ class Scored(NamedTuple):
 
 
 def split_score(value: Any, name: str) -> Scored:
-    """A rule's return value in parts: "score", the answer under "pred", and further numbers; the
-    rest is left out.
+    """The parts of a rule's return value: "score", the answer under "pred", and further numbers.
+
+    Everything else is left out.
 
     Raises:
         RewardError: there is no finite score.
     """
     fields = value if isinstance(value, Mapping) else {"score": value}
+
     if "score" not in fields:
         raise RewardError(
             f'reward {name} returned a dict without "score": {sorted(map(str, fields))}'
@@ -96,18 +98,15 @@ def split_score(value: Any, name: str) -> Scored:
     score = fields["score"]
     if not isinstance(score, (int, float)):
         raise RewardError(
-            f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite float"
+            f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite "
+            "float"
         )
     if not math.isfinite(score):
         raise RewardError(f"reward {name} returned {score}; return a finite float")
-    rest = {
-        str(key): v
-        for key, v in fields.items()
-        if key not in ("score", "pred") and isinstance(v, (int, float))
-    }
+
+    further = {}
+    for key, number in fields.items():
+        if key not in ("score", "pred") and isinstance(number, (int, float)):
+            further[str(key)] = float(number)
     answer = fields.get("pred")
-    return Scored(
-        float(score),
-        {key: float(v) for key, v in rest.items()},
-        None if answer is None else str(answer),
-    )
+    return Scored(float(score), further, None if answer is None else str(answer))

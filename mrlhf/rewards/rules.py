@@ -1,7 +1,7 @@
 """Built-in reward rules: pure functions of a response and its reference answer.
 
-A user's reward file may import and build on them. Does not know tokens, models or how terms are
-weighed.
+A user's reward file may import them and build on them. This file does not know tokens, models or
+how terms are weighted.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ _FLEXIBLE = re.compile(r"-?\$?[0-9.,]+")
 def exact_match(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
 ) -> float:
-    """1 where the response is the reference answer, surrounding whitespace aside."""
+    """1 where the response is the reference answer, apart from whitespace around it."""
     return float(solution_str.strip() == ground_truth.strip())
 
 
 def gsm8k(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
 ) -> float:
-    """1 where the last "#### number" is the reference answer: verl's
-    `gsm8k.compute_score(method="strict")`.
+    """1 where the last "#### number" is the reference answer.
 
-    More lenient than verl in two points: a dollar sign before the number and a full stop after it
-    are passed over.
+    This is verl's `gsm8k.compute_score(method="strict")`, more lenient in two points: a dollar sign
+    before the number and a full stop after it are ignored.
     """
     return float(extract_number(solution_str, strict=True) == _normalise(ground_truth))
 
@@ -54,9 +53,9 @@ def gsm8k(
 def gsm8k_flexible(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
 ) -> float:
-    """1 where the last number of the response, in whatever form ("A: 18"), is the reference answer.
+    """1 where the last number of the response, in any form ("A: 18"), is the reference answer.
 
-    verl's `method="flexible"`, but "1,000", "$18" and "18." are taken for 1000 and 18.
+    This is verl's `method="flexible"`, but "1,000", "$18" and "18." are read as 1000 and 18.
     """
     return float(extract_number(solution_str, strict=False) == _normalise(ground_truth))
 
@@ -73,23 +72,21 @@ def format_match(
 
 
 def extract_number(solution: str, *, strict: bool) -> str | None:
-    """The number that a solution gives as its answer, without thousands separators and dollar
-    signs; None without one.
+    """The number that a solution gives as its answer; None without one.
 
-    As in verl, only the last 300 characters are looked at, and numbers are compared as text: "18.0"
-    is not "18".
+    Thousands separators and dollar signs are removed. As in verl, only the last 300 characters are
+    looked at, and numbers are compared as text: "18.0" is not "18".
 
     Args:
         solution: the response.
         strict: take the last "#### number"; else the last number of all.
     """
-    found = (_STRICT if strict else _FLEXIBLE).findall(solution[-_CLIP_CHARACTERS:])
-    numbers = [
-        number
-        for number in map(_normalise, found)
-        if any(character.isdigit() for character in number)
-    ]
-    return numbers[-1] if numbers else None
+    pattern = _STRICT if strict else _FLEXIBLE
+    for match in reversed(pattern.findall(solution[-_CLIP_CHARACTERS:])):
+        number = _normalise(match)
+        if any(character.isdigit() for character in number):
+            return number
+    return None
 
 
 def _normalise(number: str) -> str:
@@ -108,4 +105,4 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "gsm8k": partial(extract_number, strict=True),
     "gsm8k_flexible": partial(extract_number, strict=False),
 }
-"""What the rules that compare an answer take for it, given the response."""
+"""How the rules that compare an answer extract it from the response."""

@@ -1,13 +1,12 @@
-"""The process that runs a user's reward function, so that a hang or a crash there cannot take the
-trainer with it.
+"""The process that runs a user's reward function, so that a hang or a crash there does not stop the
+trainer.
 
-Started by path, not imported, with the standard library alone: `worker.py FD FILE NAME TIMEOUT`.
-Talks over the socket
-FD: first receives the import path and answers `("ready", None)`; then receives lists of argument
-    tuples and answers
-each tuple with `("score", value)`, or `("error", (summary, traceback))` once, and drops the rest.
-Does not know
-the trainer.
+It is started by its path as `worker.py FD FILE NAME TIMEOUT`, not imported, and uses the standard
+library and `user_code.py` alone. It does not know the trainer. It talks over the socket FD:
+
+1. It receives the import path and answers `("ready", None)`.
+2. It receives lists of argument tuples and answers each tuple with `("score", value)`. If one
+   fails, it answers `("error", (summary, traceback))` and drops the rest of the list.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ user_code = load_user_code()
 
 
 def plain(value: Any) -> Any:
-    """`value` in builtin types: numbers of any library as float, whatever is no number as its repr,
-    "pred" as text.
+    """`value` in builtin types: a number of any library as a float, anything else as its repr.
+
+    In a dict, "pred" becomes text.
     """
     if isinstance(value, dict):
         return {
@@ -56,12 +56,12 @@ def plain(value: Any) -> Any:
 
 
 def text(value: Any) -> str | None:
-    """An answer as it is compared with others; None where there is none."""
+    """An answer as text, by which answers are compared; None where there is none."""
     return None if value is None else str(value)
 
 
 def without_own_frames(error: BaseException) -> str:
-    """The traceback of `error` from the user's code on."""
+    """The traceback of `error`, starting with the user's code."""
     step: TracebackType | None = error.__traceback__
     own_files = (__file__, user_code.__file__)
     while step is not None and step.tb_frame.f_code.co_filename in own_files:
@@ -78,15 +78,13 @@ def answer(
 ) -> None:
     """Score `calls` one by one, up to the first that fails."""
     for arguments in calls:
-        # Should the trainer die while this call hangs, nobody is left to stop it; SIGALRM then
-        # does.
+        # If the trainer dies while this call hangs, only SIGALRM is left to stop it.
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 1)
         try:
             value = plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
         except BaseException as error:
-            connection.send(
-                ("error", (user_code.summarise_error(error, file), without_own_frames(error)))
-            )
+            summary = user_code.summarise_error(error, file)
+            connection.send(("error", (summary, without_own_frames(error))))
             return
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -95,12 +93,11 @@ def answer(
 
 def main() -> None:
     """Serve until the trainer closes its end."""
-    descriptor, file, name, timeout_s = (
-        int(sys.argv[1]),
-        Path(sys.argv[2]),
-        sys.argv[3],
-        float(sys.argv[4]),
-    )
+    descriptor = int(sys.argv[1])
+    file = Path(sys.argv[2])
+    name = sys.argv[3]
+    timeout_s = float(sys.argv[4])
+
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     try:
@@ -112,6 +109,7 @@ def main() -> None:
             connection.send(("error", (str(error), trace)))
             return
         connection.send(("ready", None))
+
         while True:
             answer(connection, function, file, connection.recv(), timeout_s)
     except (EOFError, BrokenPipeError, ConnectionResetError):

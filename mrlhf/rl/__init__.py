@@ -1,3 +1,4 @@
-"""The mathematics of PPO as pure functions of tensors and floats; knows no models, ranks or
-configuration.
+"""The mathematics of PPO as pure functions of tensors and floats.
+
+It knows no models, no ranks and no configuration.
 """

@@ -1,9 +1,9 @@
-"""Correction for the engine that drew the responses not being quite the policy that is trained.
+"""Correction for the difference between the engine's policy and the policy that is trained.
 
-Importance weights bring the expectation over the engine's policy back to the trainer's; rejection
-takes out tokens or sequences on which the two disagree too much. Both come from one log-ratio,
-trainer minus engine. This file does not know which of the trainer's policies is meant, the one
-before the step or the current one.
+Importance weights turn an expectation over the engine's policy into one over the trainer's.
+Rejection leaves out tokens or sequences on which the two disagree too much. Both are computed from
+one log-ratio, trainer minus engine. This file does not know which of the trainer's policies is
+meant, the one before the step or the current one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ GEOMETRIC_EPS = 1e-10
 
 @dataclass(frozen=True)
 class Criterion:
-    """What a token, or its whole sequence, must satisfy to be kept.
+    """A condition that a token, or its whole sequence, must satisfy to be kept.
 
     Attributes:
-        statistic: which estimator of the divergence, and over what it is taken.
+        statistic: the estimator of the divergence, and whether it is of a token or of a sequence.
         lower: k1: the smallest probability ratio, engine over trainer, that is kept; None for k2
             and k3.
         upper: k1: the largest such ratio; k2 and k3: the largest divergence, in nats.
@@ -50,12 +50,12 @@ class Correction:
     """Which weights and which rejection.
 
     Attributes:
-        level: a weight a token, its probability ratio, or one a sequence, the product of them;
-            None: no weights.
+        level: `token`: a token's weight is its probability ratio; `sequence`: all tokens of a
+            sequence have the product of their ratios; None: there are no weights.
         lower: weights outside [lower, upper] become 0; None: those above `upper` become `upper`.
         upper: the largest weight.
         normalise: divide the weights by their mean.
-        criteria: all of them must hold for a token to be kept.
+        criteria: a token is kept if all of them hold.
     """
 
     level: WeightLevel | None
@@ -67,11 +67,12 @@ class Correction:
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction found; each field [batch, response_len], without gradient.
+    """The weights and the rejection of a batch; each field [batch, response_len], without gradient.
 
     Attributes:
-        weights: factors of the policy loss, 0 outside the mask, or None where none were asked for.
-        kept: bool, the mask less what was rejected.
+        weights: factors of the policy loss, 0 outside the mask, or None where the correction has
+            none.
+        kept: bool, the mask without the rejected tokens.
         raw: the weights before truncation and normalisation, 0 outside the mask, or None.
     """
 
@@ -81,11 +82,11 @@ class Corrected:
 
 
 def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Corrected:
-    """Weigh and reject.
+    """Compute weights and rejection.
 
-    Truncated weights are those of https://fengyao.notion.site/off-policy-rl, weights zeroed outside
-    a band those of IcePop, https://arxiv.org/abs/2510.18855. Weights do not depend on what is
-    rejected. Without `normalise`, each row depends on nothing but itself.
+    Truncated weights are those of https://fengyao.notion.site/off-policy-rl, weights that are 0
+    outside a band those of IcePop, https://arxiv.org/abs/2510.18855. Weights do not depend on what
+    is rejected. Without `normalise`, each row depends on itself alone.
 
     Args:
         log_ratio: [batch, response_len], log-probability under the trainer's policy less that under
@@ -94,9 +95,11 @@ def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Correcte
         correction: what to do.
     """
     log_ratio = torch.where(mask, log_ratio.detach(), 0)
+
     kept = mask
     for criterion in correction.criteria:
         kept = kept & _holds(criterion, log_ratio, mask)
+
     if correction.level is None:
         return Corrected(weights=None, kept=kept, raw=None)
     raw = _raw_weights(log_ratio, mask, correction.level)
@@ -114,8 +117,7 @@ def truncate(raw: Tensor, correction: Correction) -> Tensor:
 
 
 def geometric_mean_weights(weights: Tensor, mask: Tensor) -> Tensor:
-    """The geometric mean of each row's weights, for losses that are geometric means themselves
-    (`geo_mean`).
+    """The geometric mean of each row's weights, for `geo_mean`, which is a geometric mean itself.
 
     Args:
         weights: [batch, response_len], not negative.
@@ -143,9 +145,10 @@ def _normalise(weights: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
 
 
 def _holds(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    # bool [batch, response_len] or [batch, 1].
-    reach, estimator = criterion.statistic.rsplit("_", 1)
-    statistic = _REACHES[reach](_ESTIMATORS[estimator](_clamped(log_ratio)), mask)
+    """Whether the criterion holds for each token or sequence; bool, broadcasts over the tokens."""
+    reduction, estimator = criterion.statistic.rsplit("_", 1)
+    divergence = _ESTIMATORS[estimator](_clamped(log_ratio))
+    statistic = _REDUCTIONS[reduction](divergence, mask)
     if criterion.lower is None:
         return statistic <= criterion.upper
     return (statistic >= math.log(criterion.lower)) & (statistic <= math.log(criterion.upper))
@@ -155,14 +158,14 @@ def _clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-# http://joschu.net/blog/kl-approx.html, of KL(engine || trainer), of the log-ratio trainer minus
-# engine.
+# Of KL(engine || trainer), from the log-ratio trainer minus engine;
+# http://joschu.net/blog/kl-approx.html.
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: -x,
     "k2": lambda x: 0.5 * x.square(),
     "k3": lambda x: torch.expm1(x) - x,
 }
-_REACHES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "seq_sum": lambda values, mask: masked_sum(values, mask, dim=1)[:, None],
     "seq_mean": lambda values, mask: masked_mean(values, mask, dim=1)[:, None],

@@ -1,6 +1,6 @@
 """Estimators of the KL divergence between two policies, and the controllers of its coefficient.
 
-The estimators see only the log-probabilities of the tokens that were drawn; the exact divergence
+The estimators see only the log-probabilities of the tokens that were drawn. The exact divergence
 over the vocabulary (`full`) needs the logits and is computed where those are. This file does not
 know whether the KL goes into the reward or into the loss.
 """
@@ -55,13 +55,13 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
 
     The estimators k1, k2, k3 are those of http://joschu.net/blog/kl-approx.html; `k1_clamped` is
     the one-sided penalty of AlpacaFarm, https://arxiv.org/abs/2305.14387. With a `+` the value is
-    that of the base kind and the gradient that of k2, which on average is the gradient of the
-    divergence, as those of k1 and k3 are not (https://arxiv.org/abs/2506.09477).
+    that of the base kind and the gradient that of k2. On average this is the gradient of the
+    divergence; the gradients of k1 and k3 are not (https://arxiv.org/abs/2506.09477).
 
     Args:
         logprob: [batch, response_len], log-probabilities of the drawn tokens under the policy.
         ref_logprob: [batch, response_len], the same under the reference.
-        kind: the estimator; `full` is refused, since it cannot be had from the drawn tokens alone.
+        kind: the estimator; `full` is refused, since the drawn tokens alone cannot give it.
 
     Returns:
         [batch, response_len]
@@ -72,10 +72,12 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
     assert logprob.shape == ref_logprob.shape, (
         f"{tuple(logprob.shape)} against {tuple(ref_logprob.shape)}"
     )
+
     x = logprob - ref_logprob
     value = _ESTIMATORS[kind.removesuffix("+")](x)
     if not kind.endswith("+"):
         return value
+
     straight_through = _k2(x)
     return value.detach() + (straight_through - straight_through.detach())
 
@@ -91,16 +93,14 @@ class KlController(Protocol):
         """Take note of a step in which `n_samples` responses had the mean KL `current_kl`."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold for the run to go on as it would have."""
+        """What a checkpoint must hold so that a resumed run goes on as this one would have."""
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint, of either kind of controller."""
 
 
 class FixedKlController:
-    """A coefficient that stays what the configuration says, also when a run is resumed with another
-    one.
-    """
+    """A coefficient that stays as configured, also when a run is resumed with another one."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -113,7 +113,7 @@ class FixedKlController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Change nothing: the configured coefficient holds."""
+        """Change nothing: the configured coefficient stays."""
 
 
 class AdaptiveKlController:
@@ -131,13 +131,10 @@ class AdaptiveKlController:
         self._horizon = horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Move the coefficient by the relative error of `current_kl`, clipped, times `n_samples` /
-        horizon.
-        """
+        """Multiply the coefficient by 1 + (clipped relative error) x `n_samples` / horizon."""
         assert math.isfinite(current_kl), f"KL {current_kl} would destroy the coefficient"
-        error = min(
-            max(current_kl / self._target_kl - 1, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT
-        )
+        error = current_kl / self._target_kl - 1
+        error = min(max(error, -ADAPTIVE_ERROR_LIMIT), ADAPTIVE_ERROR_LIMIT)
         self.value *= 1 + error * n_samples / self._horizon
 
     def state_dict(self) -> dict[str, float]:
@@ -152,9 +149,7 @@ class AdaptiveKlController:
 def make_kl_controller(
     kind: KlControllerKind, kl_coef: float, target_kl: float, horizon: float
 ) -> KlController:
-    """The controller named `kind`; `target_kl` and `horizon` (in samples) concern the adaptive one
-    alone.
-    """
+    """The controller named `kind`; only `adaptive` reads `target_kl` and `horizon` (in samples)."""
     controllers: dict[KlControllerKind, Callable[[], KlController]] = {
         "fixed": lambda: FixedKlController(kl_coef),
         "adaptive": lambda: AdaptiveKlController(kl_coef, target_kl, horizon),

@@ -1,10 +1,9 @@
-"""The per-token loss of the critic, and how the tokens of any loss are summed into the loss of a
-mini-batch.
+"""The per-token loss of the critic, and how the tokens of any loss are summed over a mini-batch.
 
-A loss is a sum and a count. Sums of micro-batches, wherever they run, add up to the sum of the
-mini-batch, which is divided once by the count of the whole (global) mini-batch; so the gradient
-does not depend on how the mini-batch was split, as long as no sequence is. This file does not know
-the split, nor which terms a role adds up.
+A loss is a sum and a count. The sums of micro-batches, wherever they run, add up to the sum of the
+mini-batch, which is divided once by the count of the whole (global) mini-batch. So the gradient
+does not depend on how the mini-batch was split, as long as no sequence was split. This file does
+not know the split, nor which terms a role adds up.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class ValueLoss:
 
     Attributes:
         per_token: the loss, to be aggregated.
-        clipped: bool, True where the clipped branch was taken.
+        clipped: bool, whether the clipped branch was taken.
     """
 
     per_token: Tensor
@@ -32,33 +31,34 @@ class ValueLoss:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueLoss:
-    """Half the squared error of the critic, at least that of the prediction clipped to the old
-    one's neighbourhood.
+    """Half the larger squared error: that of the prediction, or of the clipped prediction.
 
-    The clipping is that of the PPO authors' code, described in https://arxiv.org/abs/2005.12729,
-    section 3.
+    The prediction is clipped to the neighbourhood of the old one, as in the PPO authors' code,
+    described in https://arxiv.org/abs/2005.12729, section 3.
 
     Args:
-        values: [batch, response_len], predictions of the critic being trained.
+        values: [batch, response_len], predictions of the critic that is trained.
         old_values: [batch, response_len], its predictions before this step's updates.
         returns: [batch, response_len], the targets.
         clip_range: how far a prediction may move from the old one before the clipped branch
             differs.
     """
     assert values.shape == old_values.shape == returns.shape
+
     near_old = values.clamp(old_values - clip_range, old_values + clip_range)
     unclipped = (values - returns).square()
     clipped = (near_old - returns).square()
+
     return ValueLoss(per_token=0.5 * torch.maximum(unclipped, clipped), clipped=clipped > unclipped)
 
 
 def aggregate(
     per_token: Tensor, mask: Tensor, mode: LossAggMode, loss_scale_factor: float
 ) -> Tensor:
-    """Sum a per-token quantity over whole sequences, to be divided by `aggregation_count` of the
-    global mini-batch.
+    """Sum a per-token quantity over whole sequences.
 
-    `token-mean` is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that
+    The caller divides the sum over the global mini-batch by its `aggregation_count`. `token-mean`
+    is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that
     of Dr. GRPO, https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO,
     https://arxiv.org/abs/2402.03300.
 
@@ -66,8 +66,8 @@ def aggregate(
         per_token: [batch, response_len]; a row holds the whole response of its sequence, padded.
         mask: bool [batch, response_len].
         mode: how tokens and sequences are weighted.
-        loss_scale_factor: tokens by which `seq-mean-token-sum-norm` divides each sequence's sum;
-            other modes ignore it.
+        loss_scale_factor: number of tokens by which `seq-mean-token-sum-norm` divides each
+            sequence's sum; other modes ignore it.
 
     Returns:
         A scalar.
@@ -80,7 +80,7 @@ def aggregate(
 
 
 def aggregation_count(token_count: int, sequence_count: int, mode: LossAggMode) -> float:
-    """What the sums of `aggregate` are divided by, once.
+    """The number by which the sum of `aggregate` over a mini-batch is divided, once.
 
     Args:
         token_count: response tokens of the global mini-batch that the mask keeps.

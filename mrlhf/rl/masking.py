@@ -1,9 +1,9 @@
 """Sums, means, moments and whitening over the positions that a mask keeps.
 
-A masked-out position never counts, whatever it holds, NaN included. Whitening over several ranks is
-two steps: each takes the moments of what it holds, the caller gathers and merges them, and every
-rank whitens with the merged ones. This file does not know what the values mean, nor that there are
-ranks.
+A masked-out position never counts, whatever it holds, NaN included. Whitening of values that are
+spread over several ranks takes two steps: each rank takes the moments of its part, the caller
+gathers and merges them, and every rank whitens with the merged moments. This file does not know
+what the values mean, nor that there are ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ WHITEN_EPS = 1e-8
 class Moments:
     """Count, mean and centred sum of squares of a set of numbers.
 
-    Centred sums can be merged without the cancellation that a plain sum of squares suffers from
-    where the mean is large beside the spread.
+    Centred sums can be merged without cancellation. A plain sum of squares loses digits where the
+    mean is large beside the spread.
     """
 
     count: int
@@ -67,19 +67,22 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def local_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Moments of the entries of `x` where `mask` (bool, the same shape) is True, taken in float64
-    in two passes.
+    """Moments of the entries of `x` where `mask` is True, in float64 and in two passes.
+
+    Arguments as in `masked_sum`.
     """
     _check_mask(x, mask)
     kept = x[mask].double()
     if kept.numel() == 0:
         return Moments(0, 0.0, 0.0)
+
     mean = kept.mean()
-    return Moments(kept.numel(), float(mean), float((kept - mean).square().sum()))
+    centred_squares = (kept - mean).square().sum()
+    return Moments(kept.numel(), float(mean), float(centred_squares))
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
-    """Moments of the union of disjoint sets, from the moments of each; of nothing: all zero.
+    """Moments of the union of disjoint sets, from the moments of each; all zero without a set.
 
     Pairwise update of Chan, Golub and LeVeque,
     http://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf.
@@ -89,24 +92,23 @@ def merge_moments(parts: Iterable[Moments]) -> Moments:
         count = merged.count + part.count
         if count == 0:
             continue
+
         delta = part.mean - merged.mean
-        merged = Moments(
-            count,
-            merged.mean + delta * part.count / count,
-            merged.centred_squares
-            + part.centred_squares
-            + delta**2 * merged.count * part.count / count,
-        )
+        mean = merged.mean + delta * part.count / count
+        between = delta**2 * merged.count * part.count / count
+        centred_squares = merged.centred_squares + part.centred_squares + between
+        merged = Moments(count, mean, centred_squares)
+
     return merged
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -> Tensor:
-    """Scale `x` to unit variance and, unless told otherwise, zero mean; 0 where the mask is.
+    """Scale `x` to unit variance and, with `shift_mean`, to zero mean; 0 outside the mask.
 
     Args:
         x: numbers of any shape.
         mask: bool, the shape of `x`.
-        moments: of the whole set that `x` belongs to, which may be larger than `x`.
+        moments: the moments of the whole set that `x` belongs to, which may be larger than `x`.
         shift_mean: False keeps the mean where it was.
     """
     _check_mask(x, mask)

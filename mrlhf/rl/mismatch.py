@@ -1,9 +1,8 @@
-"""How far the engine that drew the responses is from the policy that is trained, and what
-correcting for it did.
+"""Metrics of the mismatch between the engine that drew the responses and the trained policy.
 
-Every number is of the whole batch given, over the tokens of its mask or the sequences that have
-any; those without a token are not counted. Where nothing can be counted the numbers are NaN. This
-file does not know which of the trainer's policies is meant.
+Every number is taken over the whole batch: over the tokens of its mask, or over the sequences that
+have at least one. Where there is nothing to count, the number is NaN. This file does not know which
+of the trainer's policies is meant.
 """
 
 from __future__ import annotations
@@ -25,11 +24,12 @@ def mismatch_metrics(
 ) -> dict[str, float]:
     """Divergences and perplexities of the trainer's policy against the engine's.
 
-    `kl` and `k3_kl` estimate KL(engine || trainer) a token; `training_ppl` and `rollout_ppl` are
-    means of the sequences' perplexities, `log_ppl_diff` of the differences of their logarithms
-    (trainer less engine) and `ppl_ratio` of their quotients; `chi2_token` and `chi2_seq` are the
-    mean square of the probability ratio, trainer over engine, of a token and of a whole sequence,
-    less 1.
+    - `kl`, `k3_kl`: estimates of KL(engine || trainer) a token.
+    - `training_ppl`, `rollout_ppl`: means of the sequences' perplexities.
+    - `log_ppl_diff`: mean difference of their logarithms, trainer less engine.
+    - `ppl_ratio`: mean of their quotients.
+    - `chi2_token`, `chi2_seq`: the mean square of the probability ratio, trainer over engine, of a
+      token and of a whole sequence, less 1.
 
     Args:
         trainer_logprobs: [batch, response_len].
@@ -39,13 +39,13 @@ def mismatch_metrics(
     trainer = torch.where(mask, trainer_logprobs.detach().double(), 0)
     rollout = torch.where(mask, rollout_logprobs.detach().double(), 0)
     log_ratio = trainer - rollout
-    rows = mask.any(dim=1)
-    log_ppl, rollout_log_ppl = (
-        -masked_mean(trainer, mask, dim=1),
-        -masked_mean(rollout, mask, dim=1),
-    )
-    log_ppl_diff = log_ppl - rollout_log_ppl
     sequence_log_ratio = _clamped(masked_sum(log_ratio, mask, dim=1))
+
+    rows = mask.any(dim=1)
+    log_ppl = -masked_mean(trainer, mask, dim=1)
+    rollout_log_ppl = -masked_mean(rollout, mask, dim=1)
+    log_ppl_diff = log_ppl - rollout_log_ppl
+
     return {
         "kl": _mean(-log_ratio, mask),
         "k3_kl": _mean(log_ratio.clamp(max=LOG_RATIO_LIMIT).exp() - 1 - log_ratio, mask),
@@ -61,37 +61,40 @@ def mismatch_metrics(
 def weight_metrics(
     corrected: Corrected, correction: Correction, log_ratio: Tensor, mask: Tensor
 ) -> dict[str, float]:
-    """Statistics of the weights before any normalisation; none where the correction has no weights.
+    """Statistics of the weights before any normalisation; empty where there are no weights.
 
-    `rollout_is_mean`, `std` and `eff_sample_size` (a share of the tokens, 0 where all weights are)
-    are over tokens, of truncated weights. `max` and `min` are of truncated weights at the token
-    level, of raw ones at the sequence level. `ratio_fraction_high` and `ratio_fraction_low` are the
-    shares of tokens or sequences whose raw weight is above `correction.upper` or below
-    `correction.lower`, for which 1 / upper stands in.
+    - `rollout_is_mean`, `std`, `eff_sample_size`: over tokens, of truncated weights; the last one
+      is a share of the tokens, and 0 where all weights are 0.
+    - `max`, `min`: of truncated weights at the token level, of raw ones at the sequence level.
+    - `ratio_fraction_high`, `ratio_fraction_low`: the share of tokens or sequences whose raw weight
+      is above `correction.upper`, or below `correction.lower` (1 / upper where that is None).
 
     Args:
-        corrected: what `correct` made of the other arguments.
-        correction: as given to it.
+        corrected: the result of `correct` for the other arguments.
+        correction: as given to `correct`.
         log_ratio: [batch, response_len], trainer less engine.
         mask: bool [batch, response_len].
     """
     if corrected.raw is None:
         return {}
+
     raw = corrected.raw.double()
     weights = truncate(raw, correction)
-    lower = 1 / correction.upper if correction.lower is None else correction.lower
     mean = _mean(weights, mask)
     mean_square = _mean(weights.square(), mask)
+
     if correction.level == "sequence":
-        counted, ratios = mask.any(dim=1), raw.amax(dim=1)
+        counted = mask.any(dim=1)
+        ratios = raw.amax(dim=1)
         # Not from `raw`, whose clamp would hide how small the smallest is.
-        extremes = (
-            masked_sum(log_ratio.detach().double(), mask, dim=1)
-            .clamp(max=LOG_RATIO_LIMIT)
-            .exp()[counted]
-        )
+        sequence_log_ratio = masked_sum(log_ratio.detach().double(), mask, dim=1)
+        extremes = sequence_log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()[counted]
     else:
-        counted, ratios, extremes = mask, raw, weights[mask]
+        counted = mask
+        ratios = raw
+        extremes = weights[mask]
+
+    lower = 1 / correction.upper if correction.lower is None else correction.lower
     return {
         "rollout_is_mean": mean,
         "rollout_is_max": float(extremes.max()) if extremes.numel() else math.nan,
@@ -104,11 +107,11 @@ def weight_metrics(
 
 
 def rejection_metrics(corrected: Corrected, mask: Tensor) -> dict[str, float]:
-    """Shares of the mask's tokens that were rejected, and of its sequences that lost at least one.
+    """The shares of tokens that were rejected, and of sequences that lost at least one token.
 
     Args:
-        corrected: what `correct` found.
-        mask: bool [batch, response_len], as given to it.
+        corrected: the result of `correct`.
+        mask: bool [batch, response_len], as given to `correct`.
     """
     rejected = mask & ~corrected.kept
     return {

@@ -1,8 +1,8 @@
-"""The policy losses: one pure function each, of log-probabilities and advantages to one loss a
-token.
+"""The policy losses: each is a pure function of log-probabilities and advantages and gives one loss
+a token.
 
-They do not know how tokens are summed, nor the weights that correct for the engine that drew them:
-the caller multiplies `per_token` by those before it aggregates.
+They do not know how tokens are summed, nor the weights that correct for the engine that drew the
+tokens: the caller multiplies `per_token` by those weights before it aggregates.
 
 Throughout, d is the log-ratio logp - old, clamped to +-20, r = e^d, A the advantage, and sg stops
 the gradient.
@@ -30,12 +30,12 @@ class PolicyLossInputs:
     """What a policy loss is computed from; each field [batch, response_len].
 
     Attributes:
-        logprob: log-probabilities under the policy being trained.
+        logprob: log-probabilities of the drawn tokens under the policy that is trained.
         old_logprob: the same before this step's updates.
-        advantages: of the drawn tokens.
+        advantages: the advantages of the drawn tokens.
         mask: bool, the tokens that count; what the other fields hold elsewhere has no effect.
-        selected: bool, what `select_by_covariance` chose over the whole mini-batch; the losses in
-            COVARIANCE need it.
+        selected: bool, what `select_by_covariance` chose over the whole mini-batch; `clip_cov` and
+            `kl_cov` need it.
     """
 
     logprob: Tensor
@@ -81,13 +81,13 @@ class PolicyLossOptions:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss and what is told of it; each field [batch, response_len].
+    """A policy loss and what is measured of it; each field [batch, response_len].
 
     Attributes:
         per_token: the loss, to be aggregated; 0 outside the mask.
         approx_kl: -d, whose mean estimates KL(old || current).
-        clipped: bool, True where the clip of the loss was taken; each loss says what that means.
-        clipped_lower: bool, True where the second clip of a loss was taken.
+        clipped: bool, whether the clip of the loss was taken; each loss says what that means.
+        clipped_lower: bool, whether the second clip of the loss was taken.
     """
 
     per_token: Tensor
@@ -155,43 +155,41 @@ def policy_loss(
 
 
 def vanilla(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """PPO's max(-A r, -A clip(r)), https://arxiv.org/abs/1707.06347, at most -A c where A < 0 (dual
-    clip).
+    """PPO's max(-A r, -A clip(r)), at most -A c where A < 0 (dual clip).
 
-    The dual clip is that of https://arxiv.org/abs/1912.09729. `clipped`: the clipped term is the
-    larger;
+    The clip is that of https://arxiv.org/abs/1707.06347, the dual clip that of
+    https://arxiv.org/abs/1912.09729. `clipped`: the clipped term is the larger one.
     `clipped_lower`: the dual clip was taken.
     """
     assert options.clip_c > 1, (
         f"clip_c {options.clip_c} <= 1 would cut into the region that PPO leaves unclipped"
     )
     ratio = inputs.log_ratio.exp()
-    surrogate, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
+    loss, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
+
     bound = -inputs.advantages * options.clip_c
     negative = inputs.advantages < 0
-    per_token = torch.where(negative, torch.minimum(surrogate, bound), surrogate)
-    return make_policy_loss(inputs, per_token, clipped, negative & (surrogate > bound))
+    per_token = torch.where(negative, torch.minimum(loss, bound), loss)
+    return make_policy_loss(inputs, per_token, clipped, negative & (loss > bound))
 
 
 def gspo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """PPO's clipped loss on the sequence's ratio exp(mean d), https://arxiv.org/abs/2507.18071,
-    without a dual clip.
+    """PPO's clipped loss, without a dual clip, on the ratio exp(mean d) of the whole sequence.
 
-    The gradient reaches each token by logp - sg(logp), so that a token's own advantage weights its
-    own gradient.
+    The method is that of https://arxiv.org/abs/2507.18071. The gradient reaches each token by logp
+    - sg(logp), so a token's own advantage weights its own gradient.
     """
     sequence = masked_mean(inputs.log_ratio, inputs.mask, dim=1).detach()
-    log_ratio = (inputs.logprob - inputs.logprob.detach() + sequence[:, None]).clamp(
-        max=SEQUENCE_LOG_RATIO_LIMIT
-    )
-    ratio = log_ratio.exp()
+    log_ratio = inputs.logprob - inputs.logprob.detach() + sequence[:, None]
+    ratio = log_ratio.clamp(max=SEQUENCE_LOG_RATIO_LIMIT).exp()
     per_token, clipped = _clipped_surrogate(inputs.advantages, ratio, options)
     return make_policy_loss(inputs, per_token, clipped)
 
 
 def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585; `clipped`: the clip changed r, which
-    stops no gradient.
+    """-sg(clip(r)) A logp, https://arxiv.org/abs/2506.13585.
+
+    `clipped`: the clip changed r, which stops no gradient.
     """
     ratio = inputs.log_ratio.exp().detach()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
@@ -199,55 +197,55 @@ def cispo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def sapo(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, a gate instead of a clip,
-    https://arxiv.org/abs/2511.20347.
+    """-(4 / tau) sigmoid(tau (r - 1)) A: a gate instead of a clip.
+
+    The method is that of https://arxiv.org/abs/2511.20347.
     """
     ratio = inputs.log_ratio.exp()
-    tau = torch.full_like(inputs.advantages, options.tau_neg).masked_fill(
-        inputs.advantages > 0, options.tau_pos
-    )
+    tau = torch.full_like(inputs.advantages, options.tau_neg)
+    tau = tau.masked_fill(inputs.advantages > 0, options.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     return make_policy_loss(inputs, -gate * inputs.advantages)
 
 
 def reinforce(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A logp, which the caller's importance weights make exact off-policy; also GPG,
-    https://arxiv.org/abs/2504.02546.
+    """-A logp, which the caller's importance weights make exact off-policy.
+
+    It is also the loss of GPG, https://arxiv.org/abs/2504.02546.
     """
     return make_policy_loss(inputs, -inputs.advantages * inputs.logprob)
 
 
 def surrogate(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A r, unclipped: the conservative policy iteration objective of
-    https://arxiv.org/abs/1502.05477.
-    """
+    """-A r, unclipped: conservative policy iteration, https://arxiv.org/abs/1502.05477."""
     return make_policy_loss(inputs, -inputs.advantages * inputs.log_ratio.exp())
 
 
 def geo_mean(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A exp(mean of the clipped d) of the whole sequence at each of its tokens,
-    https://arxiv.org/abs/2507.20673.
+    """-A exp(mean of the clipped d) of the whole sequence at each of its tokens.
 
-    d is clipped to [-clip_low, clip_high] where that lowers A d, and A is its mean over the row.
-    `clipped`: the clamp changed d where A > 0; `clipped_lower`: where A < 0.
+    The method is that of https://arxiv.org/abs/2507.20673. d is clipped to [-clip_low, clip_high]
+    where that lowers A d, and A is its mean over the row. `clipped`: the clamp changed d where
+    A > 0; `clipped_lower`: where A < 0.
     """
     log_ratio = inputs.log_ratio
     clamped = log_ratio.clamp(-options.clip_low, options.clip_high)
     sign = inputs.advantages.sign()
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clamped)
+
     ratio = masked_mean(pessimistic, inputs.mask, dim=1).exp()
     advantage = masked_mean(inputs.advantages, inputs.mask, dim=1)
-    shape = inputs.mask.shape
-    per_token = torch.where(inputs.mask, (-advantage * ratio)[:, None].expand(shape), 0)
+    of_sequence = (-advantage * ratio)[:, None].expand(inputs.mask.shape)
+    per_token = torch.where(inputs.mask, of_sequence, 0)
+
     changed = log_ratio != clamped
-    return make_policy_loss(
-        inputs, per_token, changed & (inputs.advantages > 0), changed & (inputs.advantages < 0)
-    )
+    raised = changed & (inputs.advantages > 0)
+    lowered = changed & (inputs.advantages < 0)
+    return make_policy_loss(inputs, per_token, clipped=raised, clipped_lower=lowered)
 
 
 def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """max(-A r, -A clip(r)), and 0 at the selected tokens (Clip-Cov),
-    https://arxiv.org/abs/2505.22617.
+    """Clip-Cov, https://arxiv.org/abs/2505.22617: max(-A r, -A clip(r)), 0 at the selected tokens.
 
     `clipped`: the selected tokens alone, not those that PPO's clip took.
     """
@@ -258,7 +256,7 @@ def clip_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss
 
 
 def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-A r, plus ppo_kl_coef |d| at the selected tokens (KL-Cov), https://arxiv.org/abs/2505.22617."""
+    """KL-Cov, https://arxiv.org/abs/2505.22617: -A r, + ppo_kl_coef |d| at the selected tokens."""
     selected = _selected(inputs, "kl_cov")
     log_ratio = inputs.log_ratio
     penalty = torch.where(selected, options.ppo_kl_coef * log_ratio.abs(), 0)
@@ -266,10 +264,10 @@ def kl_cov(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """-sg(min(r, c)) A logp inside the trust region, 0 outside: DPPO by total variation,
-    https://arxiv.org/abs/2602.04879.
+    """DPPO by total variation: -sg(min(r, c)) A logp inside the trust region, 0 outside.
 
-    `clipped`: outside the trust region; `clipped_lower`: inside, and r was cut to c.
+    The method is that of https://arxiv.org/abs/2602.04879. `clipped`: the token is outside the
+    trust region; `clipped_lower`: it is inside, and r was cut to c.
     """
     valid = inside_total_variation(
         inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high
@@ -278,7 +276,7 @@ def dppo_tv(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
 
 
 def dppo_kl(inputs: PolicyLossInputs, options: PolicyLossOptions) -> PolicyLoss:
-    """As `dppo_tv`, the trust region measured by the KL of the drawn token against all others."""
+    """DPPO as in `dppo_tv`, with the KL of the drawn token against all others as the measure."""
     valid = inside_binary_kl(
         inputs.logprob, inputs.old_logprob, inputs.advantages, options.clip_low, options.clip_high
     )
@@ -293,44 +291,45 @@ def select_by_covariance(
     bounds: tuple[float, float] | None,
     excluded: Tensor | None,
 ) -> Tensor:
-    """The tokens whose log-probability and advantage vary together most,
-    https://arxiv.org/abs/2505.22617.
+    """The tokens whose log-probability and advantage vary together most.
 
-    A token's covariance is (A - mean A)(logp - mean logp), the means over the mask. Upstream,
-    Clip-Cov draws at random among the tokens within its bounds; here the highest are taken, so that
-    a run can be repeated.
+    The method is that of https://arxiv.org/abs/2505.22617. A token's covariance is (A - mean A)
+    (logp - mean logp), with the means over the mask. Upstream, Clip-Cov draws at random among the
+    tokens within its bounds. Here the highest are taken, so that a run can be repeated.
 
     Args:
-        logprob: [batch, response_len], under the policy being trained, of the whole mini-batch.
+        logprob: [batch, response_len], under the policy that is trained, of the whole mini-batch.
         advantages: [batch, response_len].
         mask: bool [batch, response_len].
-        fraction: of the mask's tokens to choose, rounded down, but at least one.
+        fraction: the part of the mask's tokens to choose, rounded down, but at least one token.
         bounds: choose only covariances strictly between these two; None: any.
         excluded: bool [batch, response_len], tokens not to choose, or None.
 
     Returns:
-        bool [batch, response_len]; of equal covariances the first row's, then the first token's,
-        are chosen first.
+        bool [batch, response_len]. Of equal covariances those in the first rows, and in them those
+        of the first tokens, are chosen first.
     """
-    logprob, advantages = logprob.detach().double(), advantages.double()
-    covariance = (advantages - masked_mean(advantages, mask)) * (
-        logprob - masked_mean(logprob, mask)
-    )
+    logprob = logprob.detach().double()
+    advantages = advantages.double()
+    advantage_deviation = advantages - masked_mean(advantages, mask)
+    logprob_deviation = logprob - masked_mean(logprob, mask)
+    covariance = advantage_deviation * logprob_deviation
+
     candidates = mask if excluded is None else mask & ~excluded
     if bounds is not None:
         candidates = candidates & (covariance > bounds[0]) & (covariance < bounds[1])
+
     positions = candidates.flatten().nonzero().squeeze(1)
     order = covariance.flatten()[positions].sort(descending=True, stable=True).indices
-    chosen = positions[order[: max(1, int(fraction * int(mask.sum())))]]
+    count = max(1, int(fraction * int(mask.sum())))
+
     selected = torch.zeros_like(mask).flatten()
-    selected[chosen] = True
+    selected[positions[order[:count]]] = True
     return selected.view_as(mask)
 
 
 def clip_cov_excluded(inputs: PolicyLossInputs, options: PolicyLossOptions) -> Tensor:
-    """The tokens that PPO's clip already takes, among which Clip-Cov chooses none; bool [batch,
-    response_len].
-    """
+    """The tokens that PPO's clip takes, never chosen by Clip-Cov; bool [batch, response_len]."""
     _, clipped = _clipped_surrogate(inputs.advantages, inputs.log_ratio.exp(), options)
     return clipped & inputs.mask
 
@@ -354,7 +353,7 @@ POLICY_LOSSES: dict[PolicyLossName, PolicyLossFunction] = {
 def _clipped_surrogate(
     advantages: Tensor, ratio: Tensor, options: PolicyLossOptions
 ) -> tuple[Tensor, Tensor]:
-    # PPO's loss before any dual clip, and where its clipped term is the larger.
+    """PPO's loss before any dual clip, and where its clipped term is the larger one."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return torch.maximum(unclipped, clipped), clipped > unclipped

@@ -15,7 +15,7 @@ STD_EPS = 1e-6
 
 
 class PromptGroups:
-    """Rows of a batch by the prompt that they answer; a reduction gives each row its group's figure.
+    """Rows of a batch by the prompt that they answer; every row is given the figure of its group.
 
     The lowest score of the prompt group is taken off before sums are taken, in float64. So scores
     with a large common offset lose no digits, and equal scores are exactly at their mean.

@@ -1,4 +1,4 @@
-"""From one score a response to one reward a token: penalties, normalisation and the KL taken off.
+"""From one score a response to one reward a token: penalties, normalisation, minus the KL.
 
 This file does not know who gave the score or how the KL was estimated.
 """
@@ -16,47 +16,50 @@ from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_by_prompt
 def token_rewards(
     scores: Tensor, mask: Tensor, kl: Tensor | None, kl_coef: float, placement: KlPlacement
 ) -> Tensor:
-    """Place each score on the last token of its mask and take the KL penalty off.
+    """Place each score on the last token of its mask and subtract the KL penalty.
 
-    The penalised reward of https://arxiv.org/abs/1909.08593, equation 2, spread over tokens as in
-    https://arxiv.org/abs/2203.02155. A response whose mask is empty gets no reward.
+    The penalised reward is that of https://arxiv.org/abs/1909.08593, equation 2, spread over tokens
+    as in https://arxiv.org/abs/2203.02155. A response whose mask is empty gets no reward.
 
     Args:
         scores: [batch], one a response.
         mask: bool [batch, response_len].
-        kl: [batch, response_len], KL of each token, or None for no penalty.
+        kl: [batch, response_len], the KL of each token, or None for no penalty.
         kl_coef: coefficient of the penalty.
-        placement: `token` takes each token's KL off its own reward, `terminal` their sum off the
-            last one's.
+        placement: `token` subtracts each token's KL from its own reward, `terminal` subtracts their
+            sum from the reward of the last token.
 
     Returns:
-        [batch, response_len], float like `scores`, 0 where the mask is.
+        [batch, response_len], float like `scores`, 0 outside the mask.
     """
     assert scores.shape == mask.shape[:1], (
         f"scores {tuple(scores.shape)} against mask {tuple(mask.shape)}"
     )
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
+
     positions = torch.arange(mask.shape[1], dtype=torch.int64, device=mask.device)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
     is_last = positions == last
+
     if kl is None:
         return torch.where(is_last, scores[:, None], 0)
     if placement == "terminal":
-        return torch.where(is_last, (scores - kl_coef * masked_sum(kl, mask, dim=1))[:, None], 0)
+        penalised = scores - kl_coef * masked_sum(kl, mask, dim=1)
+        return torch.where(is_last, penalised[:, None], 0)
     return torch.where(is_last, scores[:, None], 0) - kl_coef * kl.masked_fill(~mask, 0)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """What a response loses for ending in the last `buffer` tokens before the limit.
+    """The penalty of a response that ends in the last `buffer` tokens before the limit.
 
-    The soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to max_length -
-    buffer tokens, and from there on a straight line that reaches -factor at max_length.
+    This is the soft punishment of DAPO, https://arxiv.org/abs/2503.14476, equation 13: 0 up to
+    max_length - buffer tokens, and from there a straight line that reaches -factor at max_length.
 
     Args:
         lengths: [batch], tokens of each response.
-        max_length: tokens at which a response is cut.
-        buffer: tokens, at least 1.
-        factor: the loss at `max_length`.
+        max_length: number of tokens at which a response is cut.
+        buffer: number of tokens, at least 1.
+        factor: the size of the penalty at `max_length`.
 
     Returns:
         [batch], at most 0.
@@ -64,14 +67,15 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     assert 0 < buffer <= max_length, (
         f"an overlong buffer of {buffer} tokens does not fit into {max_length}"
     )
-    return (((max_length - buffer) - lengths) / buffer * factor).clamp(max=0)
+    below_buffer = (max_length - buffer) - lengths
+    return (below_buffer / buffer * factor).clamp(max=0)
 
 
 def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
-    """What a response loses for being cut before it stopped, as TRL's `missing_eos_penalty`.
+    """The penalty of a response that was cut before it stopped, as TRL's `missing_eos_penalty`.
 
     Args:
-        stopped: bool [batch], whether the response ended by itself.
+        stopped: bool [batch], whether each response ended by itself.
         penalty: at least 0.
 
     Returns:
@@ -83,15 +87,20 @@ def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
 
 
 def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
-    """(score - mean) / (std + 1e-6), [batch], with the moments of a set that `scores` [batch] may
-    be a part of.
+    """(score - mean) / (std + 1e-6), [batch].
+
+    Args:
+        scores: [batch].
+        moments: the moments of a set that `scores` may be a part of.
     """
-    return ((scores.double() - moments.mean) / (moments.variance**0.5 + STD_EPS)).to(scores.dtype)
+    centred = scores.double() - moments.mean
+    return (centred / (moments.variance**0.5 + STD_EPS)).to(scores.dtype)
 
 
 def normalise_by_prompt(scores: Tensor, prompt_groups: Tensor) -> Tensor:
-    """(score - group mean) / (group std + 1e-6), [batch]; a response alone in its group has mean 0
-    and std 1.
+    """(score - mean of the prompt group) / (its std + 1e-6), [batch].
+
+    A response alone in its prompt group has mean 0 and std 1.
 
     Args:
         scores: [batch].

@@ -1,10 +1,10 @@
-"""Which tokens DPPO, https://arxiv.org/abs/2602.04879, goes on learning from: those whose
-probability may still move.
+"""The trust region of DPPO, https://arxiv.org/abs/2602.04879: which tokens may still be learned
+from.
 
-The vocabulary is reduced to two events, the drawn token and everything else, so that a divergence
-between the old policy and the current one can be had from the log-probabilities of the drawn tokens
-alone. A token is left alone once the divergence is beyond its bound, unless the update would bring
-the policies closer again. This file does not know the loss.
+The vocabulary is reduced to two events, the drawn token and everything else. So the divergence
+between the old policy and the current one follows from the log-probabilities of the drawn tokens
+alone. Once it is beyond its bound, the token is not learned from, unless the update would bring the
+policies closer again. This file does not know the loss.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ PROBABILITY_EPS = 1e-8
 def inside_total_variation(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether the probability has not risen by more than `bound_high` where A > 0, nor fallen by
-    `bound_low` elsewhere.
+    """Whether each token's probability has moved by no more than its bound.
+
+    Where A > 0 it has risen by at most `bound_high`, elsewhere it has fallen by at most
+    `bound_low`.
 
     Args:
-        logprob: [batch, response_len], under the policy being trained.
+        logprob: [batch, response_len], under the policy that is trained.
         old_logprob: [batch, response_len], before this step's updates.
         advantages: [batch, response_len].
         bound_low: how far a probability may fall.
@@ -40,11 +42,13 @@ def inside_total_variation(
 def inside_binary_kl(
     logprob: Tensor, old_logprob: Tensor, advantages: Tensor, bound_low: float, bound_high: float
 ) -> Tensor:
-    """Whether the KL(old || current) of the two events is within its bound, or the probability
-    moved against A.
+    """Whether KL(old || current) of the two events is within its bound.
+
+    It is also True where the probability moved against A, since an update would bring the policies
+    closer.
 
     Args:
-        logprob: [batch, response_len], under the policy being trained.
+        logprob: [batch, response_len], under the policy that is trained.
         old_logprob: [batch, response_len], before this step's updates.
         advantages: [batch, response_len].
         bound_low: the largest divergence, in nats, at which a probability may fall further.
@@ -53,17 +57,21 @@ def inside_binary_kl(
     Returns:
         bool [batch, response_len].
     """
-    logprob, old_logprob = logprob.detach(), old_logprob.detach()
-    prob, old_prob = logprob.exp(), old_logprob.exp()
-    others, old_others = _others(logprob), _others(old_logprob)
+    logprob = logprob.detach()
+    old_logprob = old_logprob.detach()
+    prob = logprob.exp()
+    old_prob = old_logprob.exp()
+
     drawn = old_prob * (old_logprob - logprob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    divergence = drawn + (1 - old_prob) * (old_others / others).log()
+    others = (1 - old_prob) * (_other_prob(old_logprob) / _other_prob(logprob)).log()
+    divergence = drawn + others
+
     may_rise = (divergence <= bound_high) | (prob <= old_prob)
     may_fall = (divergence <= bound_low) | (prob >= old_prob)
     return torch.where(advantages > 0, may_rise, may_fall)
 
 
-def _others(logprob: Tensor) -> Tensor:
-    # expm1 keeps the digits that 1 - exp loses near probability 1, where rounding may also exceed
-    # it.
+def _other_prob(logprob: Tensor) -> Tensor:
+    """The probability of everything but the drawn token, at least 1e-8."""
+    # expm1 keeps the digits that 1 - exp loses near probability 1. Rounding may exceed 1 there.
     return (-torch.expm1(logprob)).clamp(min=0) + PROBABILITY_EPS

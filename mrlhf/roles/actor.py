@@ -17,6 +17,7 @@ from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.policy_objective import UPDATE_METRICS, LogitsObjective, PolicyObjective
+from mrlhf.roles.responses import cut_responses
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
@@ -67,9 +68,7 @@ class Actor:
 
     def cut(self, rollout: Rollout, mini_batch_samples: int) -> BatchCut:
         """Cut the rollout for this model, in mini-batches of `mini_batch_samples` rows."""
-        return self.engine.cut(
-            rollout.sequences(), rollout.prompt_lengths, "response", mini_batch_samples
-        )
+        return cut_responses(self.engine, rollout, mini_batch_samples)
 
     def evaluate(
         self, rollout: Rollout, cut: BatchCut, ref_logits: Sequence[Tensor] | None = None

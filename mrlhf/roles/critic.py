@@ -12,6 +12,7 @@ from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, Pack, PackedMiniBatch
 from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
 from mrlhf.rl.masking import masked_sum
+from mrlhf.roles.responses import cut_responses
 from mrlhf.training.engine import ModelEngine, spread
 
 UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
@@ -26,9 +27,7 @@ class Critic:
 
     def cut(self, rollout: Rollout, mini_batch_samples: int) -> BatchCut:
         """Cut the rollout for this model, in mini-batches of `mini_batch_samples` rows."""
-        return self.engine.cut(
-            rollout.sequences(), rollout.prompt_lengths, "response", mini_batch_samples
-        )
+        return cut_responses(self.engine, rollout, mini_batch_samples)
 
     def values(self, rollout: Rollout, cut: BatchCut) -> Tensor:
         """Predicted return before each response token, float32 [batch, response_len] on every host.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.roles.responses import cut_responses
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
@@ -20,8 +20,7 @@ class Reference:
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """Log-probabilities of the response tokens, float32 [batch, response_len] on every host."""
-        cut = self.engine.cut(rollout.sequences(), rollout.prompt_lengths, "response")
-        packs = cut.packs
+        packs = cut_responses(self.engine, rollout).packs
 
         def evaluate(logits: Tensor, number: int) -> Tensor:
             return self._token_logprobs(logits, packs[number])[None]
@@ -43,5 +42,5 @@ class Reference:
         return self.engine.forward(cut.packs, _to_host)
 
 
-def _to_host(logits: Tensor, number: int) -> torch.Tensor:
+def _to_host(logits: Tensor, number: int) -> Tensor:
     return logits.cpu()

@@ -1,11 +1,9 @@
-"""Which replica of the engine draws which samples: shared out by the length that responses are
-expected to have.
+"""Decides which replica of the engine draws which samples, so that all have about equal work.
 
-The assignment is fixed before generation begins, though one that hands out prompts as replicas come
-free would balance
-better: this one is the same on every rank without asking, and the same again when a run is resumed.
-    It knows neither
-ranks nor engines.
+A replica's work is estimated from the lengths that its responses are expected to have. The
+assignment is fixed before generation begins. Handing out prompts as replicas come free would
+balance better, but a fixed assignment is the same on every rank without any communication, and the
+same again when a run is resumed. This file does not know ranks or engines.
 """
 
 from __future__ import annotations
@@ -31,46 +29,55 @@ class Share:
 
 
 class ResponseLengths:
-    """How long the responses to each prompt have been: a mean over its last visits, and one over
-    all prompts.
+    """Remembers how long responses have been: a mean for each prompt, and one over all prompts.
 
-    The state depends on nothing but the responses, which every rank sees.
+    A mean covers about the last `VISITS` batches in which the prompt came up. The state depends
+    only on the responses, which every rank sees.
     """
 
-    VISITS = 4  # a mean forgets at this rate, since the policy changes
+    VISITS = 4  # older responses are forgotten, since the policy changes
 
     def __init__(self, capacity: int = 100_000) -> None:
-        """Remember at most `capacity` prompts; those longest not seen are forgotten first."""
+        """Remember at most `capacity` prompts, and forget first those not seen for the longest."""
         assert capacity >= 1, capacity
         self._capacity = capacity
+        # Mean length and number of visits; the prompt seen last is the last entry.
         self._means: dict[int, tuple[float, int]] = {}
-        self._all = (0.0, 0)
+        self._overall = (0.0, 0)
 
     def expected(self, uid: int, unknown: float) -> float:
-        """Tokens expected of a response to prompt `uid`; `unknown` before any prompt has been
-        answered.
+        """Expected tokens of a response to prompt `uid`.
+
+        For a new prompt it is the mean over all prompts, or `unknown` if there is none yet.
         """
         if uid in self._means:
-            return self._means[uid][0]
-        return self._all[0] if self._all[1] else unknown
+            mean, _ = self._means[uid]
+            return mean
+
+        mean, visits = self._overall
+        return mean if visits else unknown
 
     def update(self, uids: Sequence[int], lengths: Sequence[int]) -> None:
         """Take in one batch.
 
         Args:
-            uids: of the prompt of each sample.
+            uids: the prompt id of each sample.
             lengths: tokens of each response.
         """
         if not uids:
             return
-        by_uid: dict[int, list[int]] = {}
+
+        lengths_of: dict[int, list[int]] = {}
         for uid, length in zip(uids, lengths, strict=True):
-            by_uid.setdefault(uid, []).append(length)
-        for uid, found in by_uid.items():
-            # Taken out and put in again, a prompt is the youngest.
-            self._means[uid] = self._moved(self._means.pop(uid, (0.0, 0)), sum(found) / len(found))
-        self._all = self._moved(self._all, sum(lengths) / len(lengths))
-        for uid in list(self._means)[: max(0, len(self._means) - self._capacity)]:
+            lengths_of.setdefault(uid, []).append(length)
+
+        for uid, of_prompt in lengths_of.items():
+            previous = self._means.pop(uid, (0.0, 0))
+            self._means[uid] = self._updated(previous, sum(of_prompt) / len(of_prompt))
+        self._overall = self._updated(self._overall, sum(lengths) / len(lengths))
+
+        too_many = max(0, len(self._means) - self._capacity)
+        for uid in list(self._means)[:too_many]:
             del self._means[uid]
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,52 +86,65 @@ class ResponseLengths:
             "uids": list(self._means),
             "means": [mean for mean, _ in self._means.values()],
             "visits": [visits for _, visits in self._means.values()],
-            "all": list(self._all),
+            "all": list(self._overall),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `state_dict` gave."""
+        """Continue from a state that `state_dict` gave."""
         entries = zip(state["means"], state["visits"], strict=True)
         self._means = dict(zip(state["uids"], entries, strict=True))
-        mean, visits = state["all"]
-        self._all = (mean, visits)
 
-    def _moved(self, entry: tuple[float, int], found: float) -> tuple[float, int]:
-        mean, visits = entry
+        mean, visits = state["all"]
+        self._overall = (mean, visits)
+
+    def _updated(self, previous: tuple[float, int], new_mean: float) -> tuple[float, int]:
+        """The running mean and its number of visits after one more visit."""
+        mean, visits = previous
         visits = min(visits + 1, self.VISITS)
-        return mean + (found - mean) / visits, visits
+        return mean + (new_mean - mean) / visits, visits
 
 
 def assign(
     prompt_lengths: Sequence[int], response_lengths: Sequence[float], n: int, replicas: int
 ) -> list[list[Share]]:
-    """The shares of each replica; some have none where samples are fewer.
+    """Share out all samples of all prompts over the replicas.
 
-    In each, long responses come first: where not all can run at once, none that is long is then
-    left for the end. The samples of a prompt stay together, so that the prompt is computed once;
-    they are split only where they alone are more than a replica's fair share, as when prompts are
-    fewer than replicas, so that others would have to wait.
+    The samples of a prompt stay together, so that the prompt is computed once. They are split only
+    if they alone are more than a replica's fair share, for example if there are fewer prompts than
+    replicas: other replicas would have to wait for that one.
 
     Args:
         prompt_lengths: tokens of each prompt.
-        response_lengths: tokens that a response to each is expected to have.
-        n: samples a prompt.
+        response_lengths: expected tokens of a response to each prompt.
+        n: samples of a prompt.
         replicas: number of replicas.
+
+    Returns:
+        The shares of each replica. Long responses come first: if not all can run at once, no long
+        one is left for the end. If there are fewer shares than replicas, the last replicas get
+        none.
     """
-    pairs = list(zip(prompt_lengths, response_lengths, strict=True))
-    weights = [round(prompt + n * response) for prompt, response in pairs]
-    shares, loads = [], []
-    for number, (prompt, response) in enumerate(pairs):
-        # Its weight over the fair share, rounded up; in integers, so that equal weights are never
+    weights = []
+    for prompt, response in zip(prompt_lengths, response_lengths, strict=True):
+        weights.append(round(prompt + n * response))
+
+    shares = []
+    loads = []
+    for number, weight in enumerate(weights):
+        # The weight over the fair share, rounded up; in integers, so that equal weights are never
         # split by rounding.
-        parts = min(n, -(-weights[number] * replicas // sum(weights)))
+        parts = min(n, -(-weight * replicas // sum(weights)))
         for part in range(parts):
             samples = range(part * n // parts, (part + 1) * n // parts)
             shares.append(Share(number, samples))
-            loads.append(round(prompt + len(samples) * response))
-    parts = min(replicas, len(shares))
-    chosen = split_balanced(loads, parts) if parts else []
-    ordered = [
-        sorted(part, key=lambda i: (-response_lengths[shares[i].prompt], i)) for part in chosen
-    ]
-    return [[shares[i] for i in part] for part in ordered] + [[] for _ in range(replicas - parts)]
+            loads.append(round(prompt_lengths[number] + len(samples) * response_lengths[number]))
+
+    def long_responses_first(index: int) -> tuple[float, int]:
+        return -response_lengths[shares[index].prompt], index
+
+    busy = min(replicas, len(shares))
+    assigned: list[list[Share]] = []
+    for indices in split_balanced(loads, busy) if busy else []:
+        assigned.append([shares[i] for i in sorted(indices, key=long_responses_first)])
+    assigned += [[] for _ in range(replicas - busy)]
+    return assigned

@@ -1,8 +1,7 @@
-"""Collects the batch of one training step: generates responses, scores them, and adds the greedy
-baseline where an estimator wants one.
+"""Collects the batch of one training step: generates responses and scores them.
 
-With dynamic sampling a `DynamicSampler` draws the responses. This file does not know models or
-losses.
+Where the estimator asks for it, each prompt also gets a greedy response as its baseline. With
+dynamic sampling a `DynamicSampler` draws the responses. This file does not know models or losses.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class DrawnBatch:
 
     Attributes:
         rollout: the responses.
-        scores: their scores, or None where nobody has scored them yet.
+        scores: their scores, or None if they have not been scored yet.
         generated_tokens: tokens that the policy drew for the batch, in kept and dropped responses.
         engine_metrics: the engine's metrics of each generation, one or more.
         metrics: what dynamic sampling did; empty without it.

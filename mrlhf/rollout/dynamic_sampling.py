@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DynamicSampler:
-    """Draws training batches in which the responses to each prompt differ; every rank calls it in
-    step.
+    """Draws training batches in which the responses to each prompt differ.
+
+    Every rank calls it at the same time.
 
     Attributes:
         generator: holds the current weights when `draw` is called.
@@ -50,13 +51,13 @@ class DynamicSampler:
     filters: FilterGroupsSection
 
     def draw(self, step: int, sampling: SamplingParams, timer: PhaseTimer) -> DrawnBatch:
-        """Generate and score batches until enough prompt groups differ in their rewards, or
-        `max_num_gen_batches` is reached.
+        """Generate and score batches until enough prompt groups differ in their rewards.
 
-        If scoring runs a model, the engine sleeps afterwards.
+        It stops at `filters.max_num_gen_batches` batches and fills up with prompt groups that do
+        not differ. If scoring runs a model, the engine sleeps afterwards.
 
         Raises:
-            ConfigError: responses shall differ in accuracy, and no reward term knows it.
+            ConfigError: responses have to differ in accuracy, but no reward term tells it.
         """
         batches: list[DrawnBatch] = []
         scores: list[Scores] = []
@@ -69,11 +70,11 @@ class DynamicSampler:
                 with timer("reshard"):
                     self.generator.take_weights(version=version)
 
-            batch, its_scores = self._draw_one_batch(step, len(batches), sampling, timer)
+            batch, batch_scores = self._draw_one_batch(step, len(batches), sampling, timer)
             batches.append(batch)
-            scores.append(its_scores)
+            scores.append(batch_scores)
 
-            compared = self._compared_values(batch.rollout, its_scores)
+            compared = self._compared_values(batch.rollout, batch_scores)
             differs += prompt_groups_that_differ(compared, sampling.n)
 
         self._check_accuracy_is_known(scores)

@@ -1,8 +1,7 @@
-"""From the scores of a batch to the scores that train: normalised, clipped, with penalties for
-length.
+"""Shapes the scores of a batch for training: normalises and clips them, adds penalties for length.
 
-The order is fixed: normalise, clip, add penalties, so that a penalty is in the unit that the
-configuration names. It does not know who gave the scores, nor the KL.
+The order is always normalise, clip, add penalties, so that a penalty is in the unit in which it is
+configured. This file does not know where the scores come from, nor the KL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Scores a rollout: each rank runs rules and users' functions on its share of the responses, and
-all ranks together run the reward model.
+"""Scores a rollout with rules, users' functions and the reward model.
 
-This file knows how shares are cut and gathered. It does not know what a score means: see `rewards`.
+Each rank runs rules and users' functions on its share of the responses; all ranks together run the
+reward model. This file knows how shares are cut and gathered. It does not know what a score means:
+see `rewards`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Scores:
         terms: each term's own score and further numbers, by name; [batch], NaN where a response has
             none.
         answers: [batch], the answer that each response gives, according to the term that tells
-            right from wrong; None where it finds no answer. None as a whole where no term tells, or
-            nobody asked.
+            right from wrong; None where it finds no answer. None as a whole if no term tells, or
+            if the caller did not want answers.
     """
 
     total: Tensor
@@ -154,7 +155,7 @@ class Scorer:
         self._function.close()
 
     def _inputs(self, rollout: Rollout, rows: Sequence[int]) -> list[RewardInput]:
-        """What the terms are told of the responses at `rows`."""
+        """The input that the terms get for each of the responses at `rows`."""
         prompts = rollout.prompts
         lengths = rollout.response_lengths
 

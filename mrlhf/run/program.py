@@ -1,6 +1,6 @@
 """The life of a launcher: parse, check, run, and turn an error into one line and an exit code.
 
-It knows no algorithm and no check; the launcher hands both in.
+It does not know the algorithm or the checks; the launcher hands both in.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Program(Generic[ConfigT]):
     """What one launcher does.
 
     Attributes:
-        root: the configuration that it reads.
-        check: refuses, before anything is built, a configuration that cannot run on so many ranks;
-            returns the run in words.
+        root: the class of the configuration that it reads.
+        check: refuses a configuration that cannot run on this number of ranks, before anything is
+            built; returns a description of the run.
         dry_run: checks for a number of ranks that need not exist (None: the fewest that fit);
-            returns the run in words.
+            returns a description of the run.
         train: runs the job; every rank calls it.
     """
 
@@ -47,25 +47,29 @@ class Program(Generic[ConfigT]):
 
 
 def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
-    """Run the program as the arguments say, and end the process; returns its exit code where there
-    was nothing to run.
+    """Run the program as the arguments say, and end the process.
 
-    A failing rank prints its own error and exits at once with a code other than 0; torchrun then
+    A rank that fails prints its own error and exits at once with a code other than 0; torchrun then
     ends the others.
+
+    Returns:
+        The exit code, if there was nothing to run: after a dry run or bad input.
     """
     try:
         config, dry = parse_args(program.root, argv)
         if dry is not None:
             sys.stdout.write(program.dry_run(config, dry.world_size) + "\n")
             return 0
+
         launch = read_launch()
         configure_logging(launch.rank)
         description = program.check(config, launch.world_size)
     except ConfigError as error:
-        # Every rank sees the same arguments; one of them says what is wrong with them.
+        # Every rank sees the same mistake; one rank reports it.
         if is_first_process():
             sys.stderr.write(f"error: {error}\n")
         return BAD_INPUT
+
     logger.info("%s", description)
     try:
         program.train(config)
@@ -75,17 +79,19 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     except Exception:
         logger.exception("this rank failed")
         _leave(FAILED)
-    gc.collect()  # what an engine shares with other processes is given back as it goes
+
+    gc.collect()  # an engine that is deleted gives back the memory it shares with other processes
     dist.barrier()
     dist.destroy_process_group()
-    # Groups that are still referred to would go when the interpreter does, where gloo's threads now
-    # and then abort.
+    # A process group that is still referred to would be destroyed when the interpreter ends, and
+    # gloo's threads sometimes abort then.
     _leave(0)
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process at once: no destructor runs, and none waits for ranks that hang in a
-    collective.
+    """End the process at once.
+
+    No destructor runs, since one might wait for ranks that hang in a collective.
     """
     logging.shutdown()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""What a run leaves for people: the closing report, a PNG of curves, one summary over several runs.
+"""What a run reports at its end: its summary, a PNG of its curves, and the seconds of each phase.
 
-Everything is read from the files that the run wrote, so that it can be told again afterwards.
+Everything is read from the metrics file of the run, so that the report can be made again later.
 """
 
 from __future__ import annotations
@@ -31,72 +31,91 @@ Record = Mapping[str, Any]
 
 
 def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: float) -> None:
-    """Write summary.json and curves.png, and log what the run achieved and where its time went."""
+    """Write summary.json and curves.png, and log what the run achieved and where its time went.
+
+    Args:
+        output_dir: directory of the run, with its metrics.jsonl.
+        checkpoint: the exported model.
+        steps: training steps that were made.
+        seconds: duration of the run.
+    """
     records = read_metrics(output_dir / "metrics.jsonl")
-    summary = _achievements(records) | {
+    summary: dict[str, Any] = {
+        **_achievements(records),
         "steps": steps,
         "seconds": round(seconds, 1),
         "checkpoint": str(checkpoint),
     }
     write_summary(output_dir, summary)
-    known = {name for record in records for name in record}
-    validation = sorted(name for name in known if name.startswith(("val/", "val_sampled/")))
-    curves = [name for name in (*validation, *CURVES) if name in known]
-    plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png", curves)
+
+    picture = output_dir / "curves.png"
+    plot_curves(output_dir / "metrics.jsonl", picture, _curves(records))
+
     lines = [f"{name}: {_short(value)}" for name, value in summary.items()]
-    lines += ["seconds by phase:", *_phase_lines(records), f"curves: {output_dir / 'curves.png'}"]
+    lines += ["seconds by phase:", *_phase_lines(records), f"curves: {picture}"]
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
 
 
+def _curves(records: Sequence[Record]) -> list[str]:
+    """The metrics to plot: validation first, then those of CURVES that the run measured."""
+    measured = {name for record in records for name in record}
+    validation = sorted(name for name in measured if name.startswith(("val/", "val_sampled/")))
+    return validation + [name for name in CURVES if name in measured]
+
+
 def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
-    """Start and final accuracy, reward and KL, as far as the run measured them."""
-    found: dict[str, float | None] = {}
+    """Accuracy, reward and KL at the start and at the end, as far as the run measured them."""
+    achievements: dict[str, float | None] = {}
     for title, prefix in (("accuracy", "val/"), ("sampled_accuracy", "val_sampled/")):
         values = _history(records, prefix, "/acc@1")
         if values:
-            found |= {f"start_{title}": values[0], f"final_{title}": values[-1]}
-    # What PPO raises is the reward of sampled responses: that of held-out prompts if it was
-    # measured.
+            achievements[f"start_{title}"] = values[0]
+            achievements[f"final_{title}"] = values[-1]
+
+    # PPO raises the reward of sampled responses: of held-out prompts, if that was measured.
     rewards = (
         _history(records, "val_sampled/", "/reward_mean")
         or _history(records, "val/", "/reward_mean")
-        or [record["critic/score/mean"] for record in records if "critic/score/mean" in record]
+        or _values(records, "critic/score/mean")
     )
-    found |= {"reward_start": rewards[0], "reward_final": rewards[-1]}
-    kls = [
-        record["actor/reward_kl_penalty"]
-        for record in records
-        if "actor/reward_kl_penalty" in record
-    ]
+    achievements["reward_start"] = rewards[0]
+    achievements["reward_final"] = rewards[-1]
+
+    kls = _values(records, "actor/reward_kl_penalty")
     if kls:
-        found["kl_final"] = kls[-1]
-    return found
+        achievements["kl_final"] = kls[-1]
+    return achievements
+
+
+def _values(records: Sequence[Record], name: str) -> list[Any]:
+    """The values of one metric over the run."""
+    return [record[name] for record in records if name in record]
 
 
 def _history(records: Sequence[Record], prefix: str, ending: str) -> list[float]:
-    """One validation metric over the run, averaged over data sets."""
-    measured = (
-        [
-            value
-            for name, value in record.items()
-            if name.startswith(prefix) and name.endswith(ending)
-        ]
-        for record in records
-    )
-    return [fmean(values) for values in measured if values]
+    """One validation metric over the run, averaged over the data sets."""
+    means = []
+    for record in records:
+        values = []
+        for name, value in record.items():
+            if name.startswith(prefix) and name.endswith(ending):
+                values.append(value)
+        if values:
+            means.append(fmean(values))
+    return means
 
 
 def _phase_lines(records: Sequence[Record]) -> list[str]:
+    """The seconds that the run spent in each phase, the longest phase first."""
     totals: dict[str, float] = {}
     for record in records:
         for name, value in record.items():
             if name.startswith("timing_s/") and value is not None:
                 phase = name.removeprefix("timing_s/")
                 totals[phase] = totals.get(phase, 0.0) + value
-    return [
-        f"  {phase}: {seconds:.1f}"
-        for phase, seconds in sorted(totals.items(), key=lambda item: -item[1])
-    ]
+
+    longest_first = sorted(totals.items(), key=lambda item: -item[1])
+    return [f"  {phase}: {seconds:.1f}" for phase, seconds in longest_first]
 
 
 def _short(value: Any) -> str:

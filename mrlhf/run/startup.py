@@ -47,14 +47,16 @@ class Run:
 
 
 def start(config: Root, distributed: DistributedSection, output_dir: str, seed: int) -> Run:
-    """Join the job, seed, and write the configuration in full into the output directory."""
+    """Join the job, set the seeds, and write the whole configuration into the output directory."""
     device = pick_device(distributed.device, read_launch().local_rank)
     rank, world_size = init_distributed(device, distributed.timeout_s)
     configure_logging(rank)
     seed_everything(seed)
+
     directory = Path(output_dir)
     if rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         (directory / "metrics.jsonl").unlink(missing_ok=True)
+
     return Run(device, rank, world_size, GroupFactory(distributed.timeout_s), directory)

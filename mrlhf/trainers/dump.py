@@ -1,7 +1,11 @@
-"""Writes batches of training for people to look at. It knows no metric and no schedule."""
+"""Writes training batches to files for people to look at.
+
+This file does not know metrics, nor when a batch is to be written.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -17,25 +21,27 @@ def dump_rollout(
 ) -> None:
     """Write every prompt, response and score of a step to `rollouts/step_<step>.jsonl`."""
     rollout = experience.rollout
-    lengths, prompts = rollout.response_lengths, rollout.prompts
-    rows = (
-        {
-            "uid": prompts.uid[row],
-            "sample": rollout.sample_index[row],
-            "data_source": prompts.data_source[row],
-            "prompt": prompts.text[row],
-            "response": tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist()),
-            "ground_truth": prompts.ground_truth[row],
-            "stopped": bool(rollout.stopped[row]),
-            "score": float(experience.scores[row]),
-            "terms": {
-                name: column[row]
-                for name, column in scores.terms.items()
-                if column[row] == column[row]
-            },
-        }
-        for row in range(len(rollout))
-    )
+    prompts = rollout.prompts
+    lengths = rollout.response_lengths
+
+    rows = []
+    for row in range(len(rollout)):
+        tokens = rollout.response_ids[row, : lengths[row]].tolist()
+        numbers = {name: column[row] for name, column in scores.terms.items()}
+        rows.append(
+            {
+                "uid": prompts.uid[row],
+                "sample": rollout.sample_index[row],
+                "data_source": prompts.data_source[row],
+                "prompt": prompts.text[row],
+                "response": tokenizer.decode(tokens),
+                "ground_truth": prompts.ground_truth[row],
+                "stopped": bool(rollout.stopped[row]),
+                "score": float(experience.scores[row]),
+                "terms": {name: x for name, x in numbers.items() if not math.isnan(x)},
+            }
+        )
+
     directory = output_dir / "rollouts"
     directory.mkdir(exist_ok=True)
     write_rows(directory / f"step_{step:06d}.jsonl", rows)

@@ -1,5 +1,6 @@
-"""Measures the policy on held-out prompts: mean reward and accuracy of each data set, over one or
-many answers.
+"""Measures the policy on held-out prompts: mean reward and accuracy on each data set.
+
+A prompt may have one answer or many. This file does not know how responses are generated or scored.
 """
 
 from __future__ import annotations
@@ -11,85 +12,101 @@ from statistics import fmean
 from mrlhf.batch import Rollout
 from mrlhf.rollout.scoring import Scorer, Scores
 
-OF_MANY = ("/pass@", "/maj@")
+MANY_ANSWERS = ("/pass@", "/maj@")
 
 
 def measure(scorer: Scorer, rollout: Rollout, n: int = 1) -> dict[str, float]:
-    """Score a rollout of `n` responses a prompt and sum it up; every rank calls it.
+    """Score a rollout of `n` responses to each prompt and summarise it; every rank calls it.
 
     Returns:
-        `<data_source>/reward_mean` over all responses; where a reward term tells right from wrong,
-        `.../acc@1` over all responses and, for n > 1, `.../pass@<n>`; where the term says what each
-        answer is, `.../maj@<n>` too.
+        For each data source:
+        `<data_source>/reward_mean` over all responses;
+        `<data_source>/acc@1` over all responses, if a reward term tells right from wrong, and
+        `<data_source>/pass@<n>`, if n > 1 too;
+        `<data_source>/maj@<n>`, if that term also says what each answer is.
     """
-    return summarise(scorer.score(rollout, with_answers=n > 1), rollout.prompts.data_source[::n], n)
+    scores = scorer.score(rollout, with_answers=n > 1)
+    source_of_each_prompt = rollout.prompts.data_source[::n]
+    return summarise(scores, source_of_each_prompt, n)
 
 
 def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
-    """The metrics of `measure` from its scores; right is a response whose correctness is above one
-    half.
+    """The metrics of `measure` from the scores.
+
+    A response is right if its correctness is above one half.
 
     Args:
-        scores: of every response [prompts * n], those of one prompt side by side.
-        sources: data source of each prompt.
-        n: responses a prompt.
+        scores: the scores of all responses [prompts * n], those of one prompt side by side.
+        sources: the data source of each prompt.
+        n: responses to each prompt.
     """
     assert len(scores.total) == len(sources) * n, (
         f"{len(scores.total)} scores of {len(sources)} prompts x {n}"
     )
+
     prompts_of: dict[str, list[int]] = {}
     for prompt, source in enumerate(sources):
         prompts_of.setdefault(source, []).append(prompt)
+
+    correct = scores.correct
     metrics = {}
     for source, prompts in prompts_of.items():
-        groups = [range(prompt * n, prompt * n + n) for prompt in prompts]
-        rows = [row for group in groups for row in group]
+        prompt_groups = [range(prompt * n, prompt * n + n) for prompt in prompts]
+        rows = [row for prompt_group in prompt_groups for row in prompt_group]
         metrics[f"{source}/reward_mean"] = float(scores.total[rows].mean())
-        if scores.correct is None:
+
+        if correct is None:
             continue
-        right = scores.correct
-        metrics[f"{source}/acc@1"] = fmean(right[row] for row in rows)
-        if n > 1:
-            metrics[f"{source}/pass@{n}"] = fmean(
-                any(right[row] > 0.5 for row in group) for group in groups
-            )
-        if n > 1 and scores.answers is not None:
-            answers = scores.answers
-            votes = [
-                majority([answers[row] for row in group], [right[row] > 0.5 for row in group])
-                for group in groups
-            ]
+        metrics[f"{source}/acc@1"] = fmean(correct[row] for row in rows)
+        if n == 1:
+            continue
+
+        passed = []
+        votes = []
+        for prompt_group in prompt_groups:
+            right = [correct[row] > 0.5 for row in prompt_group]
+            passed.append(any(right))
+            if scores.answers is not None:
+                answers = [scores.answers[row] for row in prompt_group]
+                votes.append(majority(answers, right))
+        metrics[f"{source}/pass@{n}"] = fmean(passed)
+        if scores.answers is not None:
             metrics[f"{source}/maj@{n}"] = fmean(votes)
     return metrics
 
 
 def majority(answers: Sequence[str | None], right: Sequence[bool]) -> bool:
-    """Whether the most frequent answer of one prompt is right: self-consistency,
-    https://arxiv.org/abs/2203.11171.
+    """Whether the most frequent answer to a prompt is right.
 
-    Of answers equally frequent, the one drawn first counts. A response without an answer (None) has
-    no vote; where none has one, the prompt counts as wrong.
+    This is self-consistency, https://arxiv.org/abs/2203.11171. If several answers are equally
+    frequent, the one that was drawn first counts. A response without an answer (None) has no vote;
+    if no response has one, the prompt counts as wrong.
     """
-    votes = Counter(
-        answer for answer in answers if answer is not None
-    )  # in the order of first occurrence
+    # A Counter keeps the order of first occurrence, also among equally frequent answers.
+    votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return False
-    return right[answers.index(votes.most_common(1)[0][0])]
+
+    winner, _ = votes.most_common(1)[0]
+    return right[answers.index(winner)]
 
 
 def validation_metrics(
     greedy: Mapping[str, float], sampled: Mapping[str, float]
 ) -> dict[str, float]:
-    """What a validation reports: `val/` greedy answers and what is said of many samples,
-    `val_sampled/` the rest.
+    """The metrics that a validation reports.
 
     Args:
         greedy: metrics of `measure` on greedy answers.
-        sampled: metrics of `measure` on samples; empty where there are none.
+        sampled: metrics of `measure` on sampled answers; empty if there are none.
+
+    Returns:
+        `val/<name>` for greedy answers and for what only many samples can tell (`pass@`, `maj@`);
+        `val_sampled/<name>` for the rest of the samples' metrics.
     """
     metrics = {f"val/{name}": value for name, value in greedy.items()}
     for name, value in sampled.items():
-        of_many = any(mark in name for mark in OF_MANY)
-        metrics[f"{'val' if of_many else 'val_sampled'}/{name}"] = value
+        needs_many = any(mark in name for mark in MANY_ANSWERS)
+        prefix = "val" if needs_many else "val_sampled"
+        metrics[f"{prefix}/{name}"] = value
     return metrics

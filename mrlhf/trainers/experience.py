@@ -1,5 +1,4 @@
-"""Turns a scored rollout into what the updates need: token rewards with the KL, rollout correction,
-advantages, whitening.
+"""Turns a scored rollout into what the updates need: rewards, rollout correction, advantages.
 
 It works on the global batch, which every rank holds. So statistics of prompt groups, whitening and
 metrics need no communication and are the same on every layout. It does not know the models whose
@@ -25,6 +24,7 @@ from mrlhf.rl.advantages import (
     length_adaptive_lam,
 )
 from mrlhf.rl.correction import correct
+from mrlhf.rl.group_advantages import AdvantagesAndReturns
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
@@ -80,17 +80,12 @@ def make_experience(
     policy = outputs.policy
     old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
 
-    # Rewards: the shaped score on the last token, the KL taken off.
-    kl = None
-    mean_kl = None
-    if algorithm.use_kl_in_reward:
-        kl = _reward_kl(old_logprobs, outputs, algorithm)
-        mean_kl = float(masked_mean(kl, drawn, dim=1).mean())
+    kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
     rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
     if algorithm.whiten_rewards:
         rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
 
-    # Correction: in bypass mode it is made on every mini-batch of the update instead.
+    # In bypass mode correction is made on every mini-batch of the update instead.
     loss_mask = drawn
     weights = None
     if policy is not None:
@@ -99,19 +94,11 @@ def make_experience(
         loss_mask = corrected.kept
         weights = corrected.weights
 
-    # Advantages: estimated from all tokens that train, whitened over those that are kept.
     inputs = AdvantageInputs(
         rewards, drawn, rollout.prompt_groups, outputs.values, collected.greedy_scores
     )
-    estimator = find_method(
-        "algorithm.adv_estimator", algorithm.adv_estimator, ADVANTAGE_ESTIMATORS
-    )
-    options = _advantage_options(algorithm, drawn)
-    advantages, returns = estimate_advantages(estimator, inputs, options)
-    if algorithm.adv_estimator in WHITENED:
-        advantages = whiten(advantages, loss_mask, local_moments(advantages, loss_mask))
-
-    correct_answers = collected.scores.correct
+    advantages, returns = _advantages(inputs, loss_mask, algorithm)
+    right = collected.scores.correct
     experience = Experience(
         rollout=rollout,
         scores=collected.scores.total,
@@ -123,8 +110,9 @@ def make_experience(
         advantages=advantages,
         returns=returns,
         weights=weights,
-        positive=None if correct_answers is None else torch.tensor(correct_answers) > 0.5,
+        positive=None if right is None else torch.tensor(right) > 0.5,
     )
+    mean_kl = None if kl is None else float(masked_mean(kl, drawn, dim=1).mean())
     return experience, mean_kl
 
 
@@ -148,12 +136,12 @@ def correction_metrics(
     correction = make_correction(section)
     corrected = correct(log_ratio, mask, correction)
 
-    found = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
+    mismatch = mismatch_metrics(logprobs, rollout.rollout_logprobs, mask)
     if correction.level is not None:
-        found |= weight_metrics(corrected, correction, log_ratio, mask)
+        mismatch |= weight_metrics(corrected, correction, log_ratio, mask)
     if correction.criteria:
-        found |= rejection_metrics(corrected, mask)
-    metrics = {f"rollout_corr/{name}": value for name, value in found.items()}
+        mismatch |= rejection_metrics(corrected, mask)
+    metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
 
     gap = (logprobs.double().exp() - rollout.rollout_logprobs.double().exp()).abs()
     moments = local_moments(gap, mask)
@@ -164,6 +152,19 @@ def correction_metrics(
             "training/rollout_probs_diff_std": moments.variance**0.5,
         }
     return metrics
+
+
+def _advantages(
+    inputs: AdvantageInputs, kept: Tensor, algorithm: AlgorithmSection
+) -> AdvantagesAndReturns:
+    """Advantages and returns of all drawn tokens, whitened over those that correction kept."""
+    name = algorithm.adv_estimator
+    estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
+    options = _advantage_options(algorithm, inputs.mask)
+    advantages, returns = estimate_advantages(estimator, inputs, options)
+    if name in WHITENED:
+        advantages = whiten(advantages, kept, local_moments(advantages, kept))
+    return advantages, returns
 
 
 def _advantage_options(algorithm: AlgorithmSection, mask: Tensor) -> AdvantageOptions:

@@ -6,6 +6,7 @@ It knows which configuration key goes to which part. It runs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrlhf.batch import Prompts
@@ -74,10 +75,7 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     _check_stop(config.rollout.stop, tokenizer)
 
     prompts = _dataset(config, config.data.train_files, tokenizer)
-    held_out = None
-    if config.data.val_files:
-        validation = _dataset(config, config.data.val_files, tokenizer)
-        held_out = validation.batch(range(len(validation)))
+    held_out = _held_out(config, tokenizer)
     sampler = StatefulSampler(
         len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
@@ -97,25 +95,7 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     generator = build_generator(config, run, actor.engine, tokenizer)
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
-    prompt_batches = map(prompts.batch, sampler)
-    dynamic_sampler = None
-    if config.algorithm.filter_groups.enable:
-        dynamic_sampler = DynamicSampler(
-            generator=generator,
-            scorer=scorer,
-            shaper=shaper,
-            prompts=prompt_batches,
-            train_batch_size=config.data.train_batch_size,
-            filters=config.algorithm.filter_groups,
-        )
-    collector = Collector(
-        generator=generator,
-        scorer=scorer,
-        shaper=shaper,
-        prompts=prompt_batches,
-        dynamic_sampler=dynamic_sampler,
-        greedy_baseline=config.algorithm.adv_estimator == "remax",
-    )
+    collector = _collector(config, generator, scorer, shaper, map(prompts.batch, sampler))
     return Parts(
         tokenizer=tokenizer,
         held_out=held_out,
@@ -167,6 +147,43 @@ def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> Promp
     data = config.data
     return PromptDataset(
         files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
+    )
+
+
+def _held_out(config: PPOConfig, tokenizer: Tokenizer) -> Prompts | None:
+    """The validation prompts as one batch, if there are any."""
+    if not config.data.val_files:
+        return None
+    prompts = _dataset(config, config.data.val_files, tokenizer)
+    return prompts.batch(range(len(prompts)))
+
+
+def _collector(
+    config: PPOConfig,
+    generator: Generator,
+    scorer: Scorer,
+    shaper: RewardShaper,
+    prompts: Iterator[Prompts],
+) -> Collector:
+    """What fills the batches of training steps, by dynamic sampling if that is on."""
+    algorithm = config.algorithm
+    dynamic_sampler = None
+    if algorithm.filter_groups.enable:
+        dynamic_sampler = DynamicSampler(
+            generator=generator,
+            scorer=scorer,
+            shaper=shaper,
+            prompts=prompts,
+            train_batch_size=config.data.train_batch_size,
+            filters=algorithm.filter_groups,
+        )
+    return Collector(
+        generator=generator,
+        scorer=scorer,
+        shaper=shaper,
+        prompts=prompts,
+        dynamic_sampler=dynamic_sampler,
+        greedy_baseline=algorithm.adv_estimator == "remax",
     )
 
 

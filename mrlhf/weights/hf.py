@@ -68,8 +68,7 @@ def read_weights(
             piece = slot.piece
             if piece.name in tensors:
                 stored = tensors[piece.name].get_slice(piece.name)
-                whole_dims = (slice(None),) * piece.dim
-                index = (*whole_dims, slice(piece.start, piece.stop))
+                index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
                 slot.store(stored[index])
     return [name for name in shapes if name not in files]
 

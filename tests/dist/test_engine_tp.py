@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrlhf.inference.base import SamplingParams
+from mrlhf.inference.base import Sample, SamplingParams, requests_for
 from tests.engine_models import MODELS, answer, hf_model, make_engine, make_prompts
 from tests.ranks import run_ranks
 
@@ -31,12 +31,36 @@ def _generate(
         engine = make_engine(hf_model(name, dtype), group, max_num_seqs=10, dtype=dtype)
         for number, sampling in enumerate(DRAWS):
             samples = answer(engine, PROMPTS, UIDS, sampling)
-            results[name, number] = [dataclasses.asdict(sample) for sample in samples]
+            results[name, number] = _as_dicts(samples)
     return results
 
 
-def _body(rank: int, world_size: int) -> tuple[Results, Results]:
-    return _generate(dist.group.WORLD), _generate(dist.group.WORLD, torch.bfloat16)
+def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[dict], list[dict]]:
+    """Samples in the order in which they end, of requests of which half come late; and those that
+    are left when the rest is cancelled.
+    """
+    engine = make_engine(hf_model("qwen3"), group, max_num_seqs=10)
+    requests = requests_for(PROMPTS, UIDS, DRAWS[1])
+    engine.submit(requests[:4])
+    late, samples = requests[4:], []
+    while engine.in_flight:
+        engine.step()
+        samples += engine.collect().samples
+        if late:
+            engine.submit([late.pop(0)])
+    engine.submit(requests)
+    for _ in range(6):
+        engine.step()
+    return _as_dicts(samples), _as_dicts(engine.cancel().samples)
+
+
+def _as_dicts(samples: list[Sample]) -> list[dict]:
+    return [dataclasses.asdict(sample) for sample in samples]
+
+
+def _body(rank: int, world_size: int) -> tuple[Results, Results, tuple[list[dict], list[dict]]]:
+    group = dist.group.WORLD
+    return _generate(group), _generate(group, torch.bfloat16), _step_by_step(group)
 
 
 def _body_of_four(rank: int, world_size: int) -> Results:
@@ -53,8 +77,14 @@ def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
 
 
 def test_two_ranks_give_the_tokens_and_logprobs_of_one():
-    (first, first_bf16), (second, second_bf16) = run_ranks(2, _body)
+    (first, first_bf16, stepped), (second, second_bf16, stepped_too) = run_ranks(2, _body)
     assert first == second and first_bf16 == second_bf16
+    assert stepped == stepped_too
+    for samples, others in zip(stepped, _step_by_step(None), strict=True):
+        assert 0 < len(samples) == len(others)
+        for one, two in zip(others, samples, strict=True):
+            assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5)
+            assert {key: two[key] for key in one} == one
     alone = _generate(None)
     for case, samples in alone.items():
         for one, two in zip(samples, first[case], strict=True):

@@ -40,4 +40,5 @@ def test_a_rank_is_like_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
                 "server threads": 1,
                 "cuda": False,
             }
+
     assert len(set(drawn)) == 12, "two ranks draw the same random numbers"

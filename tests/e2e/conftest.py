@@ -1,4 +1,4 @@
-"""The demo's data and start policy, made once for all tests that train from it."""
+"""The demo's data and start policy, made once for all tests that train from them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from tests.e2e.programs import run_program, succeed, torchrun
 
 @pytest.fixture(scope="session")
 def start_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `data/` and `sft/model/`, as the first two commands of `make demo` write
-    them.
-    """
+    """A directory with `data/` and `sft/model/`, as `make demo` writes them before PPO."""
     root = tmp_path_factory.mktemp("start")
     succeed(run_program(["tools/prepare_data.py", "arithmetic", "--out", str(root / "data")]))
-    places = [f"data.train_files={root}/data/sft.jsonl", f"data.tokenizer={root}/data/tokenizer"]
-    places += [f"trainer.output_dir={root}/sft"]
-    succeed(
-        torchrun(
-            2,
-            ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *places],
-            timeout=900,
-        )
-    )
+
+    places = [
+        f"data.train_files={root}/data/sft.jsonl",
+        f"data.tokenizer={root}/data/tokenizer",
+        f"trainer.output_dir={root}/sft",
+    ]
+    train = ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *places]
+    succeed(torchrun(2, train, timeout=900))
     return root

@@ -1,6 +1,4 @@
-"""A launcher whose engine raises on rank 1 while all others wait for its samples; a program for
-`test_failure`.
-"""
+"""The program of `test_failure`: the engine of rank 1 raises while the others wait for samples."""
 
 from __future__ import annotations
 

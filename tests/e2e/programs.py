@@ -1,11 +1,13 @@
-"""Starts the launchers and tools as a user does, as processes. It knows no assertion."""
+"""Starts the launchers and tools as a user does, in new processes, and reads what they write."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def run_program(
     arguments: list[str], timeout: float = 600.0, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program of the project; its output is captured as text."""
+    """Run a Python program of the project, and capture its output as text."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *arguments],
@@ -36,8 +38,13 @@ def torchrun(
 
 
 def succeed(done: subprocess.CompletedProcess[str]) -> str:
-    """The program's output, both streams; it must have succeeded."""
+    """Assert that the program has succeeded, and return its output of both streams."""
     assert done.returncode == 0, (
         f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     )
     return done.stdout + done.stderr
+
+
+def read_lines(file: Path) -> list[Any]:
+    """The JSON value of each line."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

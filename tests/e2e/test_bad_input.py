@@ -1,6 +1,4 @@
-"""What a user sees who makes a mistake: one line that says what to do, and an exit code that is not
-0.
-"""
+"""What a user sees after a mistake: one line that says what to do, and a nonzero exit code."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ def _main(root: type[PPOConfig | SFTConfig | RewardModelConfig], arguments: list
         (["--config", "configs/none.yaml"], "configs/none.yaml"),
         (
             ["--config", DEMO, "configs/algorithms/grpo.yaml"],
-            "argument 'configs/algorithms/grpo.yaml' is not of the form key.path=value; to read it as a file, write "
-            "--config configs/algorithms/grpo.yaml",
+            "argument 'configs/algorithms/grpo.yaml' is not of the form key.path=value; to read "
+            "it as a file, write --config configs/algorithms/grpo.yaml",
         ),
         (
             ["--config", DEMO, "--dry-run", "--world-size", "6"],
@@ -87,19 +85,20 @@ def test_each_algorithm_fits_the_small_task(
     preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    base, method = "configs/arithmetic_cpu.yaml", f"configs/algorithms/{preset}"
-    told = re.search(
-        rf"^# On {base}: (.+)$", (ROOT / method).read_text(encoding="utf-8"), re.MULTILINE
-    )
-    overrides = [] if told is None else shlex.split(told[1])
-    assert _main(PPOConfig, ["--config", base, "--config", method, "--dry-run", *overrides]) == 0
+    base = "configs/arithmetic_cpu.yaml"
+    method = f"configs/algorithms/{preset}"
+    text = (ROOT / method).read_text(encoding="utf-8")
+    comment = re.search(rf"^# On {base}: (.+)$", text, re.MULTILINE)
+    overrides = [] if comment is None else shlex.split(comment[1])
+    arguments = ["--config", base, "--config", method, "--dry-run"]
+
+    assert _main(PPOConfig, [*arguments, *overrides]) == 0
     output = capsys.readouterr().out
     assert "configuration fits 2 ranks" in output
     assert ("no critic: " in output) is (preset not in ("ppo.yaml", "vapo.yaml"))
+
     if overrides:
-        assert (
-            _main(PPOConfig, ["--config", base, "--config", method, "--dry-run"]) == 2
-        )  # they are needed
+        assert _main(PPOConfig, arguments) == 2  # the overrides are needed
 
 
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "remax"])
@@ -137,16 +136,8 @@ def test_missing_data_ends_every_rank(tmp_path: Path) -> None:
 
 
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:
-    done = run_program(
-        [
-            "tools/prepare_data.py",
-            "gsm8k",
-            "--source",
-            str(tmp_path),
-            "--out",
-            str(tmp_path / "out"),
-        ]
-    )
+    places = ["--source", str(tmp_path), "--out", str(tmp_path / "out")]
+    done = run_program(["tools/prepare_data.py", "gsm8k", *places])
     assert done.returncode == 1
     assert "openai/gsm8k" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,4 @@
-"""The demo as shipped: SFT and PPO on arithmetic at TP=2 x PP=2, what it reports, and the
-checkpoint it leaves.
-"""
+"""The demo as shipped, SFT and PPO on arithmetic at TP=2 x PP=2: it learns and says what it did."""
 
 from __future__ import annotations
 
@@ -12,25 +10,28 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.programs import succeed, torchrun
+from tests.e2e.programs import read_lines, succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
 def demo(start_policy: Path) -> dict[str, Any]:
-    """Run what `make demo` runs, in a directory of its own."""
-    root, data = start_policy, start_policy / "data"
-    ppo = [f"actor.path={root}/sft/model", f"data.train_files={data}/train.jsonl"]
-    ppo += [f"data.val_files={data}/held_out.jsonl", f"trainer.output_dir={root}"]
-    log = succeed(
-        torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *ppo], timeout=900)
-    )
-    records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    """What the run of `make demo` leaves, in another directory."""
+    root = start_policy
+    places = [
+        f"actor.path={root}/sft/model",
+        f"data.train_files={root}/data/train.jsonl",
+        f"data.val_files={root}/data/held_out.jsonl",
+        f"trainer.output_dir={root}",
+    ]
+    train = ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *places]
+    log = succeed(torchrun(4, train, timeout=900))
+
     return {
         "root": root,
         "log": log,
-        "records": records,
+        "records": read_lines(root / "metrics.jsonl"),
         "summary": json.loads((root / "summary.json").read_text()),
     }
 
@@ -45,7 +46,7 @@ def test_it_learns(demo: dict[str, Any]) -> None:
 
 
 def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
-    log, root = demo["log"], demo["root"]
+    root = demo["root"]
     for phrase in (
         "start_accuracy",
         "final_accuracy",
@@ -53,12 +54,10 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
         "update_actor",
         str(root / "actor"),
     ):
-        assert phrase in log
+        assert phrase in demo["log"]
     assert (root / "curves.png").read_bytes().startswith(b"\x89PNG")
-    rows = [
-        json.loads(line)
-        for line in (root / "rollouts" / "step_000020.jsonl").read_text().splitlines()
-    ]
+
+    rows = read_lines(root / "rollouts" / "step_000020.jsonl")
     assert len(rows) == 512
     assert {row["score"] for row in rows} == {0.0, 1.0}
     assert all((row["response"] == row["ground_truth"]) == (row["score"] == 1.0) for row in rows)
@@ -67,6 +66,7 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
 def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
     steps = [record for record in demo["records"] if record["step"] > 0]
     assert [record["step"] for record in steps] == list(range(1, 51))
+
     for record in steps:
         assert record["training/rollout_probs_diff_max"] < 5e-5
         assert record["reshard/bytes_moved"] == record["reshard/bytes_had_to_move"] > 0
@@ -85,8 +85,8 @@ def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
     directory: Path = demo["root"] / "actor"
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-    lines = (demo["root"] / "data" / "held_out.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+
+    rows = read_lines(demo["root"] / "data" / "held_out.jsonl")
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         output = model.generate(
@@ -95,8 +95,8 @@ def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
             max_new_tokens=5,
             do_sample=False,
         )
-    answers = tokenizer.batch_decode(
-        output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+
+    responses = output[:, batch["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
     assert right / len(rows) == demo["summary"]["final_accuracy"]

@@ -1,6 +1,4 @@
-"""What docs/generation.md and docs/benchmarks.md say about generation: its command, keys, metrics
-and benchmark.
-"""
+"""docs/generation.md is right: its command, keys and metrics exist, and the benchmark runs."""
 
 from __future__ import annotations
 
@@ -24,11 +22,9 @@ pytestmark = pytest.mark.timeout(300)
 def test_its_command_says_what_a_sequence_takes() -> None:
     (command,) = re.findall(r"^python (.+)$", PAGE, re.MULTILINE)
     output = succeed(run_program(shlex.split(command)))
-    # 13 tokens take one block of 16
-    assert (
-        "a sample at full length: 2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens = 8192 bytes"
-        in output
-    )
+    # 13 tokens take one block of 16.
+    factors = "2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens"
+    assert f"a sample at full length: {factors} = 8192 bytes" in output
     assert "rollout.kv_cache_mb 1 = 1048576 bytes: 128 samples at full length" in output
 
 
@@ -36,29 +32,25 @@ def test_its_keys_and_metrics_exist() -> None:
     known = {key.name for key in keys(PPOConfig)}
     named = set(re.findall(r"`((?:rollout|data|actor)\.\w+)`", PAGE))
     assert len(named) > 10 and named <= known
-    told = set(engine_metrics([EngineStats(1, 1, 1, 1, 1, 1, 1)]))
-    assert set(re.findall(r"`(rollout/\w+)`", PAGE)) == told
+    metrics = set(engine_metrics([EngineStats(1, 1, 1, 1, 1, 1, 1)]))
+    assert set(re.findall(r"`(rollout/\w+)`", PAGE)) == metrics
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    arguments = [
-        "benchmarks/generate.py",
-        "--quick",
-        "--contenders",
-        "native,transformers",
-        "--json",
-        str(file),
-    ]
-    output = succeed(run_program(arguments, timeout=240))
+    options = ["--quick", "--contenders", "native,transformers", "--json", str(file)]
+    output = succeed(run_program(["benchmarks/generate.py", *options], timeout=240))
     assert "| 3M | float32 | 1 | 8 x 16 |" in output
+
     (result,) = json.loads(file.read_text())
     assert result["failed"] == {}
     assert result["greedy_agreement"] == {"native": 1.0, "transformers": 1.0}
+
     even, spread = result["workloads"]
-    for found in even["contenders"].values():
-        assert (found["tokens"], found["shortest"], found["longest"]) == (128, 16, 16)
-        assert found["tokens_per_second"] == pytest.approx(sum(found["all"]) / 2)
-        assert 0 < found["gemm_share"] < 1.5 and 0 < found["memory_share"] < 1.5
-    for found in spread["contenders"].values():
-        assert found["longest"] >= 10 * found["shortest"]
+    for run in even["contenders"].values():
+        assert (run["tokens"], run["shortest"], run["longest"]) == (128, 16, 16)
+        assert run["tokens_per_second"] == pytest.approx(sum(run["all"]) / 2)
+        assert 0 < run["gemm_share"] < 1.5
+        assert 0 < run["memory_share"] < 1.5
+    for run in spread["contenders"].values():
+        assert run["longest"] >= 10 * run["shortest"]

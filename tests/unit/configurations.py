@@ -30,6 +30,7 @@ def ppo(**changes):
         "algorithm": {},
         "reference": {},
     }
+
     return PPOConfig.model_validate(changed(tree, changes))
 
 

@@ -1,5 +1,6 @@
-"""GAE against published numbers and its definition as a double sum; every named estimator, and its
-invariances.
+"""GAE against published numbers and its definition as a double sum, and every named estimator.
+
+The estimators are also checked for what must not change them.
 """
 
 from dataclasses import replace
@@ -36,9 +37,7 @@ BATCH = AdvantageInputs(
 
 
 def _slow_gae(rewards, values, mask, gamma, lam):
-    """A_t = sum over later valid tokens of (gamma lam)^l delta; masked-out positions are cut out of
-    the sequence.
-    """
+    """A_t = sum over later valid tokens of (gamma lam)^l delta, as if only these existed."""
     advantages = torch.zeros_like(values)
     for row in range(len(mask)):
         valid = [t for t in range(mask.shape[1]) if mask[row, t]]
@@ -86,13 +85,17 @@ def test_the_critic_may_have_a_lambda_of_its_own():
 @given(batch=masked_batches())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_gae_equals_the_double_sum_under_any_mask(batch, gamma, lam):
-    rewards, values, mask = batch.rewards, batch.values, batch.mask
+    rewards = batch.rewards
+    values = batch.values
+    mask = batch.mask
+
     advantages, returns = gae(rewards, values, mask, gamma, lam)
     torch.testing.assert_close(
         advantages, _slow_gae(rewards, values, mask, gamma, [lam] * len(mask))
     )
     torch.testing.assert_close(returns[mask], (advantages + values)[mask])
     assert advantages[~mask].abs().sum() == returns[~mask].abs().sum() == 0
+
     adaptive = length_adaptive_lam(mask, alpha=0.5)
     advantages, _ = gae(rewards, values, mask, gamma, adaptive)
     torch.testing.assert_close(

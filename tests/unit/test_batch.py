@@ -1,4 +1,4 @@
-"""Selecting and joining the batches of a step."""
+"""Selecting and joining the batches of a step, and what a rollout may not hold."""
 
 from dataclasses import replace
 
@@ -12,13 +12,19 @@ from tests.rollouts import make_rollout, with_holes
 def _rollout(uids, lengths, n=2, version=3):
     """`n` responses to each prompt; token t of a response is 100 * row + t."""
     prompts = Prompts(
-        [[uid] * 2 for uid in uids], list(uids), [str(u) for u in uids], ["x"] * len(uids), ["1"] * len(uids),
-        [{"uid": uid} for uid in uids],
-    ).repeat(n)  # fmt: skip
+        token_ids=[[uid] * 2 for uid in uids],
+        uid=list(uids),
+        text=[str(uid) for uid in uids],
+        data_source=["x"] * len(uids),
+        ground_truth=["1"] * len(uids),
+        extra_info=[{"uid": uid} for uid in uids],
+    ).repeat(n)
+
     width = max(lengths)
     positions = torch.arange(width)
     mask = positions < torch.tensor(lengths)[:, None]
     ids = torch.where(mask, 100 * torch.arange(len(lengths))[:, None] + positions, 0)
+
     return make_rollout(
         prompts=prompts,
         sample_index=[row % n for row in range(len(lengths))],
@@ -50,6 +56,7 @@ def test_select_takes_everything_of_a_row_along():
 
 def test_join_pads_to_the_longest_and_keeps_the_order():
     joined = Rollout.join([_rollout([7], [1, 2]), _rollout([9, 4], [4, 1, 3, 2])])
+
     assert joined.prompts.uid == [7, 7, 9, 9, 4, 4]
     assert joined.response_lengths == [1, 2, 4, 1, 3, 2]
     assert (
@@ -65,8 +72,11 @@ def test_join_pads_to_the_longest_and_keeps_the_order():
 
 def test_tokens_keep_the_version_that_drew_them():
     holes = torch.tensor([[False, True, False], [False, False, False]])
-    joined = Rollout.join([with_holes(_rollout([7], [3, 2]), holes), _rollout([9], [1, 4], version=4)])
+    joined = Rollout.join(
+        [with_holes(_rollout([7], [3, 2]), holes), _rollout([9], [1, 4], version=4)]
+    )
     none = NO_VERSION
+
     assert joined.versions.tolist() == [
         [3, none, 3, none],
         [3, 3, none, none],
@@ -94,6 +104,7 @@ def test_a_token_that_was_not_drawn_is_there_and_does_not_train():
         ("loss_mask", [[True, True, True]], "a token trains that is not there"),
         ("loss_mask", [[True, True]], r"\(1, 2\) against tokens \(1, 3\)"),
         ("loss_mask", [[True, False, False]], "exactly the tokens that train have a version"),
+        ("response_mask", [[True, False, True]], "a response has a gap"),
         ("rollout_logprobs", [[0.0, 0.0, -1.0]], "a token that does not train has a log-prob"),
         ("sample_index", [0, 1], "2 sample indices and 1 stop flags for 1 prompts"),
     ],

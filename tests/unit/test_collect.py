@@ -1,6 +1,4 @@
-"""Which groups dynamic sampling keeps, and how it refills a batch from an endless supply of
-prompts.
-"""
+"""How a step's batch is collected, and how dynamic sampling fills it with further prompts."""
 
 import logging
 from itertools import count
@@ -61,9 +59,7 @@ def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen)
 
 
 class _Generator:
-    """Answers prompt u with u and, in sample 1, u + 1 where u is divisible by `informative`, else u
-    again.
-    """
+    """Answers prompt u with the token u; if `informative` divides u, sample 1 is u + 1 instead."""
 
     def __init__(self, informative: int) -> None:
         self.informative = informative
@@ -76,11 +72,13 @@ class _Generator:
             "rollout/peak_kv_cache_bytes": 10 - refill,
             "rollout/imbalance": refill,
         }
+
         repeated = prompts.repeat(sampling.n)
         answers = [
             uid + (row % sampling.n) * (uid % self.informative == 0)
             for row, uid in enumerate(repeated.uid)
         ]
+
         rows = len(repeated)
         rollout = make_rollout(
             repeated,
@@ -122,6 +120,7 @@ def _collector(informative, train_batch_size=4, gen_batch_size=4, greedy=False, 
     shaper = RewardShaper(AlgorithmSection(), max_response_length=5)
     prompts = _prompts(gen_batch_size)
     section = FilterGroupsSection(**filters)
+
     sampler = DynamicSampler(generator, scorer, shaper, prompts, train_batch_size, section)
     return Collector(
         generator=generator,
@@ -142,6 +141,7 @@ def _collect(collector):
 def test_equal_groups_are_replaced_by_those_of_further_prompts():
     collector = _collector(informative=2, enable=True, max_num_gen_batches=5)
     collected = _collect(collector)
+
     assert collected.rollout.prompts.uid == [2, 2, 4, 4, 6, 6, 8, 8]
     assert collected.scores.total.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert collector.generator.calls == [
@@ -149,6 +149,7 @@ def test_equal_groups_are_replaced_by_those_of_further_prompts():
         ("train", 7, 1, 4, 0.8, N),
         "sleep",
     ]
+
     assert collected.metrics == {
         "training/num_gen_batches": 2,
         "training/generated_groups": 8,

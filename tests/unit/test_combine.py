@@ -21,15 +21,15 @@ def test_mix():
 
 
 @pytest.mark.parametrize(
-    ("terms", "weights", "told"),
+    ("terms", "weights", "message"),
     [
         ({"a": [1.0]}, {"b": 1.0}, "give both for each term"),
         ({"a": [1.0], "b": []}, {"a": 1.0, "b": 1.0}, "different numbers of scores"),
         ({"a": [0.0, math.nan]}, {"a": 0.0}, "term a has a score of nan for response 1"),
     ],
 )
-def test_mix_refuses(terms, weights, told):
-    with pytest.raises(RewardError, match=told):
+def test_mix_refuses(terms, weights, message):
+    with pytest.raises(RewardError, match=message):
         mix(terms, weights)
 
 
@@ -94,7 +94,7 @@ def test_a_users_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("terms", "told"),
+    ("terms", "message"),
     [
         ([], "give at least one term"),
         ([("exactmatch", 1.0)], "did you mean exact_match"),
@@ -104,8 +104,8 @@ def test_a_users_answers(tmp_path):
         ([("gsm8k", math.inf)], "weights must be finite"),
     ],
 )
-def test_refuses_terms(terms, told):
-    with pytest.raises(ConfigError, match=told):
+def test_refuses_terms(terms, message):
+    with pytest.raises(ConfigError, match=message):
         RewardFunction(terms)
 
 

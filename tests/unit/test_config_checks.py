@@ -37,8 +37,8 @@ def test_configurations_that_fit_pass():
     [
         (
             {"critic__tp": 3},
-            "critic: world size 8 is not divisible by tp 3 x pp 1 = 3; start a multiple of 3 processes or change "
-            "critic.tp or critic.pp",
+            "critic: world size 8 is not divisible by tp 3 x pp 1 = 3; start a multiple of 3 "
+            "processes or change critic.tp or critic.pp",
         ),
         (
             {"actor__sequence_parallel": True, "actor__tp": 1},
@@ -46,8 +46,8 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"critic__micro_batch_tokens": 99},
-            "critic.micro_batch_tokens 99 is less than the longest sequence, 100 tokens; set critic.micro_batch_tokens "
-            "to at least 100 or lower the data's maximum lengths",
+            "critic.micro_batch_tokens 99 is less than the longest sequence, 100 tokens; set "
+            "critic.micro_batch_tokens to at least 100 or lower the data's maximum lengths",
         ),
         (
             {"critic__ppo_mini_batch_size": 48},
@@ -56,8 +56,9 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"critic__ppo_mini_batch_size": 1},
-            "critic.ppo_mini_batch_size 1 x rollout.n 2 = 2 samples are fewer than the data-parallel size 4 of critic; "
-            "set critic.ppo_mini_batch_size to at least 2 or raise critic.tp",
+            "critic.ppo_mini_batch_size 1 x rollout.n 2 = 2 samples are fewer than the "
+            "data-parallel size 4 of critic; set critic.ppo_mini_batch_size to at least 2 or "
+            "raise critic.tp",
         ),
         (
             {
@@ -66,8 +67,8 @@ def test_configurations_that_fit_pass():
                 "actor__use_kl_loss": True,
                 "reference": {"tp": 1, "pp": 1},
             },
-            "data.train_batch_size 2 x rollout.n 2 = 4 samples are fewer than the data-parallel size 8 of reference; "
-            "set data.train_batch_size to at least 4 or raise reference.tp",
+            "data.train_batch_size 2 x rollout.n 2 = 4 samples are fewer than the data-parallel "
+            "size 8 of reference; set data.train_batch_size to at least 4 or raise reference.tp",
         ),
         (
             {"rollout__tp": 8},
@@ -75,13 +76,13 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"rollout__kv_cache_mb": 64, "rollout__gpu_memory_utilization": 0.5},
-            "rollout.kv_cache_mb 64 and rollout.gpu_memory_utilization 0.5 both size the KV cache; set "
-            "rollout.kv_cache_mb to null or leave rollout.gpu_memory_utilization at 0.9",
+            "rollout.kv_cache_mb 64 and rollout.gpu_memory_utilization 0.5 both size the KV "
+            "cache; set rollout.kv_cache_mb to null or leave rollout.gpu_memory_utilization at 0.9",
         ),
         (
             {"actor__use_kl_loss": True, "actor__kl_loss_type": "full", "reference__pp": 1},
-            "KL 'full' compares whole distributions rank by rank, but reference is tp 2 x pp 1 and actor tp 2 x pp 2; "
-            "leave reference.tp and reference.pp out",
+            "KL 'full' compares whole distributions rank by rank, but reference is tp 2 x pp 1 "
+            "and actor tp 2 x pp 2; leave reference.tp and reference.pp out",
         ),
         (
             {"reward__terms": [{"name": "gsm8k"}, {"name": "gsm8k"}]},
@@ -89,11 +90,13 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"reward__terms": [{"name": "reward_model"}]},
-            "reward.terms holds 'reward_model' but there is no such model; set reward_model.path or remove the term",
+            "reward.terms holds 'reward_model' but there is no such model; set reward_model.path "
+            "or remove the term",
         ),
         (
             {"reward_model": {"path": "rm"}},
-            "reward_model is set but no reward term uses it; add {name: reward_model} to reward.terms or remove it",
+            "reward_model is set but no reward term uses it; add {name: reward_model} to "
+            "reward.terms or remove it",
         ),
         (
             {"trainer__test_freq": 5},
@@ -105,8 +108,8 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"trainer__val_n": 4},
-            "trainer.val_n 4 is of the sampled validation, but trainer.val_sampled is off; turn that on or leave val_n "
-            "at 1",
+            "trainer.val_n 4 is of the sampled validation, but trainer.val_sampled is off; turn "
+            "that on or leave val_n at 1",
         ),
         (
             {
@@ -116,17 +119,19 @@ def test_configurations_that_fit_pass():
                 "reward_model": {"path": "rm"},
                 "reward__terms": [{"name": "reward_model"}],
             },
-            "data.gen_batch_size 3 x rollout.n 2 = 6 samples are fewer than the data-parallel size 8 of reward_model; "
-            "set data.gen_batch_size to at least 4 or raise reward_model.tp",
+            "data.gen_batch_size 3 x rollout.n 2 = 6 samples are fewer than the data-parallel "
+            "size 8 of reward_model; set data.gen_batch_size to at least 4 or raise "
+            "reward_model.tp",
         ),
         (
             {"trainer__critic_warmup": 11},
-            "trainer.critic_warmup 11 is beyond trainer.total_steps 10, so the actor would never be trained; lower the "
-            "first or raise the second",
+            "trainer.critic_warmup 11 is beyond trainer.total_steps 10, so the actor would never "
+            "be trained; lower the first or raise the second",
         ),
         (
             {"critic__optim": {"lr_warmup_steps": 10}},
-            "critic.optim.lr_warmup_steps 10 is not below trainer.total_steps 10; lower the first or raise the second",
+            "critic.optim.lr_warmup_steps 10 is not below trainer.total_steps 10; lower the first "
+            "or raise the second",
         ),
     ],
 )
@@ -176,13 +181,15 @@ def test_several_mistakes_are_all_told():
 def test_supervised_checks():
     check(supervised(SFTConfig, data__batch_size=5), 8)
     assert problems(supervised(SFTConfig, data__batch_size=3), 8) == [
-        "data.batch_size 3 is less than the data-parallel size 4 of model; set data.batch_size to at least 4 or raise "
-        "model.tp"
+        "data.batch_size 3 is less than the data-parallel size 4 of model; set data.batch_size to "
+        "at least 4 or raise model.tp"
     ]
+
     pair = supervised(RewardModelConfig, model__micro_batch_tokens=255)
     assert problems(pair, 2)[0].startswith(
         "model.micro_batch_tokens 255 is less than the longest pair of sequences, 256"
     )
+
     check(supervised(SFTConfig, model__micro_batch_tokens=255), 2)
     check(supervised(RewardModelConfig, trainer__test_freq=1), 2)
     assert (
@@ -214,13 +221,15 @@ def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
         "ffn_size": 96,
         "replicates_kv_heads": True,
     }
+
     for tp in (1, 2, 4, 6, 12):
         check_model("rollout", tp, 1, **sizes)
+
     with pytest.raises(ConfigError) as caught:
         check_model("rollout", 3, 1, **sizes)
     assert str(caught.value) == (
-        "rollout.tp 3 neither divides the model's key and value heads 2 nor is a multiple of them; use one of "
-        "1, 2, 4, 6, 12"
+        "rollout.tp 3 neither divides the model's key and value heads 2 nor is a multiple of "
+        "them; use one of 1, 2, 4, 6, 12"
     )
     with pytest.raises(ConfigError) as caught:
         check_model("rollout", 8, 1, **sizes)
@@ -247,8 +256,10 @@ def test_check_models_reads_config_json(tmp_path):
     specs = check_models(ppo(actor__path=path, critic__path="none"))
     assert unchecked(specs) == ["critic"]
     assert list(specs) == ["actor", "critic", "rollout"]
+
     with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
         check_models(ppo(actor__path=path, actor__pp=4))
+
     assert unchecked(check_models(ppo(actor__path=path, rollout__tp=8))) == []
     with pytest.raises(
         ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"
@@ -268,6 +279,7 @@ def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
         reward_model={"path": path, "micro_batch_tokens": 512},
         reward__terms=[{"name": "reward_model"}],
     )
+
     assert {name: spec.head for name, spec in check_models(config).items()} == {
         "actor": "lm",
         "critic": "scalar",
@@ -275,6 +287,7 @@ def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
         "reward_model": "scalar",
         "rollout": "lm",
     }
+
     assert check_models(supervised(SFTConfig, model__path=path))["model"].head == "lm"
     assert check_models(supervised(RewardModelConfig, model__path=path))["model"].head == "scalar"
 
@@ -291,6 +304,7 @@ def test_config_json_without_key_and_value_heads(tmp_path):
         ({"model_type": "my_decoder"}, "my_decoder"),
         ({"hidden_act": "gelu"}, "only silu is supported"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"num_hidden_layers": "absent"}, "num_hidden_layers"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused_once_in_one_line(tmp_path, changes, what):
@@ -303,7 +317,8 @@ def test_a_model_that_cannot_be_built_is_refused_once_in_one_line(tmp_path, chan
 
 
 def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
-    good, bad = tmp_path / "good", tmp_path / "bad"
+    good = tmp_path / "good"
+    bad = tmp_path / "bad"
     good.mkdir()
     bad.mkdir()
     config = ppo(
@@ -319,14 +334,15 @@ def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
 def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
     path = model_dir(tmp_path, num_hidden_layers=64, head_dim=256)
     changes = {"actor__path": path, "critic__path": "none", "rollout__block_size": 16}
+
     with pytest.raises(ConfigError) as caught:
         check_models(ppo(**changes, rollout__kv_cache_mb=13))
     # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; dtype and device are
     # unknown: bfloat16
     assert str(caught.value) == (
-        "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x 2 KV heads x 256 x "
-        "2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at least 14 or lower the data's maximum "
-        "lengths"
+        "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x "
+        "2 KV heads x 256 x 2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at "
+        "least 14 or lower the data's maximum lengths"
     )
     check_models(ppo(**changes, rollout__kv_cache_mb=14))
     for float32 in ({"actor__dtype": "float32"}, {"distributed__device": "cpu"}):
@@ -334,6 +350,7 @@ def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
             ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"
         ):
             check_models(ppo(**changes, **float32, rollout__kv_cache_mb=14))
+
     # with more ranks than heads, each rank holds one head
     with pytest.raises(
         ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7340032 bytes"
@@ -355,7 +372,8 @@ def test_describe_ppo():
         "  rollout correction: none, the mismatch is only measured",
         "each training step",
         "  64 prompts x 2 = 128 samples, 32 a replica if equally long, 256 decoded at once",
-        "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 a sample",
+        "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 "
+        "a sample",
         "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
         "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",
         "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 16 a data-parallel rank "
@@ -373,14 +391,17 @@ def test_describe_supervised():
     lines = describe(
         supervised(RewardModelConfig, trainer__total_epochs=3), 4, num_rows=50
     ).splitlines()
+
     assert lines == [
         "RewardModel on 4 ranks",
         "  model        tp 2 x pp 1 x dp 2, 256 tokens a micro-batch",
         "each optimizer step",
-        "  16 pairs of <= 256 tokens, at full length 8 a data-parallel rank and 1 a micro-batch: 8 micro-batches",
+        "  16 pairs of <= 256 tokens, at full length 8 a data-parallel rank and 1 a micro-batch: "
+        "8 micro-batches",
         "the run",
         "  3 epochs x (50 rows // 16) = 9 training steps",
     ]
+
     assert (
         describe(supervised(SFTConfig), 4).splitlines()[-1]
         == "  1 epoch x (rows // 16) training steps"
@@ -392,8 +413,8 @@ def test_dry_run_checks_first(tmp_path):
     assert text.endswith("not checked, no config.json here: critic\nconfiguration fits 8 ranks")
     assert (
         "the KV cache of a rank\n"
-        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 bytes\n"
-        "  rollout.kv_cache_mb 1 = 1048576 bytes: 24 samples at full length\n"
+        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 "
+        "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 24 samples at full length\n"
     ) in dry_run(
         ppo(actor__path=model_dir(tmp_path), critic__path="none", rollout__kv_cache_mb=1), 8
     )

@@ -17,7 +17,9 @@ ARGUMENTS = [
 KEY = "algorithm.rollout_correction"
 
 OFF = (None, (None, 2.0), (), False, "ppo_clip")
-TOKEN, SEQUENCE, ICEPOP = ("token", (None, 2.0)), ("sequence", (None, 2.0)), ("token", (0.5, 5.0))
+TOKEN = ("token", (None, 2.0))
+SEQUENCE = ("sequence", (None, 2.0))
+ICEPOP = ("token", (0.5, 5.0))
 NO_WEIGHTS = (None, (None, 2.0))
 GEO = (("seq_mean_k1", 0.999, 1.001),)
 K3 = (("seq_mean_k3", None, 0.01),)
@@ -132,15 +134,16 @@ def test_bounds_of_the_weights(text, bounds):
 def test_bad_bounds_of_the_weights(text):
     said = message("rollout_is=token", f"rollout_is_threshold={text}")
     assert (
-        f"for '{KEY}.rollout_is_threshold': should be a number of at least 1, or lower_upper with 0 < lower"
-        in said
+        f"for '{KEY}.rollout_is_threshold': should be a number of at least 1, or lower_upper with "
+        f"0 < lower" in said
     )
 
 
 @pytest.mark.parametrize("text", ["0.5", "0.99", "0.2_0.9", "1.1_2"])
 def test_weights_that_leave_out_the_ratio_1(text):
     assert message("rollout_is=token", f"rollout_is_threshold={text}").endswith(
-        f"for '{KEY}.rollout_is_threshold': does not even hold the ratio 1, at which engine and trainer agree; should "
+        f"for '{KEY}.rollout_is_threshold': does not even hold the ratio 1, at which engine and "
+        f"trainer agree; should "
         "be a number of at least 1, or lower_upper with 0 < lower <= 1 <= upper, such as 0.5_5.0"
     )
 
@@ -178,13 +181,15 @@ def test_criteria(names, threshold, criteria):
     [
         (
             ("rollout_rs=seq_max_k1", "rollout_rs_threshold=2"),
-            f"bad value 'seq_max_k1' for '{KEY}.rollout_rs': should be a comma-joined list of token_k1, token_k2, "
-            "token_k3, seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, seq_max_k2, "
-            "seq_max_k3; did you mean 'seq_max_k3'?",
+            f"bad value 'seq_max_k1' for '{KEY}.rollout_rs': should be a comma-joined list of "
+            f"token_k1, token_k2, "
+            "token_k3, seq_sum_k1, seq_sum_k2, seq_sum_k3, seq_mean_k1, seq_mean_k2, seq_mean_k3, "
+            "seq_max_k2, seq_max_k3; did you mean 'seq_max_k3'?",
         ),
         (
             ("rollout_rs=token_k1", "rollout_rs_threshold=a_b"),
-            f"bad value 'a_b' for '{KEY}.rollout_rs_threshold': should be a number above 0, or lower_upper with 0 < "
+            f"bad value 'a_b' for '{KEY}.rollout_rs_threshold': should be a number above 0, or "
+            f"lower_upper with 0 < "
             "lower < upper, such as 0.5_2.0, or several of these joined by commas",
         ),
         (
@@ -193,12 +198,14 @@ def test_criteria(names, threshold, criteria):
         ),
         (
             ("rollout_rs_threshold=2",),
-            f"'{KEY}': rollout_rs_threshold 2.0 is given without rollout_rs; name the statistic in rollout_rs or set "
+            f"'{KEY}': rollout_rs_threshold 2.0 is given without rollout_rs; name the statistic "
+            f"in rollout_rs or set "
             "rollout_rs_threshold to null",
         ),
         (
             ("rollout_rs='token_k1,token_k2'", "rollout_rs_threshold='1.5,2,3'"),
-            f"'{KEY}': rollout_rs_threshold 1.5,2,3 holds 3 thresholds for the 2 statistics of rollout_rs; give one "
+            f"'{KEY}': rollout_rs_threshold 1.5,2,3 holds 3 thresholds for the 2 statistics of "
+            f"rollout_rs; give one "
             "for all, or one each",
         ),
         (
@@ -207,22 +214,26 @@ def test_criteria(names, threshold, criteria):
         ),
         (
             ("rollout_rs=token_k1", "rollout_rs_threshold=0.5"),
-            f"'{KEY}': rollout_rs_threshold 0.5 of token_k1 stands for 2_0.5, which holds nothing; give a number above "
+            f"'{KEY}': rollout_rs_threshold 0.5 of token_k1 stands for 2_0.5, which holds "
+            f"nothing; give a number above "
             "1, or lower_upper",
         ),
         (
             ("rollout_rs=seq_sum_k1", "rollout_rs_threshold=1.1_2"),
-            f"'{KEY}': rollout_rs_threshold 1.1_2.0 of seq_sum_k1 does not even hold the ratio 1, at which engine and "
+            f"'{KEY}': rollout_rs_threshold 1.1_2.0 of seq_sum_k1 does not even hold the ratio 1, "
+            f"at which engine and "
             "trainer agree; give lower_upper with lower <= 1 <= upper",
         ),
         (
             ("rollout_rs='token_k2,seq_mean_k1'", "rollout_rs_threshold='3,0.5_0.9'"),
-            f"'{KEY}': rollout_rs_threshold 0.5_0.9 of seq_mean_k1 does not even hold the ratio 1, at which engine and "
+            f"'{KEY}': rollout_rs_threshold 0.5_0.9 of seq_mean_k1 does not even hold the ratio "
+            f"1, at which engine and "
             "trainer agree; give lower_upper with lower <= 1 <= upper",
         ),
         (
             ("rollout_rs=[token_k1, token_k2]", "rollout_rs_threshold=2"),
-            f"bad value ['token_k1', 'token_k2'] for '{KEY}.rollout_rs': should be one text, not a list; join the "
+            f"bad value ['token_k1', 'token_k2'] for '{KEY}.rollout_rs': should be one text, not "
+            f"a list; join the "
             "names by commas: 'token_k1,token_k2'",
         ),
     ],
@@ -239,7 +250,8 @@ def test_an_unknown_preset_is_told_with_the_known_ones():
     assert said.endswith(", disabled")
     near = message("preset=geo_rs_seq_ts")
     assert near.startswith(
-        f"bad value 'geo_rs_seq_ts' for '{KEY}.preset': did you mean 'geo_rs_seq_tis'? It should be one of decoupled_"
+        f"bad value 'geo_rs_seq_ts' for '{KEY}.preset': did you mean 'geo_rs_seq_tis'? It should "
+        f"be one of decoupled_"
     )
 
 
@@ -255,15 +267,18 @@ def sources(tmp_path, texts, *settings):
 
 
 def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
-    earlier = "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, bypass_mode: true}"
+    earlier = (
+        "{rollout_is: token, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true, "
+        "bypass_mode: true}"
+    )
     section = sources(
         tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"]
     )
     assert told(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
     assert section.rollout_is_batch_normalize is False
-    assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])) == (
-        *TOKEN, (), False, "ppo_clip"
-    )  # fmt: skip
+
+    section = sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])
+    assert told(section) == (*TOKEN, (), False, "ppo_clip")
     assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: disabled}"])) == OFF
 
 
@@ -277,6 +292,7 @@ def test_a_key_of_a_later_file_overrides_an_earlier_preset(tmp_path):
 def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path):
     file = "{rollout_is: token, rollout_is_threshold: 7.0, bypass_mode: true}"
     settings = ("preset=decoupled_k3_rs_seq_tis", "rollout_is_threshold=4")
+
     for order in (settings, settings[::-1]):
         assert told(sources(tmp_path, [file], *order)) == (
             "sequence",
@@ -285,6 +301,7 @@ def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path
             False,
             "ppo_clip",
         )
+
     assert told(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (
         *TOKEN,
         (),
@@ -298,11 +315,13 @@ def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
     (tmp_path / "c.yaml").write_text(
         "algorithm: {gamma: 0.5, rollout_correction: {rollout_is: token}}\n"
     )
+
     arguments = [
         *ARGUMENTS,
         f"{KEY}={{preset: decoupled_geo_rs}}",
         f"{KEY}.rollout_rs_threshold=1.5",
     ]
+
     algorithm = load_config(PPOConfig, tmp_path / "c.yaml", arguments).algorithm
     assert told(algorithm.rollout_correction) == (
         *NO_WEIGHTS,
@@ -311,6 +330,17 @@ def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
         "ppo_clip",
     )
     assert algorithm.gamma == 0.5
+
+
+def test_no_weights_beside_a_preset_drop_their_threshold(tmp_path):
+    preset = "preset: bypass_pg_token_icepop"
+    for section in (
+        sources(tmp_path, [f"{{{preset}, rollout_is: null}}"]),
+        sources(tmp_path, [f"{{{preset}}}", "{rollout_is: null}"]),
+        sources(tmp_path, [f"{{{preset}}}"], "rollout_is=null"),
+        RolloutCorrectionSection(preset="bypass_pg_token_icepop", rollout_is=None),
+    ):
+        assert told(section) == (*NO_WEIGHTS, (), True, "reinforce")
 
 
 def test_no_rejection_beside_a_preset_drops_its_threshold(tmp_path):
@@ -338,12 +368,14 @@ def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
         "bypass_mode": True,
         "loss_type": "reinforce",
     }
+
     config = load_config(PPOConfig, None, [*ARGUMENTS, f"{KEY}.preset=bypass_pg_geo_rs_seq_tis"])
     (tmp_path / "dump.yaml").write_text(dump_yaml(config))
     again = load_config(
         PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.rollout_is=token", f"{KEY}.loss_type=ppo_clip"]
     )
     assert told(again.algorithm.rollout_correction) == (*TOKEN, GEO, True, "ppo_clip")
+
     other = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.preset=decoupled_k3_rs"])
     assert told(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")
 

@@ -20,12 +20,13 @@ GRPO = {"algorithm__adv_estimator": "grpo"}
 CORRECTION = "algorithm__rollout_correction"
 ADAPTIVE = {"algorithm__use_kl_in_reward": True}
 GEO_MEAN = (
-    "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but algorithm.adv_estimator {} "
-    "gives one a token; use another estimator, such as grpo, or another loss"
+    "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but "
+    "algorithm.adv_estimator {} gives one a token; use another estimator, such as grpo, or "
+    "another loss"
 )
 TRUNCATED = (
-    "rollout.top_k {}, rollout.top_p {}: truncated sampling breaks PPO's probability ratio, because training uses the "
-    "whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
+    "rollout.top_k {}, rollout.top_p {}: truncated sampling breaks PPO's probability ratio, "
+    "because training uses the whole distribution; set rollout.top_k=-1 rollout.top_p=1.0"
 )
 
 
@@ -34,70 +35,75 @@ TRUNCATED = (
     [
         (
             {**GRPO, "rollout__n": 1},
-            "algorithm.adv_estimator grpo compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
-            "least 2",
+            "algorithm.adv_estimator grpo compares the answers to a prompt, but rollout.n is 1; "
+            "set rollout.n to at least 2",
         ),
         (
             {"algorithm__adv_estimator": "grpo_passk", "rollout__n": 1},
-            "algorithm.adv_estimator grpo_passk compares the answers to a prompt, but rollout.n is 1; set rollout.n to "
-            "at least 2",
+            "algorithm.adv_estimator grpo_passk compares the answers to a prompt, but rollout.n "
+            "is 1; set rollout.n to at least 2",
         ),
         (
             {"algorithm__filter_groups": {"enable": True}, "rollout__n": 1},
-            "algorithm.filter_groups.enable compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
-            "least 2",
+            "algorithm.filter_groups.enable compares the answers to a prompt, but rollout.n is 1; "
+            "set rollout.n to at least 2",
         ),
         (
             {"algorithm__reward_norm": "group", "rollout__n": 1},
-            "algorithm.reward_norm group compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
-            "least 2",
+            "algorithm.reward_norm group compares the answers to a prompt, but rollout.n is 1; "
+            "set rollout.n to at least 2",
         ),
         (
             {"algorithm__adv_estimator": "remax", "algorithm__reward_norm": "running"},
-            "algorithm.reward_norm running with algorithm.adv_estimator remax: the greedy answer's score, which is "
-            "taken off, would stay on another scale; set algorithm.reward_norm to null",
+            "algorithm.reward_norm running with algorithm.adv_estimator remax: the greedy "
+            "answer's score, which is taken off, would stay on another scale; set "
+            "algorithm.reward_norm to null",
         ),
         (
             {**GRPO, "trainer__critic_warmup": 3},
-            "trainer.critic_warmup 3 waits for a critic, but algorithm.adv_estimator grpo has none; set "
-            "trainer.critic_warmup to 0 or use gae",
+            "trainer.critic_warmup 3 waits for a critic, but algorithm.adv_estimator grpo has "
+            "none; set trainer.critic_warmup to 0 or use gae",
         ),
         (
             {**GRPO, "algorithm__lam": 0.95},
-            "algorithm.lam 0.95 has no effect with algorithm.adv_estimator grpo; leave it at 1.0, or use gae",
+            "algorithm.lam 0.95 has no effect with algorithm.adv_estimator grpo; leave it at 1.0, "
+            "or use gae",
         ),
         (
             {"algorithm__adv_estimator": "rloo", "algorithm__lam_critic": 1.0},
-            "algorithm.lam_critic 1.0 has no effect with algorithm.adv_estimator rloo; leave it at null, or use gae",
+            "algorithm.lam_critic 1.0 has no effect with algorithm.adv_estimator rloo; leave it "
+            "at null, or use gae",
         ),
         (
             {"algorithm__adv_estimator": "opo", "algorithm__lam_length_alpha": 0.05},
-            "algorithm.lam_length_alpha 0.05 has no effect with algorithm.adv_estimator opo; leave it at null, or use "
-            "gae",
+            "algorithm.lam_length_alpha 0.05 has no effect with algorithm.adv_estimator opo; "
+            "leave it at null, or use gae",
         ),
         (
             {"algorithm__lam": 0.9, "algorithm__lam_length_alpha": 0.05},
-            "algorithm.lam 0.9 and algorithm.lam_length_alpha 0.05 both set the lambda of the advantages; leave lam at "
-            "1.0 or lam_length_alpha at null",
+            "algorithm.lam 0.9 and algorithm.lam_length_alpha 0.05 both set the lambda of the "
+            "advantages; leave lam at 1.0 or lam_length_alpha at null",
         ),
         (
             {"algorithm__adv_estimator": "remax", "algorithm__gamma": 0.99},
-            "algorithm.gamma 0.99 has no effect with algorithm.adv_estimator remax; leave it at 1.0, or use gae or "
-            "reinforce_plus_plus",
+            "algorithm.gamma 0.99 has no effect with algorithm.adv_estimator remax; leave it at "
+            "1.0, or use gae or reinforce_plus_plus",
         ),
         (
             {"algorithm__norm_adv_by_std_in_grpo": False},
-            "algorithm.norm_adv_by_std_in_grpo false has no effect with algorithm.adv_estimator gae; leave it at true, "
-            "or use grpo or grpo_passk",
+            "algorithm.norm_adv_by_std_in_grpo false has no effect with algorithm.adv_estimator "
+            "gae; leave it at true, or use grpo or grpo_passk",
         ),
         (
             {**GRPO, "algorithm__f_norm": 2.0},
-            "algorithm.f_norm 2.0 has no effect with algorithm.adv_estimator grpo; leave it at 1.0, or use gpg",
+            "algorithm.f_norm 2.0 has no effect with algorithm.adv_estimator grpo; leave it at "
+            "1.0, or use gpg",
         ),
         (
             {"actor__policy_loss__loss_mode": "geo_mean"},
-            "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but algorithm.adv_estimator "
-            "gae gives one a token; use another estimator, such as grpo, or another loss",
+            "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but "
+            "algorithm.adv_estimator gae gives one a token; use another estimator, such as grpo, "
+            "or another loss",
         ),
         (
             {
@@ -127,8 +133,9 @@ TRUNCATED = (
         ),
         (
             {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 25}},
-            "algorithm.kl_ctrl.horizon 25 is too short for data.train_batch_size x rollout.n = 128 samples a step: the "
-            "coefficient could change by -0.2 x 128 / 25 and so reach 0 or less; raise horizon above 25",
+            "algorithm.kl_ctrl.horizon 25 is too short for data.train_batch_size x rollout.n = "
+            "128 samples a step: the coefficient could change by -0.2 x 128 / 25 and so reach 0 "
+            "or less; raise horizon above 25",
         ),
         (
             {
@@ -136,23 +143,25 @@ TRUNCATED = (
                 "data__train_batch_size": 80,
                 "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 32},
             },
-            "algorithm.kl_ctrl.horizon 32 is too short for data.train_batch_size x rollout.n = 160 samples a step: the "
-            "coefficient could change by -0.2 x 160 / 32 and so reach 0 or less; raise horizon above 32",
+            "algorithm.kl_ctrl.horizon 32 is too short for data.train_batch_size x rollout.n = "
+            "160 samples a step: the coefficient could change by -0.2 x 160 / 32 and so reach 0 "
+            "or less; raise horizon above 32",
         ),
         (
             {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "kl_coef": 0.0}},
-            "algorithm.kl_ctrl.kl_coef 0.0 with algorithm.kl_ctrl.type adaptive stays 0 for ever, since it is "
-            "multiplied; set kl_coef above 0 or use_kl_in_reward to false",
+            "algorithm.kl_ctrl.kl_coef 0.0 with algorithm.kl_ctrl.type adaptive stays 0 for ever, "
+            "since it is multiplied; set kl_coef above 0 or use_kl_in_reward to false",
         ),
         (
             {"algorithm__adv_estimator": "remax", "algorithm__whiten_rewards": True},
-            "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator remax compares sums over "
-            "responses; turn whiten_rewards off or use gae",
+            "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator remax "
+            "compares sums over responses; turn whiten_rewards off or use gae",
         ),
         (
             {"algorithm__lam_length_alpha": 0.015625, "data__max_response_length": 64},
-            "algorithm.lam_length_alpha 0.015625 x data.max_response_length 64 = 1 is not above 1, so lambda would be "
-            "0 for every response; raise lam_length_alpha above 0.015625 or the length",
+            "algorithm.lam_length_alpha 0.015625 x data.max_response_length 64 = 1 is not above "
+            "1, so lambda would be 0 for every response; raise lam_length_alpha above 0.015625 or "
+            "the length",
         ),
         (
             {
@@ -160,8 +169,8 @@ TRUNCATED = (
                 "actor__clip_ratio_low": 0.2,
                 "actor__clip_ratio_high": 0.28,
             },
-            "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and actor.clip_ratio_high 0.28; leave "
-            "it at 0.2, or set one of these to null",
+            "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and "
+            "actor.clip_ratio_high 0.28; leave it at 0.2, or set one of these to null",
         ),
         (
             {"actor__tau_pos": 2.0},
@@ -177,6 +186,21 @@ TRUNCATED = (
             {"actor__policy_loss": {"loss_mode": "clip_cov", "ppo_kl_coef": 1.0}},
             "actor.policy_loss.ppo_kl_coef 1.0 has no effect with actor.policy_loss.loss_mode "
             "clip_cov; leave it at 0.1, or use kl_cov",
+        ),
+        (
+            {"actor__policy_loss": {"loss_mode": "mine.py:loss", "kl_cov_ratio": 0.1}},
+            "actor.policy_loss.kl_cov_ratio 0.1 has no effect with actor.policy_loss.loss_mode "
+            "mine.py:loss; leave it at 0.0002, or use kl_cov",
+        ),
+        (
+            {
+                "actor__policy_loss__loss_mode": "mine.py:loss",
+                "actor__clip_ratio": 0.1,
+                "actor__clip_ratio_low": 0.2,
+                "actor__clip_ratio_high": 0.28,
+            },
+            "actor.clip_ratio 0.1 has no effect beside actor.clip_ratio_low 0.2 and "
+            "actor.clip_ratio_high 0.28; leave it at 0.2, or set one of these to null",
         ),
         (
             {"actor__policy_loss__loss_mode": "gspo", "actor__clip_ratio_c": 10.0},
@@ -234,33 +258,35 @@ TRUNCATED = (
         ),
         (
             {"algorithm__overlong_buffer": {"enable": True}},
-            "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set len to the number of "
-            "last tokens to penalise, below data.max_response_length 60",
+            "algorithm.overlong_buffer.enable is on without algorithm.overlong_buffer.len; set "
+            "len to the number of last tokens to penalise, below data.max_response_length 60",
         ),
         (
             {"algorithm__overlong_buffer": {"enable": True, "len": 60}},
-            "algorithm.overlong_buffer.len 60 is not below data.max_response_length 60, so every response would be "
-            "penalised; lower the first or raise the second",
+            "algorithm.overlong_buffer.len 60 is not below data.max_response_length 60, so every "
+            "response would be penalised; lower the first or raise the second",
         ),
         (
             {CORRECTION: {"rollout_is_batch_normalize": True}},
-            "algorithm.rollout_correction.rollout_is_batch_normalize is on but there are no weights; set "
-            "algorithm.rollout_correction.rollout_is to token or sequence, or turn it off",
+            "algorithm.rollout_correction.rollout_is_batch_normalize is on but there are no "
+            "weights; set algorithm.rollout_correction.rollout_is to token or sequence, or turn "
+            "it off",
         ),
         (
             {CORRECTION: {"loss_type": "reinforce"}},
-            "algorithm.rollout_correction.loss_type reinforce needs algorithm.rollout_correction.bypass_mode; turn "
-            "that on or set loss_type to ppo_clip",
+            "algorithm.rollout_correction.loss_type reinforce needs "
+            "algorithm.rollout_correction.bypass_mode; turn that on or set loss_type to ppo_clip",
         ),
         (
             {CORRECTION: {"preset": "bypass_pg_is"}, "actor__policy_loss__loss_mode": "gspo"},
-            "algorithm.rollout_correction.loss_type reinforce and actor.policy_loss.loss_mode gspo are two losses; set "
-            "loss_mode to vanilla or loss_type to ppo_clip",
+            "algorithm.rollout_correction.loss_type reinforce and actor.policy_loss.loss_mode "
+            "gspo are two losses; set loss_mode to vanilla or loss_type to ppo_clip",
         ),
         (
             {CORRECTION: {"bypass_mode": True, "rollout_is": "sequence"}},
-            "algorithm.rollout_correction.rollout_is sequence with bypass_mode and loss_type ppo_clip: the ratio is to "
-            "the engine's policy already and would count twice; set rollout_is to null or loss_type to reinforce",
+            "algorithm.rollout_correction.rollout_is sequence with bypass_mode and loss_type "
+            "ppo_clip: the ratio is to the engine's policy already and would count twice; set "
+            "rollout_is to null or loss_type to reinforce",
         ),
         (
             {
@@ -268,34 +294,38 @@ TRUNCATED = (
                 "algorithm__use_kl_in_reward": True,
                 "algorithm__kl_penalty": "full",
             },
-            "algorithm.kl_penalty full needs the forward pass that algorithm.rollout_correction.bypass_mode saves; "
-            "choose another algorithm.kl_penalty, such as k1, or turn bypass_mode off",
+            "algorithm.kl_penalty full needs the forward pass that "
+            "algorithm.rollout_correction.bypass_mode saves; choose another algorithm.kl_penalty, "
+            "such as k1, or turn bypass_mode off",
         ),
         (
             {"data__gen_batch_size": 96},
-            "data.gen_batch_size 96 is not data.train_batch_size 64, and no prompts are dropped; leave gen_batch_size "
-            "out or turn algorithm.filter_groups.enable on",
+            "data.gen_batch_size 96 is not data.train_batch_size 64, and no prompts are dropped; "
+            "leave gen_batch_size out or turn algorithm.filter_groups.enable on",
         ),
         (
             {
                 "data__gen_batch_size": 20,
                 "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 3},
             },
-            "algorithm.filter_groups.max_num_gen_batches 3 x data.gen_batch_size 20 = 60 prompts never fill "
-            "data.train_batch_size 64; raise max_num_gen_batches to at least 4 or gen_batch_size",
+            "algorithm.filter_groups.max_num_gen_batches 3 x data.gen_batch_size 20 = 60 prompts "
+            "never fill data.train_batch_size 64; raise max_num_gen_batches to at least 4 or "
+            "gen_batch_size",
         ),
         (
             {
                 "algorithm__filter_groups": {"enable": True, "metric": "acc"},
                 "reward__terms": [{"name": "format"}],
             },
-            "algorithm.filter_groups.metric acc needs to know which responses are right, but no reward term tells; add "
-            "{name: exact_match, weight: 0}, gsm8k, or a function that returns acc, to reward.terms",
+            "algorithm.filter_groups.metric acc needs to know which responses are right, but no "
+            "reward term tells; add {name: exact_match, weight: 0}, gsm8k, or a function that "
+            "returns acc, to reward.terms",
         ),
         (
             {"actor__positive_lm_coef": 0.1, "reward__terms": [{"name": "gsm8k_flexible"}]},
-            "actor.positive_lm_coef 0.1 needs to know which responses are right, but no reward term tells; add {name: "
-            "exact_match, weight: 0}, gsm8k, or a function that returns acc, to reward.terms",
+            "actor.positive_lm_coef 0.1 needs to know which responses are right, but no reward "
+            "term tells; add {name: exact_match, weight: 0}, gsm8k, or a function that returns "
+            "acc, to reward.terms",
         ),
     ],
 )
@@ -346,6 +376,11 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         },
         {"actor__policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}},
         {"actor__policy_loss__loss_mode": "dppo_tv", "actor__clip_ratio_c": 10000.0},
+        {
+            "actor__policy_loss": {"loss_mode": "mine.py:loss", "ppo_kl_coef": 1.0},
+            "actor__tau_pos": 2.0,
+            "actor__clip_ratio_c": 10.0,
+        },
         # numbers of what a key of its own switches off
         {"actor__kl_loss_coef": 0.3, "actor__kl_loss_type": "k2"},
         {"algorithm__kl_penalty": "k3", "algorithm__kl_placement": "terminal"},
@@ -398,6 +433,7 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         mask=torch.ones(shape, dtype=torch.bool),
         selected=torch.rand(shape, generator=generator) < 0.5,
     )
+
     table = LOSS_READERS | POLICY_LOSS_READERS
     # the covariance losses choose tokens by the others, before the loss is computed
     assert set(table) - set(OPTIONS) == {
@@ -407,6 +443,7 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         "clip_cov_ub",
         "kl_cov_ratio",
     }
+
     for name, function in POLICY_LOSSES.items():
         loss = policy_loss(function, inputs, PolicyLossOptions()).per_token
         for key, option in OPTIONS.items():
@@ -431,16 +468,17 @@ def test_the_method_in_words():
             "rollout_is_batch_normalize": True,
         },
     )
+
     assert list(describe_method(config)) == [
         "the method",
         "  rewards: scores",
         "  advantages: gae, gamma 1.0, lambda 1 - 1 / (0.05 x length), of the critic's targets 1.0",
-        "  policy loss: vanilla, clip -0.2 +0.28, dual clip 3, - 0.01 x entropy, + 0.1 x negative log-likelihood of "
-        "right responses",
+        "  policy loss: vanilla, clip -0.2 +0.28, dual clip 3, - 0.01 x entropy, + 0.1 x negative "
+        "log-likelihood of right responses",
         "  KL in the loss: + 0.001 x KL low_var_kl to the reference",
         "  aggregation: token-mean",
-        "  rollout correction: decoupled, sequence weights cut off at 2, divided by their mean, kept where seq_mean_k1 "
-        "in 0.999..1.001",
+        "  rollout correction: decoupled, sequence weights cut off at 2, divided by their mean, "
+        "kept where seq_mean_k1 in 0.999..1.001",
         "  an update stops before the step whose actor/ppo_kl is above 0.05",
         "  actor: steps with a gradient norm above 20 are skipped",
         "  critic: steps with a gradient norm above 30 are skipped",
@@ -462,8 +500,9 @@ def test_the_method_in_words():
                 "kl_ctrl": {"type": "adaptive", "kl_coef": 0.02},
                 "whiten_rewards": True,
             },
-            "scores normalised (running), clipped to -/+ 5, up to -0.5 in the last 20 of 60 tokens, -2 where cut off, "
-            "minus 0.02 (adaptive, target 0.1, horizon 10000) x KL k3 of each token, whitened",
+            "scores normalised (running), clipped to -/+ 5, up to -0.5 in the last 20 of 60 "
+            "tokens, -2 where cut off, minus 0.02 (adaptive, target 0.1, horizon 10000) x KL k3 "
+            "of each token, whitened",
         ),
         (
             {"use_kl_in_reward": True, "kl_placement": "terminal"},
@@ -502,7 +541,8 @@ def test_what_becomes_of_the_scores_in_words(changes, expected):
                 "  advantages: gpg, divided by 1.0",
                 "  policy loss: reinforce",
                 "  aggregation: token-mean",
-                "  rollout correction: bypass, old = the engine's log-probs, token weights 0 outside 0.5..5",
+                "  rollout correction: bypass, old = the engine's log-probs, token weights 0 "
+                "outside 0.5..5",
             ],
         ),
         (
@@ -529,7 +569,8 @@ def test_what_becomes_of_the_scores_in_words(changes, expected):
                 "  policy loss: kl_cov",
                 "  aggregation: token-mean",
                 "  rollout correction: decoupled, kept where seq_mean_k3 <= 0.01",
-                "  one more forward pass a mini-batch: a statistic of the current policy over all of it comes first",
+                "  one more forward pass a mini-batch: a statistic of the current policy over all "
+                "of it comes first",
             ],
         ),
     ],
@@ -542,5 +583,8 @@ def test_dynamic_sampling_in_words():
     config = ppo(
         data__gen_batch_size=96, algorithm__filter_groups={"enable": True, "max_num_gen_batches": 5}
     )
-    line = "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are generated"
+    line = (
+        "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are "
+        "generated"
+    )
     assert line in describe(config, 8).splitlines()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,10 @@ KEYWORDS = {
     "minimum",
     "minItems",
     "minLength",
+    "pattern",
     "properties",
     "required",
+    "title",
     "type",
 }
 
@@ -53,15 +56,18 @@ def fits(schema, value, root):
         return fits(root["$defs"][schema["$ref"].rpartition("/")[2]], value, root)
     if "anyOf" in schema:
         return any(fits(choice, value, root) for choice in schema["anyOf"])
+
     if not isinstance(value, TYPES[schema["type"]]):
         return False
     if isinstance(value, bool) and schema["type"] != "boolean":
         return False
+
     if isinstance(value, dict):
         return fields_fit(schema, value, root)
     if isinstance(value, list):
         long_enough = len(value) >= schema.get("minItems", 0)
         return long_enough and all(fits(schema["items"], item, root) for item in value)
+
     if "enum" in schema and value not in schema["enum"]:
         return False
     limits = {
@@ -70,6 +76,7 @@ def fits(schema, value, root):
         "exclusiveMinimum": lambda limit: value > limit,
         "exclusiveMaximum": lambda limit: value < limit,
         "minLength": lambda limit: len(value) >= limit,
+        "pattern": lambda pattern: re.search(pattern, value),
     }
     return all(holds(schema[name]) for name, holds in limits.items() if name in schema)
 
@@ -140,7 +147,8 @@ def test_a_configuration_in_full_fits():
         "data: {tokenizer: null, train_files: one.jsonl, val_files: [a, b]}",
         "rollout: {stop: a, top_p: 1}",
         "reward_model: null",
-        "reward: {terms: [{name: gsm8k}]}",
+        "reward: {terms: [{name: gsm8k}, {name: my/file.py:score}]}",
+        "actor: {policy_loss: {loss_mode: my/file.py:loss}}",
         "algorithm: {rollout_correction: {preset: bypass_pg_is, rollout_is_threshold: '0.5_5.0'}}",
     ],
 )
@@ -158,6 +166,8 @@ def test_part_of_a_configuration_fits(text):
         "actor: {tp: 1.5}",
         "actor: {use_kl_loss: 1}",
         "actor: {dtype: fp8}",
+        "actor: {policy_loss: {loss_mode: vanila}}",
+        "reward: {terms: [{name: my/file.py}]}",
         "actor: {clip_ratio: 0}",
         "actor: {clip_ratio: null}",
         "actor: {optim: {lr: fast}}",

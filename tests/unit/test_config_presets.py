@@ -56,22 +56,28 @@ def load(*files: Path) -> PPOConfig:
 
 def method(config: PPOConfig) -> dict[str, Any]:
     """The values that are in use."""
-    algorithm, unused = config.algorithm, list(OF_THE_TASK)
-    unused += [] if algorithm.use_kl_in_reward else ["algorithm.kl_"]
+    algorithm = config.algorithm
+    unused = list(OF_THE_TASK)
+    if not algorithm.use_kl_in_reward:
+        unused.append("algorithm.kl_")
+    if not config.actor.use_kl_loss:
+        unused.append("actor.kl_loss_")
+    if not config.needs_critic:
+        unused.append("critic.")
+
     for name, section in (
         ("overlong_buffer", algorithm.overlong_buffer),
         ("filter_groups", algorithm.filter_groups),
     ):
-        numbers = section.model_dump(exclude={"enable"})
-        unused += [] if section.enable else [f"algorithm.{name}.{key}" for key in numbers]
-    unused += [] if config.actor.use_kl_loss else ["actor.kl_loss_"]
-    unused += [] if config.needs_critic else ["critic."]
-    flat = flatten(config).items()
-    return {
-        key: value
-        for key, value in flat
-        if key.startswith(METHOD) and not key.startswith(tuple(unused))
-    }
+        if not section.enable:
+            numbers = section.model_dump(exclude={"enable"})
+            unused += [f"algorithm.{name}.{key}" for key in numbers]
+
+    values = {}
+    for key, value in flatten(config).items():
+        if key.startswith(METHOD) and not key.startswith(tuple(unused)):
+            values[key] = value
+    return values
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -60,8 +60,8 @@ def test_tokens_whose_divergence_is_above_the_bound_go(statistic, values):
         (values[1] + 1e-6, [False, True]),
         (values[1] - 1e-6, [False, False]),
     ):
-        found = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, bound)))
-        assert found.kept.tolist() == [[*kept, False], [False] * 3]
+        corrected = correct(LOG_RATIO, MASK, _rejecting(Criterion(statistic, None, bound)))
+        assert corrected.kept.tolist() == [[*kept, False], [False] * 3]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_k1_bounds_the_ratio_of_engine_to_trainer(statistic, exponent):
         ):
             # With the opposite log-ratios, the reciprocal bounds.
             bounds = (lower, upper) if sign == 1 else (1 / upper, 1 / lower)
-            found = correct(sign * LOG_RATIO, MASK, _rejecting(Criterion(statistic, *bounds)))
-            assert found.kept.any().item() == kept
-            assert not kept or torch.equal(found.kept, MASK)
+            corrected = correct(sign * LOG_RATIO, MASK, _rejecting(Criterion(statistic, *bounds)))
+            assert corrected.kept.any().item() == kept
+            assert not kept or torch.equal(corrected.kept, MASK)
 
 
 def test_k1_of_tokens_keeps_those_within_its_band():
@@ -91,14 +91,16 @@ def test_k1_of_tokens_keeps_those_within_its_band():
         (0.6, 1.28, [True, False]),
         (0.61, 1.28, [False, False]),
     ):
-        found = correct(LOG_RATIO, MASK, _rejecting(Criterion("token_k1", lower, upper)))
-        assert found.kept.tolist() == [[*kept, False], [False] * 3]
+        corrected = correct(LOG_RATIO, MASK, _rejecting(Criterion("token_k1", lower, upper)))
+        assert corrected.kept.tolist() == [[*kept, False], [False] * 3]
 
 
 def test_all_criteria_must_hold():
     log_ratio = torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, -0.5], [0.4, 0.4, 0.4], [0.0, 0.1, 0.0]])
     mask = torch.tensor([[True] * 3, [True] * 3, [True] * 3, [False, True, True]])
-    token, sequence = Criterion("token_k1", 1 / 1.6, 1.6), Criterion("seq_sum_k2", None, 0.2)
+    token = Criterion("token_k1", 1 / 1.6, 1.6)
+    sequence = Criterion("seq_sum_k2", None, 0.2)
+
     assert correct(log_ratio, mask, _rejecting(token)).kept.tolist() == [
         [False, True, True],  # .5 > log 1.6 = .47
         [True, True, False],
@@ -116,7 +118,8 @@ def test_all_criteria_must_hold():
 
 
 def test_divergences_are_those_of_log_ratios_cut_to_twenty():
-    log_ratio, mask = torch.tensor([[100.0, -math.inf]]), torch.tensor([[True, True]])
+    log_ratio = torch.tensor([[100.0, -math.inf]])
+    mask = torch.tensor([[True, True]])
     for statistic, value in (
         ("token_k2", 200.0),
         ("seq_sum_k2", 400.0),
@@ -169,12 +172,12 @@ def test_sequence_weights_are_the_product_on_every_token():
     log_ratio = [[LN2, LN2, -9.0], [-LN2, 0.0, -2 * LN2], [5.0, 5.0, 5.0]]
     mask = [[True, True, False], [True, True, True], [False, False, False]]
     raw = [[4.0, 4.0, 0.0], [0.125] * 3, [0.0] * 3]
-    found = correct(
+    corrected = correct(
         torch.tensor(log_ratio, dtype=torch.float64), torch.tensor(mask), _weighing("sequence", 3.0)
     )
-    torch.testing.assert_close(found.raw, torch.tensor(raw, dtype=torch.float64))
+    torch.testing.assert_close(corrected.raw, torch.tensor(raw, dtype=torch.float64))
     truncated = torch.tensor([[3.0, 3.0, 0.0], [0.125] * 3, [0.0] * 3], dtype=torch.float64)
-    torch.testing.assert_close(found.weights, truncated)
+    torch.testing.assert_close(corrected.weights, truncated)
     zeroed = torch.tensor([[4.0, 4.0, 0.0], [0.0] * 3, [0.0] * 3], dtype=torch.float64)
     torch.testing.assert_close(
         _weights(log_ratio, _weighing("sequence", 5.0, lower=0.2), mask), zeroed
@@ -205,10 +208,10 @@ def test_sequence_weights_are_divided_by_their_mean_over_sequences():
 
 
 def test_rejection_changes_neither_weights_nor_their_mean():
-    log_ratio, mask = torch.tensor([[2 * LN2, -LN2, 0.0]]), torch.ones(1, 3, dtype=torch.bool)
-    criteria = (
-        Criterion("token_k1", 0.5001, 3.0),
-    )  # engine over trainer is 1/4, 2, 1: the first token goes
+    log_ratio = torch.tensor([[2 * LN2, -LN2, 0.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    # Engine over trainer is 1/4, 2, 1: the first token goes.
+    criteria = (Criterion("token_k1", 0.5001, 3.0),)
     for level in ("token", "sequence"):
         with_rejection = correct(
             log_ratio, mask, _weighing(level, 3.0, normalise=True, criteria=criteria)
@@ -223,16 +226,16 @@ def test_weights_that_are_all_zero_stay_zero(level):
     # Normalised, and outside the band; then a batch without a token.
     log_ratio = torch.full((2, 2), 3.0)
     for mask in (torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)):
-        found = correct(log_ratio, mask, _weighing(level, 2.0, lower=0.5, normalise=True))
-        assert found.weights.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+        corrected = correct(log_ratio, mask, _weighing(level, 2.0, lower=0.5, normalise=True))
+        assert corrected.weights.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_carry_no_gradient_and_stay_finite(level):
     log_ratio = torch.tensor([[1e4, -1e4], [3e4, 1.0], [math.inf, 1.0]], requires_grad=True)
-    found = correct(log_ratio, torch.ones(3, 2, dtype=torch.bool), _weighing(level, 1e12))
-    assert not found.weights.requires_grad and not found.raw.requires_grad
-    assert found.weights.isfinite().all() and found.weights.max().item() == pytest.approx(
+    corrected = correct(log_ratio, torch.ones(3, 2, dtype=torch.bool), _weighing(level, 1e12))
+    assert not corrected.weights.requires_grad and not corrected.raw.requires_grad
+    assert corrected.weights.isfinite().all() and corrected.weights.max().item() == pytest.approx(
         math.exp(20)
     )
 
@@ -276,14 +279,12 @@ def _slow_weights(rows, correction):
         else:
             ratios = [math.exp(min(max(sum(row), -20.0), 20.0))] * len(row)
         if correction.lower is None:
-            table.append([min(ratio, correction.upper) for ratio in ratios])
+            weights = [min(ratio, correction.upper) for ratio in ratios]
         else:
-            table.append(
-                [
-                    ratio if correction.lower <= ratio <= correction.upper else 0.0
-                    for ratio in ratios
-                ]
-            )
+            inside = [correction.lower <= ratio <= correction.upper for ratio in ratios]
+            weights = [ratio if ok else 0.0 for ratio, ok in zip(ratios, inside, strict=True)]
+        table.append(weights)
+
     if correction.normalise:
         counted = [w for row in table for w in (row if correction.level == "token" else row[:1])]
         mean = sum(counted) / len(counted) if counted else 0.0
@@ -323,9 +324,9 @@ def test_rejection_equals_the_slow_loop(mask, seed, scale, criteria):
     log_ratio, rows = _batch(mask, seed, scale)
     kept = correct(log_ratio, mask, _rejecting(*criteria)).kept
     assert not kept[~mask].any()
-    for found, keep, row in zip(kept, mask, rows, strict=True):
+    for kept_row, mask_row, row in zip(kept, mask, rows, strict=True):
         verdicts = zip(*(_slow_kept(criterion, row) for criterion in criteria), strict=True)
-        assert found[keep].tolist() == [all(token) for token in verdicts]
+        assert kept_row[mask_row].tolist() == [all(token) for token in verdicts]
 
 
 @pytest.mark.parametrize("statistic", STATISTICS)
@@ -334,14 +335,14 @@ def test_each_statistic_parts_a_random_batch(statistic):
     mask[3] = False
     log_ratio, rows = _batch(mask, 2, 0.6)
     upper = 0.5 if statistic.startswith("seq_sum") else 0.2
-    criterion = (
-        Criterion(statistic, 0.8, 1.25)
-        if statistic.endswith("k1")
-        else Criterion(statistic, None, upper)
-    )
+    if statistic.endswith("k1"):
+        criterion = Criterion(statistic, 0.8, 1.25)
+    else:
+        criterion = Criterion(statistic, None, upper)
+
     kept = correct(log_ratio, mask, _rejecting(criterion)).kept
-    expected = [_slow_kept(criterion, row) if row else [] for row in rows]
-    assert [found[keep].tolist() for found, keep in zip(kept, mask, strict=True)] == expected
+    for kept_row, mask_row, row in zip(kept, mask, rows, strict=True):
+        assert kept_row[mask_row].tolist() == (_slow_kept(criterion, row) if row else [])
     assert 10 < kept.sum() < mask.sum() - 10  # the example has both
 
 

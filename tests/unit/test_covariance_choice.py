@@ -1,6 +1,4 @@
-"""The choice of tokens by the covariance of log-probability and advantage: hand-computed numbers,
-and a slow loop.
-"""
+"""The choice of tokens by covariance, against hand-computed numbers and a slow loop."""
 
 import math
 
@@ -19,17 +17,14 @@ from tests.masks import masks
 
 def test_covariances_of_the_worked_example():
     # Means -2 and 0 over the mask: covariances 1, 0, 1; the fourth token does not count.
-    logprob, advantages = (
-        torch.tensor([[-1.0, -2.0, -3.0, 50.0]]),
-        torch.tensor([[1.0, 0.0, -1.0, 50.0]]),
-    )
+    logprob = torch.tensor([[-1.0, -2.0, -3.0, 50.0]])
+    advantages = torch.tensor([[1.0, 0.0, -1.0, 50.0]])
     mask = torch.tensor([[True, True, True, False]])
 
     def chosen(fraction, bounds=None, excluded=None):
         excluded = None if excluded is None else torch.tensor([excluded])
-        return select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded).tolist()[
-            0
-        ]
+        selected = select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded)
+        return selected.tolist()[0]
 
     # A fraction of nothing is still one token; of equal covariances the first.
     assert chosen(0.0002) == [True, False, False, False]
@@ -69,10 +64,10 @@ def test_no_gradient_flows_into_the_choice():
 def test_the_choice_equals_the_slow_loop(mask, seed, fraction, bounds, excludes):
     generator = torch.Generator().manual_seed(seed)
     logprob = -2 * torch.rand(mask.shape, dtype=torch.float64, generator=generator)
-    advantages = torch.randn(
-        mask.shape, dtype=torch.float64, generator=generator
-    ).round()  # so that some are equal
+    advantages = torch.randn(mask.shape, dtype=torch.float64, generator=generator)
+    advantages = advantages.round()  # so that some are equal
     excluded = torch.rand(mask.shape, generator=generator) < 0.4 if excludes else None
+
     places = [(i, t) for i in range(mask.shape[0]) for t in range(mask.shape[1]) if mask[i, t]]
     expected = torch.zeros_like(mask)
     if places:
@@ -86,8 +81,11 @@ def test_the_choice_equals_the_slow_loop(mask, seed, fraction, bounds, excludes)
                 ranked.append((-covariance, place))
         for _, place in sorted(ranked)[: max(1, int(fraction * len(places)))]:
             expected[place] = True
-    holes = logprob.masked_fill(~mask, math.nan), advantages.masked_fill(~mask, math.nan)
-    assert torch.equal(select_by_covariance(*holes, mask, fraction, bounds, excluded), expected)
+
+    logprob = logprob.masked_fill(~mask, math.nan)
+    advantages = advantages.masked_fill(~mask, math.nan)
+    selected = select_by_covariance(logprob, advantages, mask, fraction, bounds, excluded)
+    assert torch.equal(selected, expected)
 
 
 def test_tokens_that_the_clip_takes_are_not_chosen():

@@ -1,6 +1,4 @@
-"""Users' reward functions: that they work, and that whatever goes wrong in them is told and
-stopped.
-"""
+"""Users' reward functions work, and whatever goes wrong in them is reported and stopped."""
 
 import os
 import signal
@@ -31,7 +29,8 @@ def detailed(solution_str, **rest):
             "tokens": rest["extra_info"].get("response_tokens"), "keys": len(rest["extra_info"])}
 
 def answers(data_source, solution_str, ground_truth, extra_info):
-    return {"score": 1, "pred": {"long": "a" * 300, "none": None}.get(solution_str, solution_str), "acc": True}
+    pred = {"long": "a" * 300, "none": None}.get(solution_str, solution_str)
+    return {"score": 1, "pred": pred, "acc": True}
 
 def answers_a_number(data_source, solution_str, ground_truth, extra_info):
     return {"score": 1, "pred": Fraction(solution_str)}
@@ -183,10 +182,10 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
     reward = load("fails_on_7")
     with pytest.raises(RewardError) as raised:
         reward.score(inputs("1", "7", "2"))
+
     message = str(raised.value)
-    line = next(
-        i for i, text in enumerate(FUNCTIONS.split("\n"), start=1) if '{}["missing"]' in text
-    )
+    lines = FUNCTIONS.split("\n")
+    line = lines.index('        return {}["missing"]') + 1
     for part in (
         "fails_on_7",
         str(file),
@@ -197,9 +196,11 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
     ):
         assert part in message
     assert "\n" not in message
+
     assert isinstance(raised.value.__cause__, WorkerTraceback)
     assert 'return {}["missing"]' in str(raised.value.__cause__)
     assert "worker.py" not in str(raised.value.__cause__)
+
     # The rows after the failed one were not scored, and the process serves on.
     assert reward.score(inputs("3", "4", "5")) == [Scored(1.0, {})] * 3
 
@@ -245,7 +246,7 @@ def test_a_dying_process_is_told(load, name, fate):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (float("nan"), "returned nan"),
         (float("inf"), "returned inf"),
@@ -257,9 +258,9 @@ def test_a_dying_process_is_told(load, name, fate):
         ({"score": float("-inf")}, "returned -inf"),
     ],
 )
-def test_what_is_no_finite_number_is_refused(load, value, told):
+def test_what_is_no_finite_number_is_refused(load, value, message):
     reward = load("returns_extra")
-    with pytest.raises(RewardError, match=told) as raised:
+    with pytest.raises(RewardError, match=message) as raised:
         reward.score(inputs("7", value=value))
     assert "returns_extra" in str(raised.value) and "solution '7'" in str(raised.value)
     assert reward.score(inputs("7", value=2)) == [Scored(2.0, {})]
@@ -271,7 +272,7 @@ def test_complex_is_refused(load):
 
 
 def test_missing_names_and_files_name_their_neighbours(file, tmp_path):
-    for reference, told in [
+    for reference, message in [
         (f"{file}:god", r"no function 'god'; did you mean \['good'\]"),
         (f"{file}:zzzzzz", "it has .*'good'"),
         (f"{file}:not_a_function", "no function 'not_a_function'"),
@@ -280,7 +281,7 @@ def test_missing_names_and_files_name_their_neighbours(file, tmp_path):
         (f"{tmp_path}/nothing.py:good", "relative to the working directory"),
         ("good", "write it as path/to/file.py:function"),
     ]:
-        with pytest.raises(RewardError, match=told):
+        with pytest.raises(RewardError, match=message):
             load_custom(reference)
 
 
@@ -292,9 +293,12 @@ def test_a_file_that_fails_to_import(tmp_path):
     ) as raised:
         load_custom(f"{path}:f")
     assert "import no_such_module" in str(raised.value.__cause__)
+    assert "user_code.py" not in str(raised.value.__cause__)
+
     path.write_text("def f(:\n")
     with pytest.raises(RewardError, match="SyntaxError"):
         load_custom(f"{path}:f")
+
     path.write_text("while True: pass\n")
     with pytest.raises(
         RewardError, match=r"took more than 0\.5 s and was stopped while its file was imported"
@@ -334,10 +338,12 @@ def test_no_process_outlives_the_trainer(file, end, tmp_path):
     """A trainer script without `if __name__`, which ends in every way there is."""
     before = "reward._process.send([('d', '7', '7', {})])" if end == "killed in a call" else ""
     then = {"returns": "", "raises": "raise SystemExit(1)"}.get(end, "time.sleep(1000)")
+
     script = tmp_path / "trainer.py"
     script.write_text(
         TRAINER.format(root=str(ROOT), reference=f"{file}:loops", before=before, then=then)
     )
+
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
     ) as trainer:

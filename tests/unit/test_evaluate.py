@@ -1,6 +1,4 @@
-"""What a validation reports of given scores, the majority vote, and how a rank's answers come
-together.
-"""
+"""What a validation reports for given scores, the majority vote, and how answers are joined."""
 
 from __future__ import annotations
 
@@ -34,12 +32,13 @@ def test_one_answer_a_prompt() -> None:
 
 
 def test_many_answers_a_prompt() -> None:
-    # prompts of sources a, b, a; three answers each
+    # Three prompts of the sources a, b, a with three answers each.
     right = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
     answers: list[str | None] = ["4", "5", "4", "1", "2", "3", "9", "8", "9"]
     found = summarise(
         scores([0.0, 1.0, 2.0, 6.0, 6.0, 6.0, 3.0, 4.0, 5.0], right, answers), ["a", "b", "a"], 3
     )
+
     assert found == pytest.approx(
         {
             "a/reward_mean": 2.5,
@@ -77,9 +76,9 @@ def test_scores_must_fit_the_prompts() -> None:
     [
         (["7", "8", "8"], [True, False, False], False),
         (["7", "8", "7"], [True, False, True], True),
-        (["7", "8", "8", "7"], [True, False, False, True], True),  # a tie goes to the first drawn
+        (["7", "8", "8", "7"], [True, False, False, True], True),  # in a tie the first drawn wins
         (["8", "7", "7", "8"], [False, True, True, False], False),
-        ([None, None, "7"], [False, False, True], True),  # who has no answer does not vote
+        ([None, None, "7"], [False, False, True], True),  # a response without an answer has no vote
         ([None, None], [False, False], False),
         ([None], [True], False),
         (["", "", "7"], [False, False, True], False),  # an empty answer is one
@@ -126,7 +125,8 @@ def test_answers_are_asked_for_only_to_vote(n: int, expected: set[str]) -> None:
 def test_the_answers_are_those_of_the_term_that_tells() -> None:
     assert _correctness_column(["bonus", "bonus/acc", "gsm8k"]) == "bonus/acc"
     assert _correctness_column(["bonus", "format"]) is None
-    # three ranks hold rows 0 3, 1 4 and 2; the second found no answer at all
+
+    # Three ranks hold the rows 0 3, 1 4 and 2; the second found no answer at all.
     parts: list[dict[str, list[str | None]]] = [
         {"mine": ["a", "d"], "gsm8k": ["1", "4"]},
         {},
@@ -138,7 +138,8 @@ def test_the_answers_are_those_of_the_term_that_tells() -> None:
 
 
 def test_answers_go_with_their_rows() -> None:
-    one, two = scores([1.0, 2.0], [0.0, 1.0], ["a", None]), scores([3.0], [1.0], ["c"])
+    one = scores([1.0, 2.0], [0.0, 1.0], ["a", None])
+    two = scores([3.0], [1.0], ["c"])
     assert one.select([1, 0]).answers == [None, "a"]
     assert Scores.join([one, two]).answers == ["a", None, "c"]
     assert Scores.join([one, scores([3.0], [1.0])]).answers is None

@@ -1,4 +1,4 @@
-"""What becomes of a scored rollout: correction, advantages and whitening in their order, by hand."""
+"""How a scored rollout becomes an experience: correction, advantages and whitening, by hand."""
 
 import math
 
@@ -46,9 +46,11 @@ def test_a_rejected_token_leaves_losses_and_whitening_but_not_its_response():
         "rollout_rs_threshold": 2.0,
     }
     experience, kl = _experience({"rollout_correction": correction})
+
     assert experience.loss_mask.tolist() == [[True, True, False], [True, True, False]]
     assert experience.weights.tolist() == [[1.0, 1.0, 1.25], [1.0, 1.25, 0.0]]
     assert torch.equal(experience.old_logprobs, TRAINER) and kl is None
+
     # The reward of 1 stands on the rejected token, and still reaches the tokens before it.
     assert experience.returns.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
     raw = torch.tensor([0.75, 0.5, 0.0, -0.75])
@@ -64,12 +66,14 @@ def test_bypass_takes_the_engines_log_probabilities_and_corrects_later():
     experience, _ = _experience(
         {"adv_estimator": "grpo", "rollout_correction": correction}, old=None, values=None
     )
+
     assert torch.equal(experience.old_logprobs, ENGINE)
     assert (
         torch.equal(experience.loss_mask, MASK)
         and experience.weights is None
         and experience.values is None
     )
+
     size = 0.5 / (0.5**0.5 + 1e-6)  # scores 1 and 0: mean .5, unbiased std sqrt(.5)
     wanted = [[size] * 3, [-size, -size, 0.0]]
     assert torch.allclose(experience.advantages, torch.tensor(wanted), atol=1e-6)
@@ -86,7 +90,8 @@ def test_the_kl_is_that_of_the_trainer_and_goes_off_each_token():
 def test_whitened_rewards_keep_their_mean():
     experience, _ = _experience({"whiten_rewards": True})
     # Rewards 0, 0, 1, 0, 0 have mean .2 and variance .2.
-    scale, low = 1 / 0.2**0.5, 0.2 - 0.2 / 0.2**0.5
+    scale = 1 / 0.2**0.5
+    low = 0.2 - 0.2 * scale
     wanted = [[low, low, low + scale], [low, low, 0.0]]
     assert torch.allclose(experience.token_rewards, torch.tensor(wanted), atol=1e-5)
 
@@ -96,10 +101,12 @@ def test_metrics_of_the_mismatch():
         {"rollout_correction": {"preset": "decoupled_token_is"}}
     )
     metrics = correction_metrics(TRAINER, _collected().rollout, MASK, algorithm.rollout_correction)
+
     assert metrics["rollout_corr/kl"] == pytest.approx(-(math.log(4) + math.log(1.5)) / 5)
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((3 + 16 + 2.25) / 5 - 1, rel=1e-5)
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((3 + 2.0 + 1.5) / 5, rel=1e-6)
     assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(0.2)
+
     gaps = [0.0, 0.0, 3 * math.exp(-1.0), 0.0, 0.5 * math.exp(-3.0)]
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(max(gaps), rel=1e-5)
     assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(sum(gaps) / 5, rel=1e-5)

@@ -1,4 +1,4 @@
-"""The arithmetic of the generation benchmark's limits, by hand."""
+"""What the generation benchmark counts for its limits, by hand."""
 
 from types import SimpleNamespace
 
@@ -26,9 +26,11 @@ def test_operations_and_bytes_of_a_generation(work):
     )
     layer = 4 * 4 + 4 * 4 + 2 * (4 * 2) + 3 * (4 * 8)  # q, o, k and v, MLP
     operations, read = work(config, 2, [2, 1], itemsize=4)
+
     # Two prompt tokens each, and the first token of the first response: 5 tokens; 3 draws. They see
     # 1, 2, 3 and 1, 2 tokens; scores and values are two products of width 4 in each of 3 layers.
     assert operations == 2 * 3 * layer * 5 + 2 * 40 * 3 + 3 * (2 * 2 * 4) * 9
+
     # Two steps read all weights; the one decoded token reads keys and values of 3 tokens, width 2,
     # in 3 layers.
     assert read == 2 * (3 * layer + 40) * 4 + 3 * 2 * 2 * 3 * 4

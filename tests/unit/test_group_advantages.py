@@ -1,5 +1,6 @@
-"""Advantages without a critic against numbers worked out by hand and slow loops over prompt groups,
-and what must not change them.
+"""Advantages without a critic, against hand-computed numbers and slow loops over prompt groups.
+
+They are also checked for what must not change them.
 """
 
 import statistics
@@ -42,9 +43,7 @@ LESS_THE_MEAN = [-2.0, -2.0, -1.0, 2.0, 3.0, 5.0]
 
 
 def _assert_tiled(result, expected, mask=MASK):
-    """Each row's number stands at each of its tokens, is the return, too, and 0 stands everywhere
-    else.
-    """
+    """Each row's number stands at each of its tokens, as advantage and return; elsewhere is 0."""
     tiled = torch.tensor(expected, dtype=torch.float64)[:, None] * mask
     for tensor in result:
         torch.testing.assert_close(tensor, tiled, rtol=1e-9, atol=1e-9)
@@ -136,9 +135,7 @@ def _score(batch, row):
 
 
 def _slow_baseline_difference(batch, row, baseline):
-    """Score less what `baseline` makes of the scores and lengths of the group; a row alone has the
-    baseline 0.
-    """
+    """Score less `baseline` of the scores and lengths of the prompt group; a row alone has 0."""
     members = _members(batch, row)
     if len(members) == 1:
         return _score(batch, row)
@@ -184,9 +181,11 @@ def test_equal_the_slow_loops_under_any_mask(batch):
     mask = batch.mask
     prompt_groups = batch.prompt_groups
     rows = range(len(prompt_groups))
+
     less_the_mean = [_slow_baseline_difference(batch, row, _mean) for row in rows]
     standardised = [less_the_mean[row] / (_slow_std(batch, row) + 1e-6) for row in rows]
     weighted = [_slow_baseline_difference(batch, row, _length_weighted_mean) for row in rows]
+
     _assert_tiled(grpo(rewards, mask, prompt_groups, norm_by_std=True), standardised, mask)
     _assert_tiled(grpo(rewards, mask, prompt_groups, norm_by_std=False), less_the_mean, mask)
     _assert_tiled(reinforce_plus_plus_baseline(rewards, mask, prompt_groups), less_the_mean, mask)
@@ -242,6 +241,7 @@ def test_a_shift_of_a_groups_scores_changes_nothing_and_the_advantages_of_a_grou
     shift = (batch.prompt_groups % 7 + 1).double()[:, None]  # one number a group
     is_first = batch.mask & (batch.mask.cumsum(1) == 1)
     shifted = torch.where(is_first, batch.rewards + shift, batch.rewards)
+
     estimators = (
         lambda rewards: grpo(rewards, batch.mask, batch.prompt_groups, norm_by_std=True)[0],
         lambda rewards: grpo(rewards, batch.mask, batch.prompt_groups, norm_by_std=False)[0],
@@ -249,7 +249,8 @@ def test_a_shift_of_a_groups_scores_changes_nothing_and_the_advantages_of_a_grou
         lambda rewards: reinforce_plus_plus_baseline(rewards, batch.mask, batch.prompt_groups)[0],
     )
     for estimator in estimators:
-        advantages, moved = estimator(batch.rewards), estimator(shifted)
+        advantages = estimator(batch.rewards)
+        moved = estimator(shifted)
         torch.testing.assert_close(moved[~alone], advantages[~alone])
         assert not (is_first & alone[:, None] & (moved == advantages)).any()
         a_row = torch.where(is_first, advantages, 0).sum(dim=1)
@@ -294,6 +295,7 @@ def test_batches_and_groups_without_tokens_are_defined():
         opo(nothing[:0], mask[:0], prompt_groups[:0]),
         gpg(nothing[:0], mask[:0], prompt_groups[:0], f_norm=1.0),
     ]
+
     for advantages, returns in results:
         assert advantages.dtype == torch.float32
         assert not advantages.any() and not returns.any()

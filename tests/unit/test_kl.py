@@ -1,6 +1,4 @@
-"""KL estimators against the exact divergence of small categorical distributions; controllers by
-literal numbers.
-"""
+"""KL estimators against the exact divergence of small distributions; controllers by numbers."""
 
 from typing import get_args
 

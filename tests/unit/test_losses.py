@@ -1,5 +1,6 @@
-"""Losses against hand-computed numbers and slow loops; sums of parts against the whole for every
-aggregation.
+"""Losses against hand-computed numbers and slow loops.
+
+For every aggregation the sums of parts are compared with the whole.
 """
 
 import math
@@ -43,6 +44,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(mode):
     count = aggregation_count(int(mask.sum()), 6, mode)
     loss = aggregate(whole.square(), mask, mode, 7.0) / count
     (gradient,) = torch.autograd.grad(loss, whole)
+
     for split in ([3, 3], [1, 5], [1, 1, 4]):
         parts = zip(whole.split(split), mask.split(split), strict=True)
         # Each part may also be padded to its own width.
@@ -70,6 +72,7 @@ def test_aggregate_equals_the_slow_loop_and_ignores_padding(mask, seed, mode):
     per_token = torch.randn(
         mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
+
     total = 0.0
     for losses, kept in zip(per_token.tolist(), mask.tolist(), strict=True):
         counted = [loss for loss, keep in zip(losses, kept, strict=True) if keep]
@@ -77,6 +80,7 @@ def test_aggregate_equals_the_slow_loop_and_ignores_padding(mask, seed, mode):
             total += sum(counted) / max(len(counted), 1)
         else:
             total += sum(counted) / (7.0 if mode == "seq-mean-token-sum-norm" else 1.0)
+
     assert aggregate(per_token, mask, mode, 7.0).item() == pytest.approx(
         total, rel=1e-12, abs=1e-12
     )

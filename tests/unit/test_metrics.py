@@ -12,7 +12,9 @@ from tests.rollouts import make_rollout
 
 
 def test_means_are_weighted_by_counts_and_do_not_depend_on_the_split():
-    whole, first, second = Tally(), Tally(), Tally()
+    whole = Tally()
+    first = Tally()
+    second = Tally()
     for tally, total, count in ((first, 6.0, 3), (first, 1.0, 1), (second, 8.0, 4)):
         for target in (tally, whole):
             target.add("actor/pg_loss", total, count)
@@ -71,10 +73,9 @@ def test_a_name_that_the_vector_lacks_is_refused():
 
 
 def _experience():
-    """Two responses of 3 and 1 tokens; the padding of every tensor holds rubbish that must not be
-    seen.
-    """
+    """Two responses of 3 and 1 tokens; the padding holds rubbish, which must not be seen."""
     rubbish = 1e9
+
     prompts = Prompts([[5, 6], [7, 8, 9]], [0, 1], ["a", "b"], ["x", "x"], ["1", "2"], [{}, {}])
     rollout = make_rollout(
         prompts=prompts,
@@ -85,6 +86,7 @@ def _experience():
         stopped=torch.tensor([True, False]),
         version=1,
     )
+
     return Experience(
         rollout=rollout,
         scores=torch.tensor([1.0, 0.0]),
@@ -116,6 +118,7 @@ def test_data_metrics_of_a_literal_batch():
     flat |= {"response_length/clip_ratio": 0.5, "prompt_length/clip_ratio": 0.5}
     # returns - values: 0, 1, 2, -1 with variance 5/3; returns: 1, 3, 5, -1 with variance 20/3
     flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
+
     metrics = data_metrics(_experience(), max_prompt_length=3)
     assert metrics.keys() == flat.keys()
     for name, number in flat.items():
@@ -170,16 +173,17 @@ def test_throughput_counts_responses_for_generation_and_everything_elsewhere():
 def test_timer_adds_up_repeats_counts_nested_and_failed_phases_and_waits_for_the_device(
     monkeypatch,
 ):
-    clock = iter(
-        [0.0, 1.0, 3.0, 10.0, 14.0, 100.0]
-    )  # step in, gen in, gen out, gen in, gen out, step out
+    # Begin of step, begin and end of gen, begin and end of gen, end of step.
+    clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 100.0])
     waits = []
     monkeypatch.setattr("mrlhf.metrics.time.perf_counter", lambda: next(clock))
     timer = PhaseTimer(synchronize=lambda: waits.append(True))
+
     with timer("step"):
         with timer("gen"):
             pass
         with pytest.raises(ValueError, match="inside"), timer("gen"):
             raise ValueError("inside")
+
     assert timer.metrics() == {"timing_s/gen": 6.0, "timing_s/step": 100.0}
     assert len(waits) == 6

@@ -1,6 +1,4 @@
-"""Balance, packing and the cut of a batch: the stated invariants on random lengths, and literal
-packs.
-"""
+"""Balance, packing and the cut of a batch: invariants on random lengths, and literal packs."""
 
 from __future__ import annotations
 
@@ -21,15 +19,13 @@ from mrlhf.parallel.microbatch import (
 
 
 def _batches() -> list[list[int]]:
-    """Sequence lengths of several batches, some with few long sequences, one with equal ones, one
-    of a single row.
-    """
+    """Sequence lengths of batches: equal ones, a single row, and many with few long sequences."""
     rng = random.Random(1)
-    ragged = [
-        [rng.randint(1, rng.choice((3, 40, 300))) for _ in range(rng.randint(9, 40))]
-        for _ in range(30)
-    ]
-    return [[7] * 12, [5], *ragged]
+    batches = [[7] * 12, [5]]
+    for _ in range(30):
+        rows = rng.randint(9, 40)
+        batches.append([rng.randint(1, rng.choice((3, 40, 300))) for _ in range(rows)])
+    return batches
 
 
 BATCHES = _batches()
@@ -80,20 +76,17 @@ def test_packs_of_a_small_batch() -> None:
 
 def test_which_rows_share_an_optimizer_step_depends_on_the_batch_alone() -> None:
     for lengths in BATCHES[2:]:
-        count = len(lengths)
-        wanted = [
-            list(range(begin, min(begin + 8, count))) for begin in range(0, count - count % 8, 8)
-        ]
+        count = len(lengths) - len(lengths) % 8
+        wanted = [list(range(begin, begin + 8)) for begin in range(0, count, 8)]
+
         for dp, budget in itertools.product((1, 2, 4), (1, 50, 10**6)):
-            mini_batches = cut_mini_batches(lengths[: count - count % 8], 8, dp, budget)
+            mini_batches = cut_mini_batches(lengths[:count], 8, dp, budget)
             assert [mini_batch.rows for mini_batch in mini_batches] == wanted
             for mini_batch in mini_batches:
                 shares = mini_batch.micro_batches
                 assert len(shares) == dp and all(shares)
-                assert (
-                    sorted(row for share in shares for rows in share for row in rows)
-                    == mini_batch.rows
-                )
+                packs = itertools.chain(*shares)
+                assert sorted(itertools.chain(*packs)) == mini_batch.rows
 
 
 def test_the_last_mini_batch_may_be_smaller() -> None:

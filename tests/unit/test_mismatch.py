@@ -1,4 +1,4 @@
-"""Metrics of the mismatch between engine and trainer against hand-computed numbers and slow loops."""
+"""Metrics of the mismatch of engine and trainer against hand-computed numbers and slow loops."""
 
 import math
 
@@ -77,7 +77,8 @@ def test_an_engine_far_off_gives_finite_numbers():
 
 def test_metrics_of_token_weights():
     # Ratios 4, 1/4, 1, of which 4 is cut to 2.
-    log_ratio, mask = [[2 * LN2, -2 * LN2], [0.0, NAN]], torch.tensor([[True, True], [True, False]])
+    log_ratio = [[2 * LN2, -2 * LN2], [0.0, NAN]]
+    mask = torch.tensor([[True, True], [True, False]])
     expected = {
         "mean": 1.0833333,
         "max": 2.0,
@@ -87,6 +88,7 @@ def test_metrics_of_token_weights():
         "ratio_fraction_high": 1 / 3,
         "ratio_fraction_low": 1 / 3,
     }
+
     metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token")))
     assert metrics == pytest.approx(expected, abs=1e-6)
     # They are of the weights before these are normalised.
@@ -98,7 +100,8 @@ def test_metrics_of_token_weights():
 
 def test_metrics_of_token_weights_in_a_band():
     # Ratios 4, 1/4, 1: outside [.2, 2] only 4, which becomes 0.
-    log_ratio, mask = [[2 * LN2, -2 * LN2], [0.0, NAN]], torch.tensor([[True, True], [True, False]])
+    log_ratio = [[2 * LN2, -2 * LN2], [0.0, NAN]]
+    mask = torch.tensor([[True, True], [True, False]])
     expected = {
         "mean": 0.4166667,
         "max": 1.0,
@@ -108,6 +111,7 @@ def test_metrics_of_token_weights_in_a_band():
         "ratio_fraction_high": 1 / 3,
         "ratio_fraction_low": 0.0,
     }
+
     metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token", lower=0.2)))
     assert metrics == pytest.approx(expected, abs=1e-6)
     metrics = _weight_metrics(log_ratio, mask, _correction("token", lower=0.3))
@@ -126,6 +130,7 @@ def test_metrics_of_sequence_weights():
         "ratio_fraction_high": 0.5,
         "ratio_fraction_low": 0.5,
     }
+
     metrics = _without_prefix(_weight_metrics(log_ratio, MASK, _correction("sequence")))
     assert metrics == pytest.approx(expected, abs=1e-6)
     smallest = _weight_metrics(
@@ -188,13 +193,13 @@ def test_shares_of_what_was_rejected():
         "rollout_rs_masked_fraction": pytest.approx(1 / 5),
         "rollout_rs_seq_masked_fraction": pytest.approx(1 / 2),
     }
+
     kept = rejection_metrics(correct(log_ratio, mask, _correction(None)), mask)
     assert kept == {"rollout_rs_masked_fraction": 0.0, "rollout_rs_seq_masked_fraction": 0.0}
+
     nothing = torch.zeros_like(mask)
-    assert all(
-        math.isnan(x)
-        for x in rejection_metrics(correct(log_ratio, nothing, _correction(None)), nothing).values()
-    )
+    metrics = rejection_metrics(correct(log_ratio, nothing, _correction(None)), nothing)
+    assert all(math.isnan(number) for number in metrics.values())
 
 
 # ---- slow loops
@@ -220,15 +225,19 @@ def _slow_mismatch(trainer_rows, rollout_rows):
 
 
 def _slow_weights(rows, correction):
-    upper, lower = correction.upper, correction.lower
-    ratios, weights = [], []
+    upper = correction.upper
+    lower = correction.lower
+    ratios = []
+    weights = []
     for row in rows:
         for x in row:
             ratio = math.exp(x if correction.level == "token" else sum(row))
             ratios.append(ratio)
-            weights.append(
-                min(ratio, upper) if lower is None else ratio if lower <= ratio <= upper else 0.0
-            )
+            if lower is None:
+                weights.append(min(ratio, upper))
+            else:
+                weights.append(ratio if lower <= ratio <= upper else 0.0)
+
     units = ratios if correction.level == "token" else [math.exp(sum(row)) for row in rows if row]
     extremes = weights if correction.level == "token" else units
     floor = 1 / upper if lower is None else lower

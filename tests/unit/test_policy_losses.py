@@ -1,5 +1,6 @@
-"""Every policy loss against hand-computed numbers, a slow loop and its gradient; padding and
-extremes never leak.
+"""Every policy loss against hand-computed numbers, a slow loop and its gradient.
+
+Padding and extreme values never reach the loss or the gradient.
 """
 
 import math
@@ -83,15 +84,17 @@ def _random_inputs(seed, mask):
     ],
 )
 def test_numbers_of_one_token(name, advantage, options, loss, clipped, clipped_lower):
-    found = policy_loss(POLICY_LOSSES[name], _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
-    assert found.per_token.item() == pytest.approx(loss, abs=2e-7)
-    assert (found.clipped.item(), found.clipped_lower.item()) == (clipped, clipped_lower)
-    assert found.approx_kl.item() == -0.5
+    result = policy_loss(POLICY_LOSSES[name], _inputs([[-1.5]], [[-2.0]], [[advantage]]), options)
+    assert result.per_token.item() == pytest.approx(loss, abs=2e-7)
+    assert (result.clipped.item(), result.clipped_lower.item()) == (clipped, clipped_lower)
+    assert result.approx_kl.item() == -0.5
 
 
 def test_dual_clip_of_the_worked_example():
-    found = policy_loss(POLICY_LOSSES["vanilla"], _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
-    assert found.per_token.item() == 1.5 and found.clipped_lower.item() and not found.clipped.item()
+    result = policy_loss(POLICY_LOSSES["vanilla"], _inputs([[0.0]], [[-2.0]], [[-0.5]]), DEFAULTS)
+    assert (
+        result.per_token.item() == 1.5 and result.clipped_lower.item() and not result.clipped.item()
+    )
 
 
 def test_the_ratio_of_a_sequence_is_capped():
@@ -99,9 +102,9 @@ def test_the_ratio_of_a_sequence_is_capped():
     inputs = PolicyLossInputs(
         logprob, logprob.detach() - 12, logprob.detach() - 1, torch.tensor([[True]])
     )
-    found = policy_loss(POLICY_LOSSES["gspo"], inputs, DEFAULTS)
-    found.per_token.sum().backward()
-    assert found.per_token.item() == pytest.approx(math.exp(10)) and logprob.grad.item() == 0.0
+    result = policy_loss(POLICY_LOSSES["gspo"], inputs, DEFAULTS)
+    result.per_token.sum().backward()
+    assert result.per_token.item() == pytest.approx(math.exp(10)) and logprob.grad.item() == 0.0
 
 
 @pytest.mark.parametrize(
@@ -118,18 +121,20 @@ def test_the_ratio_of_a_sequence_is_capped():
 )
 def test_the_binary_kl_of_certain_and_impossible_tokens(logprob, old, advantage, loss):
     options = PolicyLossOptions(clip_low=0.2, clip_high=0.7)
-    found = policy_loss(
+    result = policy_loss(
         POLICY_LOSSES["dppo_kl"], _inputs([[logprob]], [[old]], [[advantage]]), options
     )
-    assert found.per_token.item() == pytest.approx(loss, abs=1e-6)
+    assert result.per_token.item() == pytest.approx(loss, abs=1e-6)
 
 
 def test_a_sequence_weighs_each_of_its_tokens_alike():
     # d = .5 and -.1; the third token does not count.
     mask = torch.tensor([[True, True, False]])
-    logprob, old = [[-1.5, -1.1, -9.0]], [[-2.0, -1.0, -1.0]]
+    logprob = [[-1.5, -1.1, -9.0]]
+    old = [[-2.0, -1.0, -1.0]]
     up = _inputs(logprob, old, [[0.5, 0.5, 9.0]], mask)
     down = _inputs(logprob, old, [[-0.5, -0.5, 9.0]], mask)
+
     expected = {
         ("gspo", up): ([-0.6, -0.6, 0.0], [True, True, False], [False] * 3),  # e^.2 = 1.2214028
         ("gspo", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [False] * 3),
@@ -141,20 +146,20 @@ def test_a_sequence_weighs_each_of_its_tokens_alike():
         ("geo_mean", down): ([0.6107014, 0.6107014, 0.0], [False] * 3, [True, False, False]),
     }
     for (name, inputs), (loss, clipped, clipped_lower) in expected.items():
-        found = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
+        result = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
         torch.testing.assert_close(
-            found.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0
+            result.per_token, torch.tensor([loss], dtype=torch.float64), atol=1e-7, rtol=0
         )
-        assert found.clipped.tolist() == [clipped] and found.clipped_lower.tolist() == [
+        assert result.clipped.tolist() == [clipped] and result.clipped_lower.tolist() == [
             clipped_lower
         ]
 
 
 def test_geo_mean_averages_the_advantages_of_a_row():
-    found = policy_loss(
+    result = policy_loss(
         POLICY_LOSSES["geo_mean"], _inputs([[-1.0, -1.0]], [[-1.0, -1.0]], [[1.0, -0.4]]), DEFAULTS
     )
-    torch.testing.assert_close(found.per_token, torch.tensor([[-0.3, -0.3]], dtype=torch.float64))
+    torch.testing.assert_close(result.per_token, torch.tensor([[-0.3, -0.3]], dtype=torch.float64))
 
 
 def test_selected_tokens_lose_their_loss_or_gain_a_penalty():
@@ -185,12 +190,12 @@ def test_first_update_has_ratio_one_and_the_surrogate_objective():
             [[-0.12, -0.08, -0.15, -0.10, -0.05, -0.02]], dtype=torch.float64, requires_grad=True
         )
         inputs = PolicyLossInputs(logprob, logprob.detach(), advantages, everything, ~everything)
-        found = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
-        mean = aggregate(found.per_token, everything, "token-mean", 1.0) / 6
+        result = policy_loss(POLICY_LOSSES[name], inputs, DEFAULTS)
+        mean = aggregate(result.per_token, everything, "token-mean", 1.0) / 6
         mean.backward()
         assert mean.item() == pytest.approx(-0.44 / 6, rel=1e-12)
         torch.testing.assert_close(logprob.grad, -advantages / 6)
-        assert not found.clipped.any() and not found.clipped_lower.any()
+        assert not result.clipped.any() and not result.clipped_lower.any()
 
 
 def test_the_tables_name_every_loss():
@@ -215,7 +220,8 @@ def test_a_dual_clip_inside_the_trusted_region_is_refused():
 
 
 def _ppo(a, r, o):
-    first, second = -a * r, -a * min(max(r, 1 - o.clip_low), 1 + o.clip_high)
+    first = -a * r
+    second = -a * min(max(r, 1 - o.clip_low), 1 + o.clip_high)
     return max(first, second), second > first
 
 
@@ -263,7 +269,8 @@ def _slow_dppo_tv(d, logp, old, a, selected, row, o):
 
 
 def _slow_dppo_kl(d, logp, old, a, selected, row, o):
-    p, q = math.exp(logp), math.exp(old)
+    p = math.exp(logp)
+    q = math.exp(old)
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
     valid = (kl <= o.clip_high or p <= q) if a > 0 else (kl <= o.clip_low or p >= q)
     return _slow_dppo(d, logp, old, a, valid, o)
@@ -294,17 +301,17 @@ SLOW = {
 
 
 def _slow(name, inputs, options):
-    """Loss, clipped and clipped_lower of each token, 0 and False where the mask is."""
+    """Loss, clipped and clipped_lower of each token, 0 and False outside the mask."""
     shape = inputs.mask.shape
-    loss, clipped, lower = (
-        torch.zeros(shape, dtype=torch.float64),
-        *torch.zeros(2, *shape, dtype=torch.bool),
-    )
+    loss = torch.zeros(shape, dtype=torch.float64)
+    clipped, lower = torch.zeros(2, *shape, dtype=torch.bool)
+
     for i in range(shape[0]):
         kept = [t for t in range(shape[1]) if inputs.mask[i, t]]
         row = []
         for t in kept:
-            logp, old = inputs.logprob[i, t].item(), inputs.old_logprob[i, t].item()
+            logp = inputs.logprob[i, t].item()
+            old = inputs.old_logprob[i, t].item()
             d = min(max(logp - old, -20), 20)
             row.append((d, logp, old, inputs.advantages[i, t].item(), inputs.selected[i, t].item()))
         for t, token in zip(kept, row, strict=True):
@@ -315,11 +322,11 @@ def _slow(name, inputs, options):
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_slow_loop(name):
     inputs = _random_inputs(1, torch.rand(40, 9, generator=torch.Generator().manual_seed(2)) < 0.7)
-    found = policy_loss(POLICY_LOSSES[name], inputs, OPTIONS)
+    result = policy_loss(POLICY_LOSSES[name], inputs, OPTIONS)
     loss, clipped, lower = _slow(name, inputs, OPTIONS)
-    torch.testing.assert_close(found.per_token, loss, rtol=1e-12, atol=1e-12)
-    assert torch.equal(found.clipped & inputs.mask, clipped)
-    assert torch.equal(found.clipped_lower & inputs.mask, lower)
+    torch.testing.assert_close(result.per_token, loss, rtol=1e-12, atol=1e-12)
+    assert torch.equal(result.clipped & inputs.mask, clipped)
+    assert torch.equal(result.clipped_lower & inputs.mask, lower)
     # The example reaches both sides of every clip that the loss has.
     if name not in ("sapo", "gpg", "kl_cov", "surrogate", "reinforce"):
         assert 10 < clipped.sum() < inputs.mask.sum() - 10
@@ -358,18 +365,17 @@ def test_a_stopped_gradient_flows_through_logp_alone(name):
     ).per_token.sum().backward()
     ratio = (inputs.logprob - inputs.old_logprob).exp()
     clipped = _slow(name, inputs, OPTIONS)[1]
+
     if name == "gspo":
         count = inputs.mask.sum(1).clamp(min=1)
-        weight = (
-            (((inputs.logprob - inputs.old_logprob) * inputs.mask).sum(1) / count)
-            .exp()[:, None]
-            .expand(8, 7)
-        )
-        weight = weight.masked_fill(clipped, 0)
+        log_ratio = (inputs.logprob - inputs.old_logprob) * inputs.mask
+        of_sequence = (log_ratio.sum(1) / count).exp()
+        weight = of_sequence[:, None].expand(8, 7).masked_fill(clipped, 0)
     elif name == "cispo":
         weight = ratio.clamp(0.9, 1.3)
     else:
         weight = ratio.clamp(max=1.8).masked_fill(clipped, 0)
+
     expected = (-inputs.advantages * weight).masked_fill(~inputs.mask, 0)
     torch.testing.assert_close(logprob.grad, expected)
     assert clipped.any() and (expected != 0).sum() > 10
@@ -432,7 +438,8 @@ def test_parts_add_up_to_the_whole(name, mask, seed, mode, cut):
 )
 def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
     inputs = _random_inputs(seed, mask)
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for fill, width in ((0.0, 0), (junk, 2)):
         wide = PolicyLossInputs(
             *(
@@ -443,13 +450,15 @@ def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
             # A selection outside the mask must not count either.
             torch.nn.functional.pad(inputs.selected | ~mask, (0, width), value=True),
         )
+
         logprob = wide.logprob.clone().requires_grad_()
-        found = policy_loss(POLICY_LOSSES[name], replace(wide, logprob=logprob), OPTIONS)
-        assert not found.per_token[~wide.mask].any() and not found.clipped[~wide.mask].any()
-        found.per_token.sum().backward()  # summed without the mask: nothing may hide behind it
+        result = policy_loss(POLICY_LOSSES[name], replace(wide, logprob=logprob), OPTIONS)
+        assert not result.per_token[~wide.mask].any() and not result.clipped[~wide.mask].any()
+        result.per_token.sum().backward()  # summed without the mask: nothing may hide behind it
         assert not logprob.grad[~wide.mask].any()
-        losses.append(found.per_token[:, : mask.shape[1]])
+        losses.append(result.per_token[:, : mask.shape[1]])
         gradients.append(logprob.grad[:, : mask.shape[1]])
+
     # Not bit for bit: vector instructions round by where in a row of memory a number stands.
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
@@ -460,17 +469,19 @@ def test_padding_reaches_neither_loss_nor_gradient(name, mask, seed, junk):
 def test_extremes_stay_finite(name, dtype):
     # Every pairing of certain, ordinary and all but impossible tokens with each sign of the
     # advantage, and empty rows.
-    values, signs = [0.0, 1e-7, -1e-9, -0.7, -30.0, -1e4], [1.0, 0.0, -1.0]
+    values = [0.0, 1e-7, -1e-9, -0.7, -30.0, -1e4]
+    signs = [1.0, 0.0, -1.0]
     tokens = [(new, old, a) for new in values for old in [*values, -math.inf, -50.0] for a in signs]
     logprob, old, advantages = torch.tensor(tokens, dtype=dtype).T.reshape(3, -1, 4)
     mask = torch.rand(logprob.shape, generator=torch.Generator().manual_seed(3)) < 0.8
     mask[::5] = False
+
     for keep in (mask, ~mask, torch.ones_like(mask), torch.zeros_like(mask)):
         leaf = logprob.clone().requires_grad_()
-        found = policy_loss(
+        result = policy_loss(
             POLICY_LOSSES[name], PolicyLossInputs(leaf, old, advantages, keep, mask), DEFAULTS
         )
-        found.per_token.sum().backward()
-        assert found.per_token.dtype == dtype
-        for numbers in (found.per_token, leaf.grad, found.approx_kl):
+        result.per_token.sum().backward()
+        assert result.per_token.dtype == dtype
+        for numbers in (result.per_token, leaf.grad, result.approx_kl):
             assert numbers.isfinite().all()

@@ -54,6 +54,7 @@ def test_arithmetic(main, tmp_path, kind):
         "train": 300,
         "held_out": 100,
     }
+
     prompts = {name: {row["prompt"] for row in rows} for name, rows in data.items()}
     assert [len(prompts[name]) for name in ("sft", "train", "held_out")] == [200, 300, 100]
     assert not prompts["held_out"] & (prompts["sft"] | prompts["train"])
@@ -62,10 +63,12 @@ def test_arithmetic(main, tmp_path, kind):
         for name in ("train", "held_out")
         for row in data[name]
     )
+
     right = [row["response"] == str(evaluate(row["prompt"])) for row in data["sft"]]
     assert right.count(False) == 160
     if kind == "carry":
         assert {int(row["response"]) - evaluate(row["prompt"]) for row in data["sft"]} == {0, 10}
+
     assert {re.search("[+-]", prompt)[0] for prompt in prompts["sft"]} == {"+", "-"}
     assert arithmetic(main, tmp_path / "b", *options) == data
     assert arithmetic(main, tmp_path / "c", *options, "--seed", "1") != data
@@ -75,11 +78,13 @@ def test_arithmetic_trains(main, tmp_path):
     arithmetic(main, tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert tokenizer.vocab_size == 4 + 1 + 13  # special, newline, ten digits and "+", "-", "="
+
     prompts = PromptDataset([tmp_path / "held_out.jsonl"], tokenizer, max_prompt_length=6)
     first = prompts[0]
     assert tokenizer.decode(first.token_ids[0]) == first.text[0]
     assert len(first.token_ids[0]) == len(first.text[0])
     assert first.data_source == ["arithmetic"]
+
     assert len(encode_sft(read_rows([tmp_path / "sft.jsonl"]), tokenizer, max_length=10)) == 400
 
 
@@ -144,9 +149,11 @@ def gsm8k_source(folder, form):
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_gsm8k(main, tmp_path, form):
-    source, out = gsm8k_source(tmp_path / "in", form), tmp_path / "out"
+    source = gsm8k_source(tmp_path / "in", form)
+    out = tmp_path / "out"
     assert main(["gsm8k", "--source", str(source), "--out", str(out), "--vocab-size", "320"]) == 0
     assert not (out / "preferences.jsonl").exists()
+
     sft, train, test = (read(out / f"{name}.jsonl") for name in ("sft", "rl_train", "rl_test"))
     assert (len(sft), len(train), len(test)) == (30, 30, 10)
     prompt = "Question: Ann has 600 apples and  buys 600.\nHow many?\nAnswer:\n"
@@ -158,22 +165,27 @@ def test_gsm8k(main, tmp_path, form):
         "extra_info": {"split": "train", "index": 0},
     }
     assert test[0]["answer"] == "1260"
+
     tokenizer = load_tokenizer(out / "tokenizer")
     example = encode_sft(read_rows([out / "sft.jsonl"]), tokenizer, max_length=500)[0]
     assert tokenizer.decode(example.token_ids) == prompt + sft[0]["response"]
 
 
 def test_gsm8k_preferences(main, tmp_path):
-    source, out = gsm8k_source(tmp_path / "in", "jsonl"), tmp_path / "out"
+    source = gsm8k_source(tmp_path / "in", "jsonl")
+    out = tmp_path / "out"
     (source / "preferences.jsonl").write_text(json.dumps(PAIR) + "\n")
     assert main(["gsm8k", "--source", str(source), "--out", str(out), "--vocab-size", "320"]) == 0
+
     (pair,) = read(out / "preferences.jsonl")
     assert pair["chosen"] == "A: I add.\n631+631=1262\n#### 1,262"
     assert pair["rejected"] == "A: 3 wrong lines\nend"
+
     unseen = [row["prompt"] for row in read(out / "rl_test_unseen.jsonl")]
     everything = [row["prompt"] for row in read(out / "rl_test.jsonl")]
     assert pair["prompt"] in everything
     assert unseen == [prompt for prompt in everything if prompt != pair["prompt"]]
+
     pairs = encode_preferences(
         read_rows([out / "preferences.jsonl"]), load_tokenizer(out / "tokenizer"), max_length=500
     )
@@ -185,9 +197,11 @@ def test_errors_are_one_line(main, tmp_path, capsys):
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
     assert "openai/gsm8k" in message and "train.jsonl" in message
+
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "no mark"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
     assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
     assert "train.jsonl:1: the answer does not end with" in capsys.readouterr().err
+
     assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 1
     assert "exceed the 100 problems" in capsys.readouterr().err

@@ -63,8 +63,9 @@ def test_group_normalisation():
     assert shaped == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0, 0.0], abs=1e-5)
 
 
-def test_alone_a_score_is_clipped_unless_normalisation_comes_first():
-    scores, rollout = torch.tensor([5.0, 8.0]), _rollout([1, 1], [True, False])
+def test_by_itself_a_score_is_clipped_unless_normalisation_comes_first():
+    scores = torch.tensor([5.0, 8.0])
+    rollout = _rollout([1, 1], [True, False])
     for norm, wanted in ((None, [1.0, 0.5]), ("group", [5.0, 7.5])):
         algorithm = AlgorithmSection(reward_clip=1.0, missing_eos_penalty=0.5, reward_norm=norm)
         assert RewardShaper(algorithm, 10).shape_each(scores, rollout).tolist() == wanted
@@ -77,6 +78,7 @@ def test_running_normalisation_knows_all_scores_so_far_and_goes_on_from_a_state(
     assert shaper.shape(torch.tensor([0.0, 2.0]), rollout).tolist() == pytest.approx(
         [-(0.5**0.5), 0.5**0.5], abs=1e-5
     )
+
     resumed = RewardShaper(algorithm, max_response_length=10)
     resumed.load_state_dict(shaper.state_dict())
     for later in (shaper, resumed):

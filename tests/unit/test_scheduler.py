@@ -88,8 +88,9 @@ def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
     assert scheduler.done and manager.held == 0
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
+def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
     generator = random.Random(seed)
     block_size, max_tokens = generator.choice([1, 2, 4]), generator.randrange(1, 9)
     prompts = [
@@ -100,7 +101,12 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
     longest = -(-(max(map(len, prompts)) + max_tokens) // block_size)
     blocks, most = longest + generator.randrange(0, 12), generator.randrange(1, 9)
     budget = generator.randrange(1, 20)
-    scheduler, manager = make(prompts, samples, max_tokens, blocks, block_size, most, budget)
+    # Half of the prompts are there from the start; the others come one by one.
+    first = (1 + len(prompts)) // 2 if late else len(prompts)
+    scheduler, manager = make(
+        prompts[:first], samples[:first], max_tokens, blocks, block_size, most, budget
+    )
+    coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
     ends = [generator.randrange(1, max_tokens + 1) for _ in range(sum(samples))]
     text = [
         list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)
@@ -109,6 +115,9 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
     stored: dict[int, object] = {}  # cache slot -> everything the token there has seen
     finished: set[int] = set()
     for _ in range(20_000):
+        if coming and (scheduler.done or generator.random() < 0.5):
+            prompt, rows = coming.pop(0)
+            scheduler.add([prompt], [rows], [max_tokens])
         if scheduler.done:
             break
         step = scheduler.schedule()
@@ -147,4 +156,6 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed):
         finished |= set(ended)
     assert scheduler.done and finished == set(range(len(text))) and manager.held == 0
     assert [len(tokens) - start for tokens, start in zip(text, start_of, strict=True)] == ends
-    assert np.array_equal(scheduler.lengths, [len(tokens) for tokens in text])
+    lengths = [len(tokens) for tokens in text]
+    assert np.array_equal(scheduler.lengths[: len(text)], lengths)
+    assert late or len(scheduler.lengths) == len(text)

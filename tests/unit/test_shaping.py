@@ -156,16 +156,15 @@ def test_scores_normalised_in_groups_literal_numbers():
 @given(batch=masked_batches())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_scores_normalised_in_groups_equal_the_slow_loop(batch):
-    scores, prompt_groups = batch.greedy_scores.tolist(), batch.prompt_groups.tolist()
+    scores = batch.greedy_scores.tolist()
+    prompts = batch.prompt_groups.tolist()
     expected = []
-    for score, group in zip(scores, prompt_groups, strict=True):
-        members = [other for other, its in zip(scores, prompt_groups, strict=True) if its == group]
-        mean, std = (
-            (statistics.fmean(members), statistics.stdev(members))
-            if len(members) > 1
-            else (0.0, 1.0)
-        )
+    for score, prompt in zip(scores, prompts, strict=True):
+        members = [other for other, its in zip(scores, prompts, strict=True) if its == prompt]
+        mean = statistics.fmean(members) if len(members) > 1 else 0.0
+        std = statistics.stdev(members) if len(members) > 1 else 1.0
         expected.append((score - mean) / (std + 1e-6))
+
     normalised = normalise_by_prompt(batch.greedy_scores, batch.prompt_groups)
     torch.testing.assert_close(
         normalised, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9

@@ -1,6 +1,4 @@
-"""A policy loss and an advantage estimator from a user's file: what is accepted, handed over and
-refused.
-"""
+"""A policy loss and an advantage estimator from a user's file: what they get, what is refused."""
 
 import sys
 
@@ -162,8 +160,8 @@ def test_every_function_that_cannot_be_loaded_has_a_line():
     with pytest.raises(ConfigError) as caught:
         dry_run(config, 8)
     assert str(caught.value).splitlines() == [
-        f"bad value 'none/a.py:f' for '{LOSS}': there is no file none/a.py; the path is relative to "
-        "the working directory",
+        f"bad value 'none/a.py:f' for '{LOSS}': there is no file none/a.py; the path is "
+        "relative to the working directory",
         f"bad value 'none/b.py:g' for '{ESTIMATOR}': there is no file none/b.py; the path is "
         "relative to the working directory",
     ]
@@ -183,6 +181,7 @@ def test_a_users_estimator_may_read_every_number():
         actor__policy_loss__loss_mode="mine.py:g",
         actor__clip_ratio=0.3,
     )
+
     lines = describe(config, 8).splitlines()
     assert "  no critic: algorithm.use_critic is false" in lines
     assert "  advantages: mine.py:f, your own, not whitened" in lines
@@ -197,8 +196,8 @@ def test_a_users_estimator_has_a_critic_where_the_configuration_says_so():
     assert "no critic" not in describe(config, 8)
     for name in ("gae", "grpo"):
         assert problems(ppo(algorithm={"adv_estimator": name, "use_critic": True}), 8) == [
-            f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave it "
-            "at false, or use an estimator of your own (path/to/file.py:function)"
+            f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave "
+            "it at false, or use an estimator of your own (path/to/file.py:function)"
         ]
 
 

@@ -104,7 +104,8 @@ def _greedy(
     for name, build in (("native", NativeEngine), ("vllm", VllmEngine)):
         engine = build(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, limits)
         engine.wake()
-        read_weights(f"{root}/sft/model", engine.weight_slots(), family_of(spec).tensor_shapes(spec))
+        shapes = family_of(spec).tensor_shapes(spec)
+        read_weights(f"{root}/sft/model", engine.weight_slots(), shapes)
         engine.commit(1)
         samples = answer(engine, prompts.token_ids, prompts.uid, sampling)
         answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]

@@ -158,16 +158,16 @@ class NativeEngine:
         _ = self.version  # raises where there are no weights
         if not self._awake or self._decoder is None:
             raise EngineError("the engine sleeps: call wake() and commit() before submit()")
-        batch = self._batch
-        if batch is None and any(request.samples for request in requests):
+        self._in_flight.check(requests)
+        if not any(request.samples for request in requests):
+            return
+
+        if self._batch is None:
             runner = self._ready_runner(self._decoder)
             sampling = requests[0].sampling
-            batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
-
+            self._batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
         self._in_flight.add(requests)
-        if batch is not None:
-            batch.add(requests)
-            self._batch = batch
+        self._batch.add(requests)
 
     @torch.inference_mode()
     def step(self) -> None:

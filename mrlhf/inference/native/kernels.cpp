@@ -1,8 +1,10 @@
-// The engine's kernels for a host: everything of a decoder layer but its matrix products, and sampling.
+// The engine's kernels for a host: sampling, and every step of a decoder layer but its matrix
+// products.
 //
-// Compiled by kernels.py on the machine that runs them. They see flat tokens and blocks of the KV cache; they know no
-// sequences' ids, no schedule and no torch. Sums are float32 whatever the storage, float64 where a whole vocabulary is
-// added up. `threads` of 1 starts no team.
+// kernels.py compiles this file on the machine that runs it. The kernels see flat tokens and blocks
+// of the KV cache; they know no sequence ids, no schedule and no torch. Sums are float32 whatever
+// the storage type is, and float64 where a whole vocabulary is added up. With `threads` of 1 no team
+// of threads is started.
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +38,8 @@ inline float rounded(float x) {
     return widen(stored);
 }
 
-// e^x to about 1e-7 relative (a degree-6 polynomial after removing powers of two), 0 below -87; NaN stays.
+// e^x with a relative error of about 1e-7: a polynomial of degree 6 after powers of two are removed.
+// Below -87 the result is 0; NaN stays NaN.
 inline float exponential(float y) {
     float x = y < -87.0f ? -87.0f : y;
     x = x > 88.0f ? 88.0f : x;
@@ -96,7 +99,7 @@ void gated(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads) 
     }
 }
 
-// One head: normalised where there is a norm, then rotated.
+// Normalises one head, if there is a norm, and rotates it.
 template <typename T>
 inline void rotate_head(const T* x, const T* norm, float eps, const float* cos, const float* sin, T* out, int64_t dim,
                         float* scratch) {
@@ -119,13 +122,14 @@ inline void rotate_head(const T* x, const T* norm, float eps, const float* cos, 
     }
 }
 
-// qkv [tokens, groups, per_group + 2, dim] becomes q [tokens, groups, per_group, dim]; k and v go to their cache slots.
-// A block of keys is stored [groups, dim, block_size], so that a query meets many of them at once; one of values
-// [block_size, groups, dim].
+// Takes qkv [tokens, kv_heads, per_kv_head + 2, dim] apart: rotated q goes to q [tokens, kv_heads,
+// per_kv_head, dim], rotated k and plain v go to their cache slots. A block of keys is stored as
+// [kv_heads, dim, block_size], so that a query is multiplied with many keys at once. A block of
+// values is stored as [block_size, kv_heads, dim].
 template <typename T>
 void rotate_store(const T* qkv, const T* q_norm, const T* k_norm, float eps, const float* cos, const float* sin,
                   const int64_t* positions, const int64_t* slots, T* q, T* keys, T* values, int64_t tokens,
-                  int64_t groups, int64_t per_group, int64_t dim, int64_t block_size, int threads) {
+                  int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t block_size, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> scratch(dim);
@@ -134,23 +138,23 @@ void rotate_store(const T* qkv, const T* q_norm, const T* k_norm, float eps, con
         for (int64_t t = 0; t < tokens; ++t) {
             const float* c = cos + positions[t] * (dim / 2);
             const float* s = sin + positions[t] * (dim / 2);
-            for (int64_t g = 0; g < groups; ++g) {
-                const T* in = qkv + (t * groups + g) * (per_group + 2) * dim;
-                for (int64_t h = 0; h < per_group; ++h)
-                    rotate_head(in + h * dim, q_norm, eps, c, s, q + ((t * groups + g) * per_group + h) * dim, dim,
+            for (int64_t g = 0; g < kv_heads; ++g) {
+                const T* in = qkv + (t * kv_heads + g) * (per_kv_head + 2) * dim;
+                for (int64_t h = 0; h < per_kv_head; ++h)
+                    rotate_head(in + h * dim, q_norm, eps, c, s, q + ((t * kv_heads + g) * per_kv_head + h) * dim, dim,
                                 scratch.data());
-                rotate_head(in + per_group * dim, k_norm, eps, c, s, key.data(), dim, scratch.data());
+                rotate_head(in + per_kv_head * dim, k_norm, eps, c, s, key.data(), dim, scratch.data());
                 const int64_t block = slots[t] / block_size, place = slots[t] % block_size;
                 for (int64_t i = 0; i < dim; ++i)
-                    keys[((block * groups + g) * dim + i) * block_size + place] = key[i];
-                std::memcpy(values + (slots[t] * groups + g) * dim, in + (per_group + 1) * dim, dim * sizeof(T));
+                    keys[((block * kv_heads + g) * dim + i) * block_size + place] = key[i];
+                std::memcpy(values + (slots[t] * kv_heads + g) * dim, in + (per_kv_head + 1) * dim, dim * sizeof(T));
             }
         }
     }
 }
 
-constexpr int64_t kQueries = 8;  // of one sequence, attended to together while a block of keys is near
-constexpr int64_t kLanes = 8;    // numbers worked on at once
+constexpr int64_t kQueries = 8;  // queries of one sequence that share a block of keys while it is in cache
+constexpr int64_t kLanes = 8;    // numbers in one vector
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -168,10 +172,10 @@ inline Lanes load(const bfloat16* from) {
 }
 inline void save(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
-// Rows are worked on up to four at a time, so that a key or value is loaded once for all of them. With one row there is
-// more to be done at once along the other axes instead.
+// Up to four rows are computed together, so that a key or value is loaded once for all of them. A
+// single row uses more vectors along the other axes instead.
 
-// scores[r][j] = query[r] . key of token j, for a block whose keys are stored [dim, block_size].
+// scores[r][j] = dot product of query[r] and the key of token j; the keys are [dim, block_size].
 template <typename T, int kRows>
 inline void score_rows(const float* query, const T* keys, float* scores, int64_t dim, int64_t block_size) {
     constexpr int kChains = kRows == 1 ? 2 : 1;
@@ -205,7 +209,7 @@ inline void score_rows(const float* query, const T* keys, float* scores, int64_t
         }
 }
 
-// sums[r] = sums[r] * shrinks[r] + weights[r][low .. high) . values, for values stored [token, dim].
+// sums[r] = sums[r] * shrinks[r] + weights[r][low .. high) . values; the values are [token, dim].
 template <typename T, int kRows>
 inline void add_rows(float* sums, const float* shrinks, const float* weights, const T* values, int64_t low, int64_t high,
                      int64_t stride, int64_t dim, int64_t block_size) {
@@ -234,29 +238,34 @@ inline void add_rows(float* sums, const float* shrinks, const float* weights, co
         }
 }
 
+// Consecutive queries of one sequence: the flat number of the first, and how many.
 struct Cut {
-    int64_t sequence, first, count;  // queries of one sequence: flat number of the first, and how many
+    int64_t sequence, first, count;
 };
 
 struct Shape {
-    int64_t groups, per_group, dim, block_size, window;
+    int64_t kv_heads, per_kv_head, dim, block_size, window;
 };
 
-// What the rows of one key group have seen so far: row n * per_group + p is head p of query n.
+// Running softmax of the rows of one KV head; row n * per_kv_head + p is head p of query n. For each
+// row: its query, the weighted sum of values, the highest score, and the sum of the weights.
 struct Rows {
     float *query, *sums, *highest, *totals;
 };
 
-// kRows rows of one group meet one block; `first_position` is that of query 0, counted from the block's beginning.
+// Adds one block to kRows rows of one KV head. `first_position` is the position of query 0, counted
+// from the first token of the block.
 template <typename T, int kRows>
-inline void meet_block(const Rows& rows, int64_t row, const T* keys, const T* values, int64_t first_position,
-                       const Shape& shape, float* scores) {
-    const int64_t dim = shape.dim, block_size = shape.block_size;
+inline void add_block(const Rows& rows, int64_t row, const T* keys, const T* values, int64_t first_position,
+                      const Shape& shape, float* scores) {
+    const int64_t dim = shape.dim;
+    const int64_t block_size = shape.block_size;
     score_rows<T, kRows>(rows.query + row * dim, keys, scores, dim, block_size);
+
     float shrinks[kRows];
     int64_t lowest = block_size, furthest = 0;
     for (int r = 0; r < kRows; ++r) {
-        const int64_t position = first_position + (row + r) / shape.per_group;
+        const int64_t position = first_position + (row + r) / shape.per_kv_head;
         const int64_t low = shape.window > 0 ? std::max<int64_t>(0, position - shape.window + 1) : 0;
         const int64_t high = std::min(block_size, position + 1);
         float* score = scores + r * block_size;
@@ -267,6 +276,7 @@ inline void meet_block(const Rows& rows, int64_t row, const T* keys, const T* va
         }
         std::fill(score, score + low, -INFINITY);
         std::fill(score + high, score + block_size, -INFINITY);
+
         float top = rows.highest[row + r];
 #pragma omp simd reduction(max : top)
         for (int64_t j = 0; j < block_size; ++j) top = score[j] > top ? score[j] : top;
@@ -276,58 +286,66 @@ inline void meet_block(const Rows& rows, int64_t row, const T* keys, const T* va
             score[j] = exponential(score[j] - top);
             total += score[j];
         }
+
         shrinks[r] = exponential(rows.highest[row + r] - top);
         rows.highest[row + r] = top;
         rows.totals[row + r] = rows.totals[row + r] * shrinks[r] + total;
-        lowest = std::min(lowest, low), furthest = std::max(furthest, high);
+        lowest = std::min(lowest, low);
+        furthest = std::max(furthest, high);
     }
-    add_rows<T, kRows>(rows.sums + row * dim, shrinks, scores, values, lowest, furthest, shape.groups * dim, dim,
+
+    add_rows<T, kRows>(rows.sums + row * dim, shrinks, scores, values, lowest, furthest, shape.kv_heads * dim, dim,
                        block_size);
 }
 
-// Attention of up to kQueries queries of one sequence to the blocks in `table`, with a running maximum.
+// Attention of up to kQueries queries of one sequence to the blocks in `table`, as a running softmax.
 template <typename T>
 void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table, int64_t first_position, T* out,
                 const Cut& cut, const Shape& shape, float scale, float* scratch) {
-    const int64_t dim = shape.dim, block_size = shape.block_size, heads = shape.groups * shape.per_group;
-    const int64_t count = cut.count * shape.per_group;
-    const int64_t all = count * shape.groups;
+    const int64_t dim = shape.dim, block_size = shape.block_size, heads = shape.kv_heads * shape.per_kv_head;
+    const int64_t count = cut.count * shape.per_kv_head;
+    const int64_t all = count * shape.kv_heads;
     const Rows rows = {scratch, scratch + all * dim, scratch + 2 * all * dim, scratch + (2 * dim + 1) * all};
     float* scores = rows.totals + all;
-    const auto place = [&](int64_t row) {  // of a row's head among the heads of all tokens
-        const int64_t g = row / count, n = row % count / shape.per_group, p = row % shape.per_group;
-        return ((cut.first + n) * heads + g * shape.per_group + p) * dim;
+
+    // Where a row's head begins in q and out.
+    const auto place = [&](int64_t row) {
+        const int64_t g = row / count, n = row % count / shape.per_kv_head, p = row % shape.per_kv_head;
+        return ((cut.first + n) * heads + g * shape.per_kv_head + p) * dim;
     };
+
     for (int64_t row = 0; row < all; ++row)
         for (int64_t i = 0, at = place(row); i < dim; ++i) rows.query[row * dim + i] = widen(q[at + i]) * scale;
     std::fill(rows.sums, rows.sums + all * dim, 0.0f);
     std::fill(rows.highest, rows.highest + all, -INFINITY);
     std::fill(rows.totals, rows.totals + all, 0.0f);
+
     const int64_t last_block = (first_position + cut.count - 1) / block_size;
     const int64_t first_seen = shape.window > 0 ? std::max<int64_t>(0, first_position - shape.window + 1) : 0;
     for (int64_t b = first_seen / block_size; b <= last_block; ++b) {
         if (b < last_block) {
-            const int64_t size = shape.groups * dim * block_size;
+            const int64_t size = shape.kv_heads * dim * block_size;
             for (int64_t i = 0; i < size; i += int64_t(64 / sizeof(T))) {
                 __builtin_prefetch(keys + table[b + 1] * size + i);
                 __builtin_prefetch(values + table[b + 1] * size + i);
             }
         }
-        for (int64_t g = 0; g < shape.groups; ++g) {
-            const T* k = keys + (int64_t(table[b]) * shape.groups + g) * dim * block_size;
-            const T* v = values + (int64_t(table[b]) * block_size * shape.groups + g) * dim;
-            const Rows group = {rows.query + g * count * dim, rows.sums + g * count * dim, rows.highest + g * count,
-                                rows.totals + g * count};
+        for (int64_t g = 0; g < shape.kv_heads; ++g) {
+            const T* k = keys + (int64_t(table[b]) * shape.kv_heads + g) * dim * block_size;
+            const T* v = values + (int64_t(table[b]) * block_size * shape.kv_heads + g) * dim;
+            const Rows own = {rows.query + g * count * dim, rows.sums + g * count * dim, rows.highest + g * count,
+                              rows.totals + g * count};
             const int64_t position = first_position - b * block_size;
             int64_t row = 0;
-            for (; row + 4 <= count; row += 4) meet_block<T, 4>(group, row, k, v, position, shape, scores);
+            for (; row + 4 <= count; row += 4) add_block<T, 4>(own, row, k, v, position, shape, scores);
             switch (count - row) {
-                case 3: meet_block<T, 3>(group, row, k, v, position, shape, scores); break;
-                case 2: meet_block<T, 2>(group, row, k, v, position, shape, scores); break;
-                case 1: meet_block<T, 1>(group, row, k, v, position, shape, scores); break;
+                case 3: add_block<T, 3>(own, row, k, v, position, shape, scores); break;
+                case 2: add_block<T, 2>(own, row, k, v, position, shape, scores); break;
+                case 1: add_block<T, 1>(own, row, k, v, position, shape, scores); break;
             }
         }
     }
+
     for (int64_t row = 0; row < all; ++row) {
         const float share = 1.0f / rows.totals[row];
         for (int64_t i = 0, at = place(row); i < dim; ++i) store(out + at + i, rows.sums[row * dim + i] * share);
@@ -336,16 +354,16 @@ void attend_cut(const T* q, const T* keys, const T* values, const int32_t* table
 
 template <typename T>
 void attend(const T* q, const T* keys, const T* values, const int32_t* tables, int64_t table_stride,
-            const int32_t* query_starts, const int32_t* lengths, T* out, int64_t sequences, int64_t groups,
-            int64_t per_group, int64_t dim, int64_t block_size, int64_t window, float scale, int threads) {
+            const int32_t* query_starts, const int32_t* lengths, T* out, int64_t sequences, int64_t kv_heads,
+            int64_t per_kv_head, int64_t dim, int64_t block_size, int64_t window, float scale, int threads) {
     std::vector<Cut> cuts;
     for (int64_t s = 0; s < sequences; ++s)
         for (int64_t first = query_starts[s]; first < query_starts[s + 1]; first += kQueries)
             cuts.push_back({s, first, std::min<int64_t>(kQueries, query_starts[s + 1] - first)});
-    const Shape shape = {groups, per_group, dim, block_size, window};
+    const Shape shape = {kv_heads, per_kv_head, dim, block_size, window};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        std::vector<float> scratch(kQueries * groups * per_group * (2 * dim + 2) + 4 * block_size);
+        std::vector<float> scratch(kQueries * kv_heads * per_kv_head * (2 * dim + 2) + 4 * block_size);
 #pragma omp for schedule(dynamic)
         for (size_t c = 0; c < cuts.size(); ++c) {
             const int64_t s = cuts[c].sequence;
@@ -356,10 +374,10 @@ void attend(const T* q, const T* keys, const T* values, const int32_t* tables, i
     }
 }
 
-constexpr int64_t kColumns = 128;  // of the vocabulary, summed together
+constexpr int64_t kColumns = 128;  // columns of the vocabulary that form a block
 
-// One pass over a row of logits: where the highest scaled one is, and by block of columns the sum of
-// exp(logit - highest of the block), and that highest.
+// One pass over a row of logits. Returns the column of the highest scaled logit. Writes for each
+// block of columns the highest scaled logit and the sum of exp(logit - that highest).
 template <typename T>
 int64_t blocks_of_row(const T* logits, float scale, float* block_highest, float* block_sums, int64_t columns) {
     float best = -INFINITY;
@@ -379,14 +397,18 @@ int64_t blocks_of_row(const T* logits, float scale, float* block_highest, float*
         for (int64_t i = 0; i < count; ++i) sum += exponential(scaled[i] - top);
         block_highest[b] = top;
         block_sums[b] = sum;
-        if (top > best) best = top, best_start = start;
+        if (top > best) {
+            best = top;
+            best_start = start;
+        }
     }
     int64_t found = best_start;
     while (found + 1 < std::min(columns, best_start + kColumns) && widen(logits[found]) * scale != best) ++found;
     return found;
 }
 
-// The column at which the running sum of exp(logit - top) passes `target`; -1 where nothing has any weight.
+// The column at which the running sum of exp(logit - top) passes `target`; -1 if no column has any
+// weight. If rounding leaves the sum below the target, take the last column that has weight.
 template <typename T>
 int64_t pick_in_row(const T* logits, float scale, const float* block_highest, const float* block_sums, float top,
                     double target, int64_t columns) {
@@ -396,9 +418,10 @@ int64_t pick_in_row(const T* logits, float scale, const float* block_highest, co
         const double mass = double(block_sums[b]) * std::exp(double(block_highest[b]) - double(top));
         if (!(mass > 0.0)) continue;
         before += weight;
-        chosen = b, weight = mass;
+        chosen = b;
+        weight = mass;
         if (before + weight > target) break;
-    }  // where rounding leaves a rest, the last block that has weight is taken, and its last column that has
+    }
     if (chosen < 0) return -1;
     const double highest = std::exp(double(block_highest[chosen]) - double(top));
     int64_t column = -1;
@@ -422,7 +445,7 @@ void logit_blocks(const T* logits, float scale, float* block_highest, float* blo
                                      columns);
 }
 
-// Rows with a target below 0 are not looked at: -1.
+// As pick_in_row for each row; a row with a target below 0 is skipped and gets -1.
 template <typename T>
 void pick(const T* logits, float scale, const float* block_highest, const float* block_sums, const float* tops,
           const double* targets, int64_t* tokens, float* chosen, int64_t rows, int64_t columns, int threads) {
@@ -437,8 +460,8 @@ void pick(const T* logits, float scale, const float* block_highest, const float*
     }
 }
 
-// Both at once, for logits that are not cut: a token a row and its log-probability. A `uniform` below 0 takes the
-// likeliest token.
+// Draws from logits of the whole vocabulary: one token for each row, and its log-probability. A
+// `uniform` below 0 takes the likeliest token.
 template <typename T>
 void draw(const T* logits, float scale, const double* uniform, int64_t* tokens, float* logprobs, int64_t rows,
           int64_t columns, int threads) {
@@ -475,27 +498,27 @@ void draw(const T* logits, float scale, const double* uniform, int64_t* tokens, 
     }                                                                                                                  \
     extern "C" void rotate_store_##SUFFIX(const T* qkv, const T* q_norm, const T* k_norm, float eps, const float* cos, \
                                           const float* sin, const int64_t* positions, const int64_t* slots, T* q,      \
-                                          T* keys, T* values, int64_t tokens, int64_t groups, int64_t per_group,       \
+                                          T* keys, T* values, int64_t tokens, int64_t kv_heads, int64_t per_kv_head,   \
                                           int64_t dim, int64_t block_size, int threads) {                              \
-        rotate_store<T>(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, q, keys, values, tokens, groups,         \
-                        per_group, dim, block_size, threads);                                                                    \
+        rotate_store<T>(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, q, keys, values, tokens, kv_heads,       \
+                        per_kv_head, dim, block_size, threads);                                                        \
     }                                                                                                                  \
     extern "C" void attend_##SUFFIX(const T* q, const T* keys, const T* values, const int32_t* tables,                 \
                                     int64_t table_stride, const int32_t* query_starts, const int32_t* lengths, T* out, \
-                                    int64_t sequences, int64_t groups, int64_t per_group, int64_t dim,                 \
+                                    int64_t sequences, int64_t kv_heads, int64_t per_kv_head, int64_t dim,             \
                                     int64_t block_size, int64_t window, float scale, int threads) {                    \
-        attend<T>(q, keys, values, tables, table_stride, query_starts, lengths, out, sequences, groups,       \
-                      per_group, dim, block_size, window, scale, threads);                                             \
+        attend<T>(q, keys, values, tables, table_stride, query_starts, lengths, out, sequences, kv_heads,              \
+                      per_kv_head, dim, block_size, window, scale, threads);                                           \
     }                                                                                                                  \
-    extern "C" void logit_blocks_##SUFFIX(const T* logits, float scale, float* block_highest,            \
+    extern "C" void logit_blocks_##SUFFIX(const T* logits, float scale, float* block_highest,                          \
                                           float* block_sums, int64_t* likeliest, int64_t rows, int64_t columns,        \
                                           int threads) {                                                               \
-        logit_blocks<T>(logits, scale, block_highest, block_sums, likeliest, rows, columns, threads);    \
+        logit_blocks<T>(logits, scale, block_highest, block_sums, likeliest, rows, columns, threads);                  \
     }                                                                                                                  \
-    extern "C" void pick_##SUFFIX(const T* logits, float scale, const float* block_highest,              \
+    extern "C" void pick_##SUFFIX(const T* logits, float scale, const float* block_highest,                            \
                                   const float* block_sums, const float* tops, const double* targets, int64_t* tokens,  \
                                   float* chosen, int64_t rows, int64_t columns, int threads) {                         \
-        pick<T>(logits, scale, block_highest, block_sums, tops, targets, tokens, chosen, rows, columns,  \
+        pick<T>(logits, scale, block_highest, block_sums, tops, targets, tokens, chosen, rows, columns,                \
                 threads);                                                                                              \
     }                                                                                                                  \
     extern "C" void draw_##SUFFIX(const T* logits, float scale, const double* uniform, int64_t* tokens,                \

@@ -1,8 +1,8 @@
 """Compiles `kernels.cpp` for this machine, once, and calls it on tensors.
 
-The library is kept in the user's cache folder under a name that changes with source, compiler and
-processor. Where there is no compiler, `load` says so once and the engine runs on torch's own
-operators. It knows shapes, and no model.
+The library is kept in the user's cache folder. Its name changes with the source, the compiler and
+the processor. Without a compiler `load` warns once, and the engine runs on torch's own operators.
+This file knows shapes, and no model.
 """
 
 from __future__ import annotations
@@ -39,34 +39,57 @@ _FLAGS = (
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _COLUMNS = 128
 
-_P, _I, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+# The arguments of each function in the order of kernels.cpp: p pointer, i int64, f float, n int.
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "n": ctypes.c_int}
 _SIGNATURES = {
-    "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F, _N),
-    "gated": (_P, _P, _I, _I, _N),
-    "rotate_store": (_P, _P, _P, _F, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _N),
-    "attend": (_P, _P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _N),
-    "logit_blocks": (_P, _F, _P, _P, _P, _I, _I, _N),
-    "pick": (_P, _F, _P, _P, _P, _P, _P, _P, _I, _I, _N),
-    "draw": (_P, _F, _P, _P, _P, _I, _I, _N),
+    "add_rms_norm": "pppp ii fn",
+    "gated": "pp ii n",
+    "rotate_store": "ppp f ppppppp iiiii n",
+    "attend": "pppp i ppp iiiiii fn",
+    "logit_blocks": "p f ppp ii n",
+    "pick": "p f pppppp ii n",
+    "draw": "p f ppp ii n",
 }
 
 
 class Kernels:
-    """The compiled functions for one dtype; tensors are contiguous and on the host."""
+    """The compiled functions for one dtype.
+
+    All tensors are contiguous and on the host; those without a stated dtype have that of the
+    kernels.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        functions = {name: library[f"{name}_{_SUFFIXES[dtype]}"] for name in _SIGNATURES}
-        for name, function in functions.items():
-            function.argtypes, function.restype = _SIGNATURES[name], None
-        self._add_rms_norm, self._gated = functions["add_rms_norm"], functions["gated"]
-        self._rotate_store, self._attend = functions["rotate_store"], functions["attend"]
-        self._logit_blocks, self._pick = functions["logit_blocks"], functions["pick"]
+        """Find the functions for `dtype` in the library."""
+        functions = {}
+        for name, signature in _SIGNATURES.items():
+            function = library[f"{name}_{_SUFFIXES[dtype]}"]
+            function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
+            function.restype = None
+            functions[name] = function
+
+        self._add_rms_norm = functions["add_rms_norm"]
+        self._gated = functions["gated"]
+        self._rotate_store = functions["rotate_store"]
+        self._attend = functions["attend"]
+        self._logit_blocks = functions["logit_blocks"]
+        self._pick = functions["pick"]
         self._draw = functions["draw"]
 
     def add_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> Tensor:
-        """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
+        """Add `delta` to `hidden` in place, and return the RMSNorm of the sum.
+
+        Args:
+            hidden: [tokens, hidden].
+            delta: likewise; None adds nothing.
+            weight: the norm's weight, [hidden].
+            eps: added to the mean square.
+
+        Returns:
+            [tokens, hidden].
+        """
         out = torch.empty_like(hidden)
         tokens, size = hidden.shape
         threads = _threads(hidden.numel())
@@ -77,8 +100,16 @@ class Kernels:
         return out
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [tokens, 2 * ffn] as [tokens, ffn]."""
-        tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+        """Return silu(gate) * up.
+
+        Args:
+            gate_up: [tokens, 2 * ffn], all gate columns before all up columns.
+
+        Returns:
+            [tokens, ffn].
+        """
+        tokens = gate_up.shape[0]
+        size = gate_up.shape[1] // 2
         out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
         self._gated(gate_up.data_ptr(), out.data_ptr(), tokens, size, _threads(gate_up.numel()))
         return out
@@ -93,25 +124,39 @@ class Kernels:
         slots: Tensor,
         cache: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Rotate q and k, put k and v in the cache; q as [tokens, heads, head_dim].
+        """Rotate q and k, and write k and v into the cache.
 
         Args:
-            qkv: [tokens, groups, heads_per_group + 2, head_dim].
-            norms: weights of the q and the k norm [head_dim] each, if the model has them.
-            eps: of those norms.
-            tables: cosines and sines, float32 [positions, head_dim / 2].
-            positions: int64 [tokens].
-            slots: int64 [tokens], block number x block_size + place in the block.
-            cache: keys and values, [blocks, block_size, groups, head_dim] each; keys are stored
-                transposed in each block, which only `attend` may read.
+            qkv: [tokens, kv_heads, heads per KV head + 2, head_dim]: for each KV head its q heads,
+                then its k, then its v.
+            norms: the weights of the q norm and of the k norm, [head_dim] each; None where the
+                model has no such norms.
+            eps: added to the mean square in those norms.
+            tables: cosines and sines, float32 [positions, head_dim / 2] each.
+            positions: the position of each token in its sequence, int64 [tokens].
+            slots: where each token's k and v go: block number x block_size + place in the block,
+                int64 [tokens].
+            cache: keys and values, [blocks, block_size, kv_heads, head_dim] each. Within a block
+                the keys are stored transposed, so only `attend` can read them.
+
+        Returns:
+            Rotated q, [tokens, heads, head_dim].
         """
-        tokens, groups, heads, dim = qkv.shape
-        q = torch.empty((tokens, groups * (heads - 2), dim), dtype=qkv.dtype, device=qkv.device)
-        q_norm, k_norm = (None, None) if norms is None else (norm.data_ptr() for norm in norms)
+        tokens, kv_heads, rows, dim = qkv.shape
+        per_kv_head = rows - 2
+        cosines, sines = tables
+        keys, values = cache
+        q_norm = k_norm = None
+        if norms is not None:
+            q_norm = norms[0].data_ptr()
+            k_norm = norms[1].data_ptr()
+
+        q = torch.empty((tokens, kv_heads * per_kv_head, dim), dtype=qkv.dtype, device=qkv.device)
         self._rotate_store(
-            qkv.data_ptr(), q_norm, k_norm, eps, tables[0].data_ptr(), tables[1].data_ptr(), positions.data_ptr(),
-            slots.data_ptr(), q.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), tokens, groups, heads - 2, dim,
-            cache[0].shape[1], _threads(qkv.numel()),
+            qkv.data_ptr(), q_norm, k_norm, eps,
+            cosines.data_ptr(), sines.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            q.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            tokens, kv_heads, per_kv_head, dim, keys.shape[1], _threads(qkv.numel()),
         )  # fmt: skip
         return q
 
@@ -124,41 +169,55 @@ class Kernels:
         lengths: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Causal attention of the last tokens of each sequence to all that is cached of it, as `q`.
+        """Causal attention: the queries of each sequence see the sequence's cached tokens.
 
         Args:
-            q: [tokens, heads, head_dim], sequence after sequence.
-            cache: keys and values, [blocks, block_size, groups, head_dim] each, those of `q`
-                included.
-            block_tables: int32 [sequences, blocks a sequence].
-            query_starts: int32 [sequences + 1], where each sequence's tokens begin in `q`.
-            lengths: int32 [sequences], cached tokens.
-            window: tokens that a token sees, itself included; None for all.
+            q: the queries of the last tokens of each sequence, [tokens, heads, head_dim], sequence
+                after sequence.
+            cache: keys and values, [blocks, block_size, kv_heads, head_dim] each. They include
+                those of the tokens in `q`.
+            block_tables: the blocks of each sequence in order, int32 [sequences, blocks].
+            query_starts: where each sequence begins in `q`, int32 [sequences + 1].
+            lengths: how many tokens of each sequence are cached, int32 [sequences].
+            window: how many tokens a token sees, itself included; None for all.
+
+        Returns:
+            The weighted values, shaped as `q`.
         """
         _, heads, dim = q.shape
-        _, block_size, groups, _ = cache[0].shape
+        keys, values = cache
+        _, block_size, kv_heads, _ = keys.shape
+
         out = torch.empty_like(q)
         self._attend(
-            q.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-            query_starts.data_ptr(), lengths.data_ptr(), out.data_ptr(), len(lengths), groups, heads // groups, dim,
-            block_size, window or 0, dim**-0.5, _threads(64 * q.numel()),
+            q.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            block_tables.data_ptr(), block_tables.stride(0),
+            query_starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
+            len(lengths), kv_heads, heads // kv_heads, dim, block_size, window or 0,
+            dim**-0.5, _threads(64 * q.numel()),
         )  # fmt: skip
         return out
 
     def logit_blocks(self, logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass over logits [batch, vocab_shard], scaled by `scale`.
+        """Summarise each row of logits by blocks of 128 columns, in one pass.
+
+        Args:
+            logits: [batch, vocab_shard].
+            scale: every logit is multiplied by it.
 
         Returns:
-            The highest of each block of columns and the sum of exp(logit - that), float32 [batch,
-            blocks] each, and the first column of the highest of all, int64 [batch].
+            The highest scaled logit of each block, float32 [batch, blocks]; the sum of exp(scaled
+            logit - that highest) over each block, likewise; and the first column that has the
+            highest scaled logit of the whole row, int64 [batch].
         """
         rows, columns = logits.shape
         blocks = -(-columns // _COLUMNS)
         highest, sums = torch.empty((2, rows, blocks), dtype=torch.float32)
         likeliest = torch.empty(rows, dtype=torch.int64)
+
         self._logit_blocks(
-            logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), likeliest.data_ptr(), rows,
-            columns, _threads(logits.numel()),
+            logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), likeliest.data_ptr(),
+            rows, columns, _threads(logits.numel()),
         )  # fmt: skip
         return highest, sums, likeliest
 
@@ -171,53 +230,57 @@ class Kernels:
         tops: Tensor,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The column of each row at which the running sum of exp(logit - top) passes its target.
+        """Find the column of each row at which the running sum of weights passes the row's target.
+
+        The weight of a column is exp(scaled logit - top).
 
         Args:
             logits: [batch, vocab_shard].
-            scale: scales them.
-            highest: as `logit_blocks` returned it.
+            scale: every logit is multiplied by it.
+            highest: what `logit_blocks` returned for each block.
             sums: likewise.
-            tops: float32 [batch].
-            targets: float64 [batch]; a row with a negative one is skipped.
+            tops: the row's highest scaled logit, over all ranks, float32 [batch].
+            targets: float64 [batch]; a row with a negative target is skipped.
 
         Returns:
-            int64 [batch] columns, -1 where none was found, and their scaled logits, float32
-            [batch].
+            The columns, int64 [batch], and their scaled logits, float32 [batch]. A row that is
+            skipped, or in which no column has any weight, has column -1 and logit 0.
         """
         rows, columns = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
         chosen = torch.empty(rows, dtype=torch.float32)
         self._pick(
             logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), tops.data_ptr(),
-            targets.data_ptr(), tokens.data_ptr(), chosen.data_ptr(), rows, columns, _threads(64 * rows),
+            targets.data_ptr(), tokens.data_ptr(), chosen.data_ptr(),
+            rows, columns, _threads(64 * rows),
         )  # fmt: skip
         return tokens, chosen
 
     def draw(self, logits: Tensor, scale: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """`logit_blocks` and `pick` at once, for logits [batch, vocab] that are not cut.
+        """Draw one token for each row, from logits of the whole vocabulary on this rank.
 
         Args:
             logits: [batch, vocab].
-            scale: multiplies them.
-            uniform: float64 [batch] in [0, 1); a negative one takes the likeliest token.
+            scale: every logit is multiplied by it.
+            uniform: the number that picks the token, in [0, 1), float64 [batch]; a negative number
+                takes the likeliest token.
 
         Returns:
-            int64 [batch] tokens, and float32 [batch] log-probabilities; not-a-number where the
+            The tokens, int64 [batch], and their log-probabilities, float32 [batch]: NaN where the
             logits are not finite.
         """
         rows, columns = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
         logprobs = torch.empty(rows, dtype=torch.float32)
         self._draw(
-            logits.data_ptr(), scale, uniform.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(), rows, columns,
-            _threads(logits.numel()),
+            logits.data_ptr(), scale, uniform.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(),
+            rows, columns, _threads(logits.numel()),
         )  # fmt: skip
         return tokens, logprobs
 
 
 def _threads(elements: int) -> int:
-    """Threads that `elements` numbers are worth: a team costs some microseconds."""
+    """How many threads to use for `elements` numbers: starting a team costs some microseconds."""
     return torch.get_num_threads() if elements >= 2**14 else 1
 
 
@@ -236,16 +299,15 @@ def _library() -> ctypes.CDLL | None:
             "no C++ compiler (g++) found: the engine runs on torch's operators, which is slower"
         )
         return None
+
     try:
         return ctypes.CDLL(str(_compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        detail = (
-            error.stderr.decode()
-            if isinstance(error, subprocess.CalledProcessError)
-            else str(error)
-        )
+        detail = str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            detail = error.stderr.decode()
         logger.warning(
-            "%s could not be compiled: the engine runs on torch's operators, slower. %s",
+            "%s could not be compiled: the engine runs on torch's operators, which is slower. %s",
             SOURCE,
             detail,
         )
@@ -253,12 +315,13 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compiled(compiler: str) -> Path:
-    """The compiled library; the first process on a machine makes it, the others wait."""
+    """The path of the compiled library; the first process on a machine makes it, others wait."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     identity = (SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _processor().encode())
     name = f"kernels-{hashlib.blake2b(b'|'.join(identity), digest_size=8).hexdigest()}"
     directory = _cache_directory()
     library = directory / f"{name}.so"
+
     with open(directory / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
@@ -271,8 +334,10 @@ def _compiled(compiler: str) -> Path:
 
 
 def _cache_directory() -> Path:
-    """A folder of this user's alone that can be written to; one in the temporary folder where the
-    home cannot.
+    """A folder that only this user owns and can write to: in the home, else the temporary folder.
+
+    Raises:
+        OSError: there is none.
     """
     temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
     for directory in (*_home_caches(), temporary):
@@ -293,7 +358,7 @@ def _home_caches() -> list[Path]:
 
 
 def _processor() -> str:
-    """What tells processors apart that need different code."""
+    """A text that differs between processors that need different code."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -78,6 +78,7 @@ class Requests:
         Raises:
             EngineError: a request cannot be answered now.
         """
+        self._in_flight.check(requests)
         self._in_flight.add(requests)
         try:
             for request in requests:

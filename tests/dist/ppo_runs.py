@@ -1,0 +1,314 @@
+"""Runs whole PPO steps in four ranks, from configuration to updated weights, for several tests.
+
+A test module states each run as a constant of type `Scenario`, beside the test of it. The fixture
+`runs` in `conftest.py` runs all scenarios of a module, in one start of ranks. Every call into the
+trainer stands in this file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from mrlhf.batch import Experience
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.data.arithmetic import write_arithmetic
+from mrlhf.device import Device
+from mrlhf.errors import RewardError, TrainingError
+from mrlhf.metrics import PhaseTimer
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.preflight import check, check_models
+from mrlhf.rollout.collector import Collected
+from mrlhf.run.startup import Run
+from mrlhf.trainers.experience import ModelOutputs
+from mrlhf.trainers.ppo import PPOTrainer
+from mrlhf.trainers.ppo_setup import assemble
+from tests import plain_ppo
+from tests.ranks import run_ranks
+
+WORLD_SIZE = 4
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+MODEL = "llama"
+REWARD_MODEL = "qwen2-tied-critic"
+REWARD_WEIGHT = 0.5
+KL_COEF = 0.2
+TARGET_KL = 1e-4
+HORIZON = 100
+
+_COMPARED = (
+    "scores",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "token_rewards",
+    "advantages",
+    "returns",
+)
+
+# Overrides that must not change a number.
+TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
+DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=2"]
+
+# A user's reward functions; "CUSTOM" in an override becomes the path of their file.
+REWARD_FUNCTIONS = """
+def letters(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
+
+
+def breaks(data_source, solution_str, ground_truth, extra_info):
+    raise ZeroDivisionError("no such number")
+"""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run of two steps: its name, and its overrides of the base configuration."""
+
+    name: str
+    overrides: Sequence[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank saw of one step, and whether the step changed the weights of the roles."""
+
+    metrics: dict[str, float]
+    experience: Experience
+    actor_moved: bool
+    critic_moved: bool
+
+    @property
+    def responses(self) -> list[list[int]]:
+        """The tokens of each response."""
+        rollout = self.experience.rollout
+        rows = zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
+        return [ids[:length] for ids, length in rows]
+
+    @property
+    def comparable_metrics(self) -> dict[str, float]:
+        """The metrics that no layout may change."""
+        free = ("timing", "perf/", "reshard/", "rollout/")
+        return {name: value for name, value in self.metrics.items() if not name.startswith(free)}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a module's scenarios.
+
+    Attributes:
+        root: holds the models, the user's reward functions, and `runs/<scenario>`.
+        scenarios: in the order in which they ran.
+        of_ranks: for each rank, by the scenario's name: its steps, or the error that ended it.
+    """
+
+    root: Path
+    scenarios: list[Scenario]
+    of_ranks: list[dict[str, list[Step] | str]]
+
+    def steps(self, scenario: Scenario, rank: int = 0) -> list[Step]:
+        """The two steps, as a rank saw them."""
+        steps = self.of_ranks[rank][scenario.name]
+        assert isinstance(steps, list), steps
+        return steps
+
+    def error(self, scenario: Scenario, rank: int) -> str:
+        """The message of the error that ended the run on a rank."""
+        error = self.of_ranks[rank][scenario.name]
+        assert isinstance(error, str), "the run has ended without an error"
+        return error
+
+    def output(self, scenario: Scenario) -> Path:
+        """The output directory of the run."""
+        return self.root / "runs" / scenario.name
+
+    def dumped(self, scenario: Scenario, number: int) -> list[dict[str, Any]]:
+        """The samples that step `number`, from 1, wrote down."""
+        file = self.output(scenario) / "rollouts" / f"step_{number:06d}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    def load(self, suffix: str = "") -> Any:
+        """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
+        return plain_ppo.load(self.root / f"{MODEL}{suffix}")
+
+    def rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """What the reward model gives each sequence, weighted."""
+        judge = plain_ppo.load(self.root / REWARD_MODEL)
+        rewards = []
+        for sequence in sequences:
+            with torch.no_grad():
+                scores = judge.score(judge.model(torch.tensor([sequence]))[0])
+            rewards.append(scores[0, -1].item() * REWARD_WEIGHT)
+        return rewards
+
+
+def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
+    """Write models, data, a user's reward functions and the base configuration to `root`; run."""
+    plain_ppo.save_models(root)
+    write_arithmetic(
+        root / "data",
+        digits=2,
+        operations="+",
+        sft=40,
+        train=20,
+        held_out=4,
+        wrong_fraction=0.0,
+        wrong_kind="near",
+        vocab_size=plain_ppo.SIZES["vocab_size"],
+        seed=1,
+    )
+    (root / "rewards.py").write_text(REWARD_FUNCTIONS)
+    (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
+
+    run_ranks(WORLD_SIZE, _in_ranks, str(root), scenarios)
+    files = [_result_file(root, rank) for rank in range(WORLD_SIZE)]
+    return Runs(root, scenarios, [torch.load(file, weights_only=False) for file in files])
+
+
+def assert_same_on_every_layout(runs: Runs, *scenarios: Scenario) -> None:
+    """The scenarios, which differ in their layouts alone, have the same steps up to rounding."""
+    first, *others = scenarios
+    for scenario in others:
+        pairs = zip(runs.steps(scenario), runs.steps(first), strict=True)
+        for number, (step, wanted) in enumerate(pairs, start=1):
+            title = f"{scenario.name}, step {number}"
+            assert step.responses == wanted.responses, title
+            _assert_same_experience(step.experience, wanted.experience, title)
+            assert step.comparable_metrics == pytest.approx(
+                wanted.comparable_metrics, rel=1e-4, abs=2e-5
+            ), title
+
+
+def assert_engine_and_trainer_agree(runs: Runs, without: Sequence[Scenario] = ()) -> None:
+    """In all scenarios of the module: the rollout has the newest weights and their log-probs."""
+    for scenario in runs.scenarios:
+        failed = isinstance(runs.of_ranks[0][scenario.name], str)
+        if failed or scenario in without:
+            continue
+        for number, step in enumerate(runs.steps(scenario)):
+            title = f"{scenario.name}, step {number + 1}"
+            assert step.metrics["training/rollout_probs_diff_max"] < 1e-5, title
+            rollout = step.experience.rollout
+            assert (rollout.versions[rollout.loss_mask] == number).all(), title
+
+
+def assert_close(value: Tensor, wanted: Tensor) -> None:
+    """Equal up to the rounding of the models."""
+    torch.testing.assert_close(value.double(), wanted.double(), rtol=0, atol=2e-5)
+
+
+def _assert_same_experience(experience: Experience, wanted: Experience, title: str) -> None:
+    for name in _COMPARED:
+        value = getattr(experience, name)
+        expected = getattr(wanted, name)
+        if expected is None:
+            assert value is None, f"{title}: {name}"
+        else:
+            assert torch.allclose(value, expected, rtol=0, atol=1e-4), f"{title}: {name}"
+
+
+def _base(root: Path) -> dict[str, Any]:
+    trained = {
+        "ppo_mini_batch_size": 4,
+        "ppo_epochs": 2,
+        "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS},
+    }
+    terms = [{"name": "exact_match"}, {"name": "reward_model", "weight": REWARD_WEIGHT}]
+    kl_ctrl = {
+        "type": "adaptive",
+        "kl_coef": KL_COEF,
+        "target_kl": TARGET_KL,
+        "horizon": HORIZON,
+    }
+
+    return {
+        "seed": 3,
+        "actor": {"path": str(root / MODEL), "use_kl_loss": True, "kl_loss_coef": 0.1, **trained},
+        "critic": {"path": str(root / f"{MODEL}-critic"), **trained},
+        "reference": {"path": str(root / f"{MODEL}-ref")},
+        "reward_model": {"path": str(root / REWARD_MODEL)},
+        "reward": {"terms": terms},
+        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "dump_freq": 1},
+        "data": {
+            "train_files": str(root / "data" / "train.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "train_batch_size": 8,
+            "max_prompt_length": 6,
+            "max_response_length": 5,
+        },
+        "algorithm": {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl},
+        "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
+    }
+
+
+class _Watched(PPOTrainer):
+    """Keeps the last step's experience."""
+
+    experience: Experience
+
+    def make_experience(
+        self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
+    ) -> tuple[Experience, dict[str, float]]:
+        self.experience, metrics = super().make_experience(collected, outputs, timer)
+        return self.experience, metrics
+
+
+def _in_ranks(rank: int, world_size: int, root: str, scenarios: list[Scenario]) -> None:
+    torch.set_num_threads(1)
+    factory = GroupFactory(timeout_s=120.0)
+    results: dict[str, list[Step] | str] = {}
+    for scenario in scenarios:
+        try:
+            results[scenario.name] = _steps(Path(root), scenario, rank, factory)
+        except (RewardError, TrainingError) as error:
+            results[scenario.name] = str(error)
+    torch.save(results, _result_file(Path(root), rank))
+
+
+def _result_file(root: Path, rank: int) -> Path:
+    return root / f"rank{rank}.pt"
+
+
+def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> list[Step]:
+    functions = str(root / "rewards.py")
+    overrides = [override.replace("CUSTOM", functions) for override in scenario.overrides]
+    config = load_config(PPOConfig, root / "base.yaml", overrides)
+    check(config, WORLD_SIZE)
+    assert check_models(config) == []
+
+    directory = root / "runs" / scenario.name
+    directory.mkdir(parents=True, exist_ok=True)
+    run = Run(CPU, rank, WORLD_SIZE, factory, directory)
+    trainer = _Watched(config, run, assemble(config, run))
+    parts = trainer.parts
+
+    steps = []
+    try:
+        for number in (1, 2):
+            actor_before = _fingerprint(parts.actor)
+            critic_before = _fingerprint(parts.critic)
+            metrics = trainer.step(number)
+            steps.append(
+                Step(
+                    metrics,
+                    trainer.experience,
+                    actor_moved=_fingerprint(parts.actor) != actor_before,
+                    critic_moved=_fingerprint(parts.critic) != critic_before,
+                )
+            )
+    finally:
+        parts.scorer.close()
+    return steps
+
+
+def _fingerprint(role: Any) -> list[float]:
+    if role is None:
+        return []
+    return [slot.parameter.double().sum().item() for slot in role.engine.slots]

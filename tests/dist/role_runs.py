@@ -1,0 +1,280 @@
+"""Builds and trains single roles in a rank, for the tests that compare them with the plain loop.
+
+A `Form` says how a role is run, which must not change what it computes. Every call into the roles
+stands in this file, which starts no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.config.sections import (
+    ActorOptimSection,
+    ActorSection,
+    CriticSection,
+    OptimSection,
+    PolicyLossSection,
+    ReferenceSection,
+)
+from mrlhf.device import Device
+from mrlhf.models.families import load_spec
+from mrlhf.models.spec import Head
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.rl.correction import Correction, Criterion
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.critic import Critic
+from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.roles.reference import Reference
+from mrlhf.training.engine import ModelEngine
+from tests import plain_losses, plain_ppo
+from tests.plain_ppo import Case
+
+Optim = TypeVar("Optim", bound=OptimSection)
+
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+MODELS = ("llama", "qwen2-tied")
+LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2)]}
+"""By world size: (tp, pp)."""
+
+_COVARIANCE = PolicyLossSection(
+    clip_cov_ratio=plain_losses.COV_FRACTION,
+    clip_cov_lb=plain_losses.COV_BOUNDS[0],
+    clip_cov_ub=plain_losses.COV_BOUNDS[1],
+    kl_cov_ratio=plain_losses.COV_FRACTION,
+    ppo_kl_coef=plain_losses.PPO_KL_COEF,
+)
+_BAND = Criterion("seq_mean_k1", 1 / plain_losses.BAND, plain_losses.BAND)
+_BYPASS = {
+    "reinforce": Correction("token", None, plain_losses.THRESHOLD, normalise=True, criteria=()),
+    "sequence": Correction("sequence", None, plain_losses.THRESHOLD, normalise=False, criteria=()),
+    "geo": Correction(None, None, 1.0, normalise=False, criteria=(_BAND,)),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a role is run, which must not change a number."""
+
+    name: str
+    micro_batch_tokens: int
+    distributed_optimizer: bool
+    sequence_parallel: bool = False
+    recompute: str = "none"
+
+
+# 12 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
+MANY_PACKS = Form("many packs", 12, distributed_optimizer=True)
+ONE_PACK = Form("one pack", 1000, distributed_optimizer=False)
+SEQUENCE_PARALLEL = Form(
+    "sequence-parallel",
+    20,
+    distributed_optimizer=True,
+    sequence_parallel=True,
+    recompute="full",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how roles are built in this rank.
+
+    Attributes:
+        root: holds the models and the experiences, as `save_inputs` writes them.
+        groups: the process groups of the layout.
+        form: how the roles are run.
+    """
+
+    root: Path
+    groups: RoleGroups
+    form: Form
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """World size, tp, pp."""
+        layout = self.groups.layout
+        return layout.world_size, layout.tp, layout.pp
+
+    @property
+    def name(self) -> str:
+        """Layout and form in words."""
+        layout = self.groups.layout
+        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp} {self.form.name}"
+
+
+def save_inputs(root: Path) -> None:
+    """Write the models and, for each, an experience."""
+    plain_ppo.save_models(root)
+    for model in MODELS:
+        torch.save(plain_ppo.make_experience(root / model), root / f"{model}.experience")
+
+
+def load_experience(root: Path, case: Case) -> Experience:
+    """The experience of the case's model, corrected or broken as the case says."""
+    experience: Experience = torch.load(root / f"{case.model}.experience", weights_only=False)
+    if case.corrected:
+        experience = plain_ppo.with_correction(experience)
+    if case.broken:
+        experience = plain_ppo.broken(experience)
+    return experience
+
+
+def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Setting]:
+    """All layouts of the world size, each with the forms that it allows."""
+    factory = GroupFactory(timeout_s=120.0)
+    for tp, pp in LAYOUTS[world_size]:
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
+        for form in forms:
+            if tp > 1 or not form.sequence_parallel:
+                yield Setting(root, groups, form)
+
+
+def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
+    """Update actor and critic from the same experience.
+
+    Returns:
+        Their metrics. Their weights go to `out`.
+    """
+    experience = load_experience(setting.root, case)
+    rollout = experience.rollout
+
+    actor = build_actor(setting, case)
+    cut = actor.cut(rollout, plain_ppo.MINI_BATCH)
+    ref_logits = None
+    if case.settings.get("kl_loss_type") == "full":
+        ref_logits = _build_reference(setting, case).logits(cut)
+    metrics = actor.update(experience, cut, ref_logits).metrics
+    actor.engine.export(out / "actor", 10**9)
+
+    if case.has_critic:
+        critic = _build_critic(setting, case)
+        metrics |= critic.update(experience, critic.cut(rollout, plain_ppo.MINI_BATCH))
+        critic.engine.export(out / "critic", 10**9)
+    return metrics
+
+
+def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
+    """All tables [batch, response_len] that the roles compute without training."""
+    rollout = load_experience(setting.root, case).rollout
+    actor = build_actor(setting, case)
+    critic = _build_critic(setting, case)
+    reference = _build_reference(setting, case)
+
+    cut = actor.cut(rollout, plain_ppo.MINI_BATCH)
+    evaluation = actor.evaluate(rollout, cut, reference.logits(cut))
+    assert evaluation.full_kl is not None
+    return {
+        "logprobs": evaluation.logprobs,
+        "entropy": evaluation.entropy,
+        "full_kl": evaluation.full_kl,
+        "ref_logprobs": reference.logprobs(rollout),
+        "values": critic.values(rollout, critic.cut(rollout, plain_ppo.MINI_BATCH)),
+    }
+
+
+def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
+    """The case's policy, ready to be trained; `keys` of the section replace those of the case."""
+    values: dict[str, Any] = {
+        "path": str(setting.root / case.model),
+        "ppo_epochs": plain_ppo.EPOCHS,
+        "clip_ratio_low": plain_losses.CLIP_LOW,
+        "clip_ratio_high": plain_losses.CLIP_HIGH,
+        "clip_ratio_c": plain_losses.CLIP_C,
+        "tau_pos": plain_losses.TAU_POS,
+        "tau_neg": plain_losses.TAU_NEG,
+        "policy_loss": _COVARIANCE,
+        "loss_agg_mode": case.agg,
+        "loss_scale_factor": plain_ppo.SCALE,
+        "optim": actor_optim(setting, case),
+    }
+    section = ActorSection(**(values | _form_keys(setting) | case.settings | keys))
+    bypass = None if case.bypass is None else _BYPASS[case.bypass]
+    loss = PolicyLossSettings.named(case.loss, section, bypass)
+
+    engine = _build_engine(setting, section, "lm")
+    engine.attach_optimizer(section.optim, total_updates=1)
+    return Actor(engine, loss, plain_ppo.TEMPERATURE)
+
+
+def actor_optim(setting: Setting, case: Case) -> ActorOptimSection:
+    """The optimizer of the plain loop."""
+    return _optim(ActorOptimSection, setting, case)
+
+
+def logprobs_of(actor: Actor, rollout: Rollout, mini_batch_rows: int) -> Tensor:
+    """The actor's log-probs of the responses, [batch, response_len]."""
+    return actor.evaluate(rollout, actor.cut(rollout, mini_batch_rows)).logprobs
+
+
+def update_actor(actor: Actor, experience: Experience, mini_batch_rows: int) -> dict[str, float]:
+    """Train the actor, and return the metrics."""
+    return actor.update(experience, actor.cut(experience.rollout, mini_batch_rows)).metrics
+
+
+def fingerprint(actor: Actor) -> list[float]:
+    """Numbers that change when a weight of this rank changes."""
+    return [slot.parameter.double().sum().item() for slot in actor.engine.slots]
+
+
+def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
+    """No element differs by more than `atol`."""
+    torch.testing.assert_close(
+        value, wanted, rtol=0, atol=atol, msg=lambda message: f"{title}: {message}"
+    )
+
+
+def _build_critic(setting: Setting, case: Case) -> Critic:
+    section = CriticSection(
+        path=str(setting.root / f"{case.model}-critic"),
+        ppo_epochs=plain_ppo.EPOCHS,
+        cliprange_value=plain_ppo.CLIP_VALUE,
+        loss_agg_mode=case.agg,
+        loss_scale_factor=plain_ppo.SCALE,
+        optim=_optim(OptimSection, setting, case),
+        **_form_keys(setting),
+    )
+    engine = _build_engine(setting, section, "scalar")
+    engine.attach_optimizer(section.optim, total_updates=1)
+    return Critic(engine, section)
+
+
+def _build_reference(setting: Setting, case: Case) -> Reference:
+    path = str(setting.root / f"{case.model}-ref")
+    section = ReferenceSection(path=path, **_form_keys(setting))
+    return Reference(_build_engine(setting, section, "lm"), plain_ppo.TEMPERATURE)
+
+
+def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
+    beta1, beta2 = plain_ppo.BETAS
+    return make(
+        lr=plain_ppo.LR,
+        weight_decay=plain_ppo.WEIGHT_DECAY,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=plain_ppo.EPS,
+        clip_grad=case.clip_grad,
+        use_distributed_optimizer=setting.form.distributed_optimizer,
+    )
+
+
+def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
+    engine = ModelEngine(section, load_spec(section.path, head), setting.groups, CPU)
+    engine.load(section.path, seed=0)
+    return engine
+
+
+def _form_keys(setting: Setting) -> dict[str, Any]:
+    return {
+        "tp": setting.groups.layout.tp,
+        "pp": setting.groups.layout.pp,
+        "sequence_parallel": setting.form.sequence_parallel,
+        "recompute": setting.form.recompute,
+        "micro_batch_tokens": setting.form.micro_batch_tokens,
+    }

@@ -1,0 +1,270 @@
+"""docs/extending.md is followed: its loss, estimator and reward train from files of their own.
+
+The updates are the same on every layout, and those of the built-in methods with the same formulas.
+All runs share one spawn of ranks, since starting those is what costs time.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.data.arithmetic import write_arithmetic
+from mrlhf.device import Device
+from mrlhf.errors import ConfigError
+from mrlhf.inference.base import InferenceEngine
+from mrlhf.methods import find_method
+from mrlhf.models.families import Family, load_spec
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.preflight import dry_run
+from mrlhf.rewards.custom import load_custom
+from mrlhf.rl.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    AdvantageOptions,
+    estimate_advantages,
+)
+from mrlhf.run.startup import Run
+from mrlhf.trainers.ppo import PPOTrainer
+from mrlhf.trainers.ppo_setup import assemble
+from tests import plain_ppo
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "extending.md"
+NOT_ON_THE_PAGE = {"class_name", "version"}
+WORLD_SIZE = 2
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+LOSS = "actor.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+BUILT_IN = [
+    # The page's loss has no dual clip: this one is out of reach.
+    f"{LOSS}=vanilla",
+    "actor.clip_ratio_c=1.0e9",
+    f"{ESTIMATOR}=grpo",
+    "algorithm.norm_adv_by_std_in_grpo=false",
+]
+LAYOUTS = {
+    "dp2": [],
+    "tp2": ["actor.tp=2", "rollout.tp=2", "actor.micro_batch_tokens=16"],
+    "pp2": ["actor.pp=2"],
+}
+
+
+def write_examples(directory: Path) -> dict[str, str]:
+    """Write each example of the page to the file that the page calls it by.
+
+    Returns:
+        The references in the page's commands, by what they are for, with full paths.
+    """
+    page = PAGE.read_text(encoding="utf-8")
+    references = {
+        LOSS: re.search(rf"{LOSS}=(my_\w+\.py:\w+)", page),
+        ESTIMATOR: re.search(rf"{ESTIMATOR}=(my_\w+\.py:\w+)", page),
+        "reward": re.search(r"reward\.terms=\[\{name: (my_\w+\.py:\w+)\}\]", page),
+    }
+    blocks = _code_blocks()[: len(references)]
+
+    written = {}
+    for (purpose, reference), block in zip(references.items(), blocks, strict=True):
+        assert reference is not None
+        file, function = reference[1].split(":")
+        assert f"def {function}(" in block
+        (directory / file).write_text(block, encoding="utf-8")
+        written[purpose] = f"{directory / file}:{function}"
+    return written
+
+
+def _code_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def _configuration(root: Path, reward: str) -> dict[str, Any]:
+    # Why the eps is so large is said where it stands.
+    return {
+        "seed": 3,
+        "actor": {
+            "path": str(root / "llama"),
+            "ppo_mini_batch_size": 4,
+            "ppo_epochs": 2,
+            "clip_ratio": 0.02,
+            "optim": {"lr": 3e-3, "adam_eps": plain_ppo.EPS},
+        },
+        "reward": {"terms": [{"name": reward, "weight": 20.0}]},
+        # Responses of different lengths, so that their rewards differ.
+        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "stop": list("12345+")},
+        "data": {
+            "train_files": str(root / "data" / "train.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "train_batch_size": 8,
+            "max_prompt_length": 6,
+            "max_response_length": 5,
+        },
+        "trainer": {"total_steps": 2, "output_dir": str(root / "runs")},
+    }
+
+
+def _runs(references: dict[str, str]) -> dict[str, list[str]]:
+    own = [f"{LOSS}={references[LOSS]}", f"{ESTIMATOR}={references[ESTIMATOR]}"]
+    runs = {f"own, {layout}": [*own, *overrides] for layout, overrides in LAYOUTS.items()}
+    return {**runs, "built in, dp2": [*BUILT_IN, *LAYOUTS["dp2"]]}
+
+
+def _in_ranks(
+    rank: int, world_size: int, root: str, references: dict[str, str]
+) -> dict[str, list[dict[str, float]]]:
+    """The metrics of both steps of each run; the policy that each ends with is written."""
+    torch.set_num_threads(1)
+    factory = GroupFactory(timeout_s=120.0)
+
+    metrics = {}
+    for name, overrides in _runs(references).items():
+        directory = Path(root) / "runs" / name
+        directory.mkdir(parents=True, exist_ok=True)
+        config = load_config(PPOConfig, Path(root) / "base.yaml", overrides)
+        run = Run(CPU, rank, world_size, factory, directory)
+        trainer = PPOTrainer(config, run, assemble(config, run))
+        try:
+            metrics[name] = [trainer.step(number) for number in (1, 2)]
+            trainer.parts.actor.engine.export(directory / "actor", 10**9)
+        finally:
+            trainer.parts.scorer.close()
+    return metrics
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models, the data, and the page's examples under `mine`."""
+    directory = tmp_path_factory.mktemp("extending")
+    plain_ppo.save_models(directory)
+    write_arithmetic(
+        directory / "data", digits=2, operations="+", sft=40, train=20, held_out=4,
+        wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_ppo.SIZES["vocab_size"], seed=1,
+    )  # fmt: skip
+    (directory / "mine").mkdir()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def references(root: Path) -> dict[str, str]:
+    """Where the page's examples stand, outside the package."""
+    return write_examples(root / "mine")
+
+
+@pytest.fixture(scope="module")
+def metrics(root: Path, references: dict[str, str]) -> dict[str, list[dict[str, float]]]:
+    """The metrics of both steps of each run, the same on every rank."""
+    base = _configuration(root, references["reward"])
+    (root / "base.yaml").write_text(yaml.safe_dump(base))
+    first, second = run_ranks(WORLD_SIZE, _in_ranks, str(root), references)
+    for name in first:
+        for step, other in zip(first[name], second[name], strict=True):
+            assert _comparable(step) == _comparable(other)
+    return first
+
+
+def _comparable(metrics: dict[str, float]) -> dict[str, float]:
+    """Without what a layout may change."""
+    measured = ("timing", "perf/", "reshard/", "rollout/")
+    return {name: value for name, value in metrics.items() if not name.startswith(measured)}
+
+
+def _weights(root: Path, name: str) -> dict[str, Tensor]:
+    return load_file(root / "runs" / name / "actor" / "model.safetensors")
+
+
+def test_the_examples_train_something_to_compare(metrics: Any, root: Path) -> None:
+    steps = metrics["own, dp2"]
+    for name in ("actor/pg_clipfrac", "actor/grad_norm", "actor/ppo_kl", "reward/short_and_right"):
+        assert all(abs(step[name]) > 1e-4 for step in steps), (name, steps)
+    assert "critic/vf_loss" not in steps[0]
+    before = load_file(root / "llama" / "model.safetensors")
+    after = _weights(root, "own, dp2")
+    assert all((after[name] - before[name]).abs().max() > 1e-3 for name in before)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_the_examples_train_the_same_on_every_layout(metrics: Any, root: Path, layout: str) -> None:
+    wanted = metrics["own, dp2"]
+    for step, expected in zip(metrics[f"own, {layout}"], wanted, strict=True):
+        assert "actor/grad_norm" in expected
+        assert _comparable(step) == pytest.approx(_comparable(expected), rel=1e-4, abs=2e-5)
+
+    weights = _weights(root, "own, dp2")
+    for name, tensor in _weights(root, f"own, {layout}").items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=2e-5)
+
+
+def test_the_examples_train_as_the_built_in_methods_do(metrics: Any, root: Path) -> None:
+    for step, expected in zip(metrics["own, dp2"], metrics["built in, dp2"], strict=True):
+        assert _comparable(step) == _comparable(expected)
+    weights = _weights(root, "built in, dp2")
+    assert all(tensor.equal(weights[name]) for name, tensor in _weights(root, "own, dp2").items())
+
+
+def test_a_dry_run_finds_the_examples(root: Path, references: dict[str, str]) -> None:
+    base = _configuration(root, references["reward"])
+    base["actor"]["policy_loss"] = {"loss_mode": references[LOSS]}
+    base["algorithm"] = {"adv_estimator": references[ESTIMATOR]}
+    text = dry_run(PPOConfig.model_validate(base), WORLD_SIZE)
+    assert f"policy loss: {references[LOSS]}, your own" in text
+    assert f"advantages: {references[ESTIMATOR]}, your own" in text
+
+
+def test_the_estimator_takes_the_mean_of_a_prompts_answers_off(
+    references: dict[str, str],
+) -> None:
+    estimator = find_method(ESTIMATOR, references[ESTIMATOR], ADVANTAGE_ESTIMATORS)
+    batch = AdvantageInputs(
+        rewards=torch.tensor([[1.0, 2.0], [7.0, 0.0], [4.0, 9.0]]),
+        mask=torch.tensor([[True, True], [True, False], [True, False]]),
+        prompt_groups=torch.tensor([5, 5, 1]),
+    )
+    advantages, returns = estimate_advantages(estimator, batch, AdvantageOptions())
+    # Scores 3 and 7 of one prompt, 4 alone.
+    assert advantages.tolist() == [[-2.0, -2.0], [2.0, 0.0], [4.0, 0.0]]
+    assert returns.tolist() == advantages.tolist()
+
+
+def test_the_reward_prefers_a_right_and_a_short_answer(references: dict[str, str]) -> None:
+    reward = load_custom(references["reward"])
+    try:
+        right = reward("sums", " 7", "7", {"response_tokens": 1})
+        wrong = reward("sums", "8", "7", {"response_tokens": 3})
+    finally:
+        reward.close()
+    assert right == {"score": 1.05, "acc": 1.0, "shortness": 0.05}
+    assert wrong == {"score": 0.025, "acc": 0.0, "shortness": 0.025}
+
+
+def test_the_family_reads_a_configuration(root: Path) -> None:
+    example: dict[str, Any] = {}
+    exec(_code_blocks()[-1], example)
+    family = example["MY_MODEL"]
+    assert (family.model_type, family.class_name("lm")) == ("my_model", "MyModelForCausalLM")
+
+    llama = load_spec(root / "llama", "lm")
+    config = {**llama.hf_config, "model_type": "my_model"}
+    spec = family.read_config(config, "lm")
+    assert spec.qkv_bias and not llama.qkv_bias
+    assert "model.layers.0.self_attn.q_proj.bias" in family.tensor_shapes(spec)
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        family.read_config({**config, "use_sliding_window": True}, "lm")
+
+
+def test_the_page_names_files_fields_and_methods_that_exist() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for path in re.findall(r"`((?:mrlhf|tests)/[\w/.]+)`", page):
+        assert (ROOT / path).exists(), path
+    for kind in (Family, InferenceEngine):
+        names = {name for name in vars(kind) if not name.startswith("_")}
+        names |= set(kind.__annotations__)
+        assert not [name for name in names - NOT_ON_THE_PAGE if f"`{name}`" not in page], kind

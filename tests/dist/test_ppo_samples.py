@@ -1,0 +1,120 @@
+"""PPO steps whose samples are drawn, ended or scored in other ways.
+
+Each scenario stands above the tests of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist.ppo_runs import (
+    DP4,
+    WORLD_SIZE,
+    Runs,
+    Scenario,
+    assert_close,
+    assert_engine_and_trainer_agree,
+)
+
+LETTERS = ["reward.terms=[{name: CUSTOM:letters, weight: 2.0}]", "reward_model=null"]
+
+
+def test_the_engine_and_the_trainer_agree(runs: Runs) -> None:
+    assert_engine_and_trainer_agree(runs)
+
+
+DYNAMIC = Scenario(
+    "dynamic sampling",
+    [
+        "algorithm.filter_groups={enable: true, max_num_gen_batches: 3}",
+        "data.gen_batch_size=6",
+        "algorithm.adv_estimator=grpo",
+        *LETTERS,
+    ],
+)
+
+
+def test_dynamic_sampling_fills_the_batch_with_samples_that_differ(runs: Runs) -> None:
+    for step in runs.steps(DYNAMIC):
+        metrics = step.metrics
+        pairs = step.experience.scores.view(-1, 2).tolist()
+        differing = sum(one != other for one, other in pairs)
+        assert len(step.experience.rollout) == 16
+        assert 8 - differing == metrics["training/uninformative_groups"]
+        assert 2 <= metrics["training/num_gen_batches"] <= 3
+        assert metrics["training/generated_groups"] == 6 * metrics["training/num_gen_batches"]
+        assert metrics["training/filtered_groups"] > 0
+
+
+REFILL = Scenario(
+    "refill with a reward model",
+    [
+        "algorithm.filter_groups={enable: true, max_num_gen_batches: 3}",
+        "data.gen_batch_size=4",
+        "algorithm.adv_estimator=remax",
+    ],
+)
+
+
+def test_a_refill_has_the_weights_again_after_a_reward_model_had_the_memory(runs: Runs) -> None:
+    for number, step in enumerate(runs.steps(REFILL)):
+        rollout = step.experience.rollout
+        assert step.metrics["training/num_gen_batches"] >= 2
+        assert len(rollout) == 16
+        assert (rollout.versions[rollout.loss_mask] == number).all()
+        assert step.metrics["training/rollout_probs_diff_max"] < 1e-5
+        assert step.metrics["critic/greedy_score/mean"] != 0.0
+
+
+CUSTOM_REWARD = Scenario("custom reward", LETTERS)
+
+
+def test_a_users_function_scores(runs: Runs) -> None:
+    for number, step in enumerate(runs.steps(CUSTOM_REWARD), start=1):
+        samples = runs.dumped(CUSTOM_REWARD, number)
+        assert len(samples) == 16
+
+        letters = [len(sample["response"]) / 10 for sample in samples]
+        doubled = [2 * score for score in letters]
+        assert [sample["score"] for sample in samples] == pytest.approx(doubled)
+        assert_close(step.experience.scores, 2 * torch.tensor(letters))
+        assert step.metrics["reward/letters"] == pytest.approx(sum(letters) / 16)
+
+        digits = [sum(letter.isdigit() for letter in sample["response"]) for sample in samples]
+        assert step.metrics["reward/letters/digits"] == pytest.approx(sum(digits) / 16)
+
+
+RAISING = Scenario("raising", ["reward.terms=[{name: CUSTOM:breaks}]", "reward_model=null"])
+
+
+def test_a_users_function_that_raises_is_named(runs: Runs) -> None:
+    function = f"reward function breaks of {runs.root / 'rewards.py'}"
+    for rank in range(WORLD_SIZE):
+        message = runs.error(RAISING, rank)
+        assert f"{function} raised ZeroDivisionError: no such number" in message
+        assert "\n" not in message
+
+
+STOP = Scenario("stop", ["rollout.stop=['1', '2', '3', '4', '5', '+']"])
+WITHOUT_STOP = Scenario("without stop", DP4)
+
+
+def test_a_stop_string_ends_a_response_as_a_stop_token_does(runs: Runs) -> None:
+    by_string = 0
+    for number, step in enumerate(runs.steps(STOP), start=1):
+        samples = runs.dumped(STOP, number)
+        for sample in samples:
+            has_stop = any(letter in "12345+" for letter in sample["response"])
+            assert not has_stop or sample["stopped"], sample
+            by_string += has_stop
+
+        cut = sum(not sample["stopped"] for sample in samples) / len(samples)
+        assert step.metrics["response_length/clip_ratio"] == pytest.approx(cut)
+
+        rollout = step.experience.rollout
+        for length, stopped in zip(rollout.response_lengths, rollout.stopped, strict=True):
+            assert stopped or length == 5
+
+    assert by_string > 4
+    assert runs.steps(STOP)[0].responses != runs.steps(WITHOUT_STOP)[0].responses

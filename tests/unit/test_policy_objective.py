@@ -1,0 +1,56 @@
+"""The loss of a micro-batch in which some response tokens were not drawn or were rejected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mrlhf.config.sections import ActorSection
+from mrlhf.roles.policy_objective import PolicyBatch, PolicyLossSettings, PolicyObjective
+
+RUBBISH = 1e3
+THERE = torch.tensor([[True, True, True, True], [True, True, True, False]])
+DRAWN = torch.tensor([[True, False, True, True], [True, True, False, False]])
+KEPT = torch.tensor([[True, False, False, True], [True, True, False, False]])
+
+
+def _at_drawn(table: list[list[float]]) -> torch.Tensor:
+    """The numbers at drawn tokens, rubbish at the others that are there, 0 after the end."""
+    filled = torch.where(DRAWN, torch.tensor(table), RUBBISH)
+    return torch.where(THERE, filled, 0.0)
+
+
+def test_metrics_and_losses_leave_out_what_the_policy_did_not_draw() -> None:
+    section = ActorSection(
+        path="x",
+        loss_agg_mode="token-mean",
+        loss_scale_factor=1.0,
+        entropy_coeff=0.5,
+        positive_lm_coef=2.0,
+    )
+    logprobs = _at_drawn([[-1.0, 0.0, -2.0, -3.0], [-4.0, -5.0, 0.0, 0.0]]).requires_grad_()
+    entropy = _at_drawn([[0.1, 0.0, 0.2, 0.3], [0.4, 0.5, 0.0, 0.0]])
+    batch = PolicyBatch(
+        response_mask=THERE,
+        drawn=DRAWN,
+        mask=KEPT,
+        old_logprobs=logprobs.detach(),
+        advantages=_at_drawn([[1.0, 0.0, 9.0, 2.0], [3.0, 4.0, 0.0, 0.0]]),
+        ref_logprobs=None,
+        weights=None,
+        positive=torch.tensor([True, False]),
+    )
+    objective = PolicyObjective(PolicyLossSettings("vanilla", section, None), batch)
+    loss, tally = objective([0, 1], logprobs, entropy, None)
+
+    metrics = tally.means()
+    assert metrics["actor/pg_loss"] == pytest.approx(-(1 + 2 + 3 + 4) / 4)
+    assert metrics["actor/entropy"] == pytest.approx((0.1 + 0.2 + 0.3 + 0.4 + 0.5) / 5)
+    assert metrics["actor/positive_lm_loss"] == pytest.approx((1 + 2 + 3) / 3)
+    bonus = 0.5 * (0.1 + 0.3 + 0.4 + 0.5) / 4
+    assert float(loss.detach()) == pytest.approx(-2.5 - bonus + 2.0 * 2.0)
+
+    loss.backward()
+    assert logprobs.grad is not None
+    assert not logprobs.grad[~DRAWN].any()
+    assert logprobs.grad[DRAWN].all()  # the rejected token is part of a right response

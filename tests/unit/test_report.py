@@ -1,0 +1,81 @@
+"""What a run reports at its end, and the summaries of runs that follow each other."""
+
+import json
+import logging
+
+import pytest
+
+from mrlhf.errors import DataError
+from mrlhf.run.report import closing_report
+from mrlhf.run.summary import combine_summaries, write_summary
+
+RECORDS = [
+    {"step": 0, "val/a/acc@1": 0.25, "val/b/acc@1": 0.75, "val/a/reward_mean": 0.5},
+    {
+        "step": 1,
+        "critic/score/mean": 0.1,
+        "actor/reward_kl_penalty": 0.01,
+        "timing_s/gen": 1.5,
+        "timing_s/adv": 0.25,
+    },
+    {
+        "step": 2,
+        "critic/score/mean": 0.9,
+        "actor/reward_kl_penalty": 0.02,
+        "timing_s/gen": 2.0,
+        "timing_s/adv": None,
+        "val/a/acc@1": 0.5,
+        "val/b/acc@1": 1.0,
+        "val/a/reward_mean": 0.75,
+    },
+]
+
+
+def summary_of(tmp_path, records):
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    closing_report(tmp_path, tmp_path / "model", steps=2, seconds=12.345)
+    return json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_the_closing_report(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        summary = summary_of(tmp_path, RECORDS)
+    assert summary == {
+        "start_accuracy": 0.5,
+        "final_accuracy": 0.75,
+        "reward_start": 0.5,
+        "reward_final": 0.75,
+        "kl_final": 0.02,
+        "steps": 2,
+        "seconds": 12.3,
+        "checkpoint": str(tmp_path / "model"),
+    }
+    assert (tmp_path / "curves.png").stat().st_size > 0
+    lines = caplog.messages[-1].split("\n")
+    assert lines[:2] == ["finished", "  start_accuracy: 0.5"]
+    assert lines[-4:] == [
+        "  seconds by phase:",
+        "    gen: 3.5",
+        "    adv: 0.2",
+        f"  curves: {tmp_path / 'curves.png'}",
+    ]
+
+
+def test_without_validation_the_reward_is_that_of_training(tmp_path):
+    summary = summary_of(tmp_path, RECORDS[1:2])
+    assert (summary["reward_start"], summary["reward_final"]) == (0.1, 0.1)
+    assert "start_accuracy" not in summary
+
+
+def test_summaries_of_runs_that_follow_each_other(tmp_path):
+    stages = [tmp_path / "sft", tmp_path / "ppo"]
+    for stage in stages:
+        stage.mkdir()
+    write_summary(stages[0], {"loss": 1.0, "checkpoint": "sft", "seconds": 10.04})
+    write_summary(stages[1], {"reward": 2.0, "checkpoint": "ppo", "seconds": 5.03})
+    combined = combine_summaries(stages, tmp_path)
+    assert combined == {"loss": 1.0, "checkpoint": "ppo", "seconds": 15.1, "reward": 2.0}
+    assert json.loads((tmp_path / "summary.json").read_text()) == combined
+    with pytest.raises(DataError, match=r"rm has no summary\.json; run that stage first"):
+        combine_summaries([*stages, tmp_path / "rm"], tmp_path)
