@@ -1,4 +1,6 @@
-"""docs/generation.md is right: its command, keys and metrics exist, and the benchmark runs."""
+"""docs/generation.md is right: its command and program run, its keys and metrics exist, and the
+benchmark runs.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,14 @@ def test_its_command_says_what_a_sequence_takes() -> None:
     factors = "2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens"
     assert f"a sample at full length: {factors} = 8192 bytes" in output
     assert "rollout.kv_cache_mb 1 = 1048576 bytes: 128 samples at full length" in output
+
+
+def test_its_program_prints_what_the_page_says() -> None:
+    (program,) = re.findall(r"^```python\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^It prints:\n\n```\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    done = run_program(["-c", program])
+    succeed(done)
+    assert done.stdout == printed
 
 
 def test_its_keys_and_metrics_exist() -> None:
