@@ -1,5 +1,5 @@
-"""The requests between `submit` and `collect`: which are taken, how many samples are still owed, and
-which have ended.
+"""The requests between `submit` and `collect`: which are accepted, how many of their samples are
+not collected yet, and which samples have ended.
 
 Every engine keeps this book, so what is refused and counted is the same for all. It knows no model,
 and not how a sample is computed.
@@ -31,7 +31,7 @@ class InFlight:
         self._vocab_size = vocab_size
         self._decode = decode
         self._requests: dict[int, Request] = {}
-        self._owed: Counter[int] = Counter()  # samples not collected yet, by request
+        self._uncollected: Counter[int] = Counter()  # samples of each request
         self._length = 0
         self._finished: list[Sample] = []
 
@@ -77,7 +77,7 @@ class InFlight:
         for request in requests:
             if request.samples:
                 self._requests[request.id] = request
-                self._owed[request.id] = len(request.samples)
+                self._uncollected[request.id] = len(request.samples)
                 self._length += len(request.samples)
 
     def finish(self, samples: Iterable[Sample]) -> None:
@@ -93,9 +93,9 @@ class InFlight:
             request_id = sample.request_id
             prompt_tokens += len(self._requests[request_id].prompt)
             generated_tokens += len(sample.token_ids)
-            self._owed[request_id] -= 1
-            if self._owed[request_id] == 0:
-                del self._requests[request_id], self._owed[request_id]
+            self._uncollected[request_id] -= 1
+            if self._uncollected[request_id] == 0:
+                del self._requests[request_id], self._uncollected[request_id]
         self._length -= len(samples)
         return Finished(
             samples, EngineStats(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens)
@@ -103,8 +103,8 @@ class InFlight:
 
     def drop_unfinished(self) -> None:
         """Forget the samples that have not ended."""
-        self._owed = Counter(sample.request_id for sample in self._finished)
-        self._requests = {number: self._requests[number] for number in self._owed}
+        self._uncollected = Counter(sample.request_id for sample in self._finished)
+        self._requests = {number: self._requests[number] for number in self._uncollected}
         self._length = len(self._finished)
 
     def clear(self) -> None:

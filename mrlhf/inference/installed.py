@@ -1,5 +1,6 @@
-"""Which optional packages a configuration needs, and whether this machine has them. It imports none
-of them.
+"""Checks that this machine has the optional packages which a configuration needs.
+
+It imports none of them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ VLLM = "0.32"
 
 
 def require_engine(engine: str) -> None:
-    """Refuse `rollout.engine` where its package is missing, or is not the version that the code was
-    written for.
+    """Refuse `rollout.engine` if its package is missing or has another version than we support.
 
     Raises:
-        ConfigError: in one line, what to install.
+        ConfigError: in one line, with what to install.
     """
     if engine != "vllm":
         return
     remedy = (
         "run 'make vllm' (CPU) or pip install 'mrlhf[vllm]' (CUDA), or set rollout.engine=native"
     )
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # a folder of that name is not the package
+    module = importlib.util.find_spec("vllm")
+    if module is None or module.origin is None:  # a folder of that name is not the package
         raise ConfigError(f"rollout.engine is vllm, which is not installed; {remedy}")
+
     versions = [
         distribution.version
         for distribution in importlib.metadata.distributions()

@@ -1,5 +1,6 @@
-"""Where a response ends because its text contains a stop string. It knows token ids and a decoder,
-and no engine.
+"""Finds where a response ends because its text contains a stop string.
+
+It knows token ids and a decoder, and no engine.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ Decode = Callable[[Sequence[int]], str]
 def end_of(
     token_ids: Sequence[int], decode: Decode, stop: Sequence[str], start: int = 1
 ) -> int | None:
-    """The number of tokens up to and including the one with which the text first contains a stop
-    string.
+    """The number of tokens after which the text first contains a stop string.
 
-    The whole response is decoded each time, since what a token adds to the text depends on those
-    before it.
+    The whole response is decoded each time, because what a token adds to the text depends on the
+    tokens before it.
 
     Args:
-        token_ids: of one response.
+        token_ids: one response.
         decode: token ids to text.
-        stop: strings, none empty.
-        start: tokens below which it is known that there is no stop string.
+        stop: strings, none of them empty.
+        start: the smallest possible result; the text of fewer tokens holds no stop string.
 
     Returns:
-        A count from `start` to `len(token_ids)`; None where the text contains none of them.
+        A number from `start` to `len(token_ids)`; None if the text holds no stop string.
     """
     if not any(string in decode(token_ids) for string in stop):
         return None

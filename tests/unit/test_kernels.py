@@ -50,12 +50,13 @@ def history(block_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24, 32])
 @pytest.mark.parametrize(
-    ("groups", "per_group", "dim"), [(2, 3, 32), (1, 1, 20), (3, 1, 64), (1, 4, 128), (2, 2, 10)]
+    ("kv_heads", "per_kv_head", "dim"),
+    [(2, 3, 32), (1, 1, 20), (3, 1, 64), (1, 4, 128), (2, 2, 10)],
 )
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("normed", [False, True])
 def test_attention_from_a_paged_cache_equals_torch(
-    dtype, block_size, groups, per_group, dim, window, normed
+    dtype, block_size, kv_heads, per_kv_head, dim, window, normed
 ):
     generator = torch.Generator().manual_seed(dim)
     step, blocks = inputs(block_size, generator)
@@ -68,13 +69,15 @@ def test_attention_from_a_paged_cache_equals_torch(
         old_positions, old_positions, old_slots + old_positions % block_size, *[step.query_starts] * 2,
         step.block_tables, old_positions, 1, 1,
     )  # fmt: skip
-    before = torch.randn(len(old_positions), groups, per_group + 2, dim, generator=generator).to(
+    before = torch.randn(
+        len(old_positions), kv_heads, per_kv_head + 2, dim, generator=generator
+    ).to(dtype)
+    now = torch.randn(len(step.tokens), kv_heads, per_kv_head + 2, dim, generator=generator).to(
         dtype
     )
-    now = torch.randn(len(step.tokens), groups, per_group + 2, dim, generator=generator).to(dtype)
     contexts, queries = [], []
     for ops in operators(dtype, dim, window):
-        cache = tuple(torch.zeros(blocks, block_size, groups, dim, dtype=dtype) for _ in range(2))
+        cache = tuple(torch.zeros(blocks, block_size, kv_heads, dim, dtype=dtype) for _ in range(2))
         ops.rotate_store(before, norms, old, cache)
         queries.append(ops.rotate_store(now, norms, step, cache))
         contexts.append(ops.attend(queries[-1], cache, step))

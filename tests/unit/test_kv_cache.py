@@ -68,7 +68,7 @@ def test_no_memory_is_an_error_with_the_size_and_the_key(monkeypatch):
             num_layers=2,
             blocks=1024,
             block_size=16,
-            groups=2,
+            kv_heads=2,
             head_dim=32,
             dtype=torch.float32,
             device=CPU,

@@ -1,9 +1,9 @@
-"""Which blocks of the KV cache are free, who holds the others, and which begin with tokens that
-another prompt has too.
+"""Which blocks of the KV cache are free, how many sequences hold each of the others, and which ones
+other prompts can share.
 
-A block is held by every sequence that reads it. One that nobody holds any more but that begins a
-known prompt stays until its room is needed, the longest unused going first. Pure arithmetic on
-ints: it knows neither tensors nor sequences.
+Every sequence that reads a block holds it. A block that nobody holds any more, but that is part of
+the beginning of a known prompt, is kept until its room is needed; the one unused for longest goes
+first. This is arithmetic on ints: it knows neither tensors nor sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class BlockManager:
         self._blocks = blocks
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
-        # Known prefixes: (number of the prefix before, tokens of the block) -> block; and each such
-        # block's own number.
+        # Known prefixes: (number of the prefix before, tokens of the block) -> block. Each such
+        # block has a number of its own, by which the next block of the prefix refers to it.
         self._known: dict[_Key, int] = {}
         self._keys: dict[int, _Key] = {}
         self._numbers: dict[int, int] = {}
@@ -32,16 +32,16 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken: free ones, and those that only wait to be shared."""
+        """The number of blocks that can be taken: free ones, and those only kept for sharing."""
         return len(self._free) + len(self._idle)
 
     @property
     def held(self) -> int:
-        """Blocks that some sequence holds."""
+        """The number of blocks that some sequence holds."""
         return self._blocks - self.available
 
     def take(self, count: int) -> list[int] | None:
-        """`count` blocks of the caller's own; None where there are not so many."""
+        """Take `count` blocks for one sequence; None if there are not so many."""
         if count > self.available:
             return None
         taken = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -50,13 +50,13 @@ class BlockManager:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """The caller holds these blocks too."""
+        """Let one more sequence hold these blocks."""
         for block in blocks:
             self._holders[block] += 1
             self._idle.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The caller no longer holds these blocks."""
+        """Let one sequence less hold these blocks."""
         for block in reversed(blocks):  # the end of a prefix goes before its beginning
             assert self._holders[block] > 0, f"block {block} is held by nobody"
             self._holders[block] -= 1
@@ -67,11 +67,10 @@ class BlockManager:
                     self._free.append(block)
 
     def known_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks that already hold the beginning of `tokens`, full ones only and never all of
-        the tokens.
-        """
+        """The full blocks that already hold the beginning of `tokens`, but never all the tokens."""
         found: list[int] = []
-        number, size = 0, self._block_size
+        number = 0
+        size = self._block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             block = self._known.get((number, tuple(tokens[start : start + size])))
             if block is None:
@@ -81,8 +80,9 @@ class BlockManager:
         return found
 
     def publish(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Full blocks that hold the beginning of `tokens` may be shared from now on."""
-        number, size = 0, self._block_size
+        """Let other prompts share the full blocks that hold the beginning of `tokens`."""
+        number = 0
+        size = self._block_size
         for place in range(min(len(blocks), len(tokens) // size)):
             key = (number, tuple(tokens[place * size : (place + 1) * size]))
             block = self._known.get(key)
@@ -90,11 +90,14 @@ class BlockManager:
                 block = blocks[place]
                 if block in self._keys:  # it is known under another prefix: the chain ends here
                     return
-                self._known[key], self._keys[block] = block, key
-                self._numbers[block], self._next_number = self._next_number, self._next_number + 1
+                self._known[key] = block
+                self._keys[block] = key
+                self._numbers[block] = self._next_number
+                self._next_number += 1
             number = self._numbers[block]
 
     def _evict(self) -> int:
+        """Forget the known block that is unused for longest, and return it."""
         block, _ = self._idle.popitem(last=False)
         del self._known[self._keys.pop(block)], self._numbers[block]
         return block

@@ -1,8 +1,7 @@
-"""CUDA graphs of decode steps, one for each size of batch: a step is then one launch instead of
-hundreds.
+"""CUDA graphs of decode steps, one for each batch size: a step is one launch instead of hundreds.
 
-A smaller batch is padded with tokens that write to a block of their own. It knows inputs and a
-forward function, and no model.
+A smaller batch is padded with tokens that write to a block of their own. This file knows inputs and
+a forward function, and no model.
 """
 
 from __future__ import annotations
@@ -19,26 +18,31 @@ Forward = Callable[[StepInputs], Tensor]
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes that are captured: 1, 2, 4, then every 8 up to 64 and every 32 up to `most`."""
+    """The batch sizes that are captured: 1, 2, 4, every 8 up to 64, and every 32 up to `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most, 32), most]
     return sorted({size for size in sizes if size <= most})
 
 
 class DecodeGraphs:
-    """Captures `forward` for a batch size when it is first needed, and replays it from then on."""
+    """Captures `forward` for a batch size when it is first needed, and replays it afterwards."""
 
     def __init__(
         self, forward: Forward, most: int, table_width: int, spare_block: int, block_size: int
     ) -> None:
-        """Args:
-        forward: of one decode step; its weights and cache stay where they are.
-        most: largest batch.
-        table_width: blocks a sequence.
-        spare_block: a block that padding may write to.
-        block_size: tokens a block.
+        """Capture nothing yet.
+
+        Args:
+            forward: computes one decode step; its weights and cache stay where they are.
+            most: the largest batch.
+            table_width: the number of blocks that a sequence may have.
+            spare_block: a block that padding may write to.
+            block_size: tokens in a block.
         """
-        self._forward, self._sizes = forward, bucket_sizes(most)
-        self._width, self._spare, self._block_size = table_width, spare_block, block_size
+        self._forward = forward
+        self._sizes = bucket_sizes(most)
+        self._width = table_width
+        self._spare = spare_block
+        self._block_size = block_size
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]] = {}
         self._pool: Any = None  # torch's handle of the memory that all graphs share
 
@@ -49,16 +53,20 @@ class DecodeGraphs:
         if size not in self._graphs:
             self._graphs[size] = self._capture(size, inputs)
         graph, static, logits = self._graphs[size]
-        static.tokens[:batch], static.positions[:batch] = inputs.tokens, inputs.positions
-        static.slots[:batch], static.lengths[:batch] = inputs.slots, inputs.lengths
+
+        static.tokens[:batch] = inputs.tokens
+        static.positions[:batch] = inputs.positions
+        static.slots[:batch] = inputs.slots
+        static.lengths[:batch] = inputs.lengths
         static.block_tables[:batch, : inputs.block_tables.shape[1]] = inputs.block_tables
-        self._rest(static, batch)
+        self._fill_padding(static, batch)
         graph.replay()
         return logits[:batch]
 
     def _capture(
         self, size: int, like: StepInputs
     ) -> tuple[torch.cuda.CUDAGraph, StepInputs, Tensor]:
+        """Record a step of `size` sequences on the device of `like`."""
         device = like.tokens.device
         static = StepInputs(
             tokens=torch.zeros(size, dtype=torch.int64, device=device),
@@ -71,23 +79,25 @@ class DecodeGraphs:
             most_queries=1,
             longest=self._width * self._block_size,
         )
-        self._rest(static, 0)
+        self._fill_padding(static, 0)
+
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # libraries set themselves up outside of the capture
             for _ in range(2):
                 self._forward(static)
         torch.cuda.current_stream(device).wait_stream(stream)
+
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = self._forward(static)
         self._pool = graph.pool()
         return graph, static, logits
 
-    def _rest(self, static: StepInputs, batch: int) -> None:
-        """Make every token from `batch` on one that writes to the spare block and sees itself
-        alone.
-        """
-        static.tokens[batch:], static.positions[batch:], static.lengths[batch:] = 0, 0, 1
+    def _fill_padding(self, static: StepInputs, batch: int) -> None:
+        """Let every token from `batch` on write to the spare block and see only itself."""
+        static.tokens[batch:] = 0
+        static.positions[batch:] = 0
+        static.lengths[batch:] = 1
         static.slots[batch:] = self._spare * self._block_size
         static.block_tables[batch:] = self._spare

@@ -1,4 +1,4 @@
-"""The tensors of the paged KV cache, and how many blocks of it there is room for.
+"""The tensors of the paged KV cache, and for how many blocks there is memory.
 
 It knows neither models nor which sequence has which block.
 """
@@ -18,58 +18,75 @@ from mrlhf.inference.native.operators import Layer
 
 
 class KVCache:
-    """Keys and values in blocks; what is not yet written is zero or stale."""
+    """Keys and values in blocks; what is not yet written is zero or stale.
+
+    Attributes:
+        layers: keys and values of each layer.
+        blocks: the number of blocks.
+        block_size: tokens in a block.
+        nbytes: the size of everything.
+    """
 
     def __init__(
         self,
         num_layers: int,
         blocks: int,
         block_size: int,
-        groups: int,
+        kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Take the memory (on a host, as blocks are first written to).
+        """Take the memory; a host gives it as blocks are first written to.
 
         Raises:
-            EngineError: there is not so much.
+            EngineError: there is not enough memory.
         """
-        shape = (2, blocks, block_size, groups, head_dim)
+        shape = (2, blocks, block_size, kv_heads, head_dim)
         try:
             pairs = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             wanted = num_layers * int(np.prod(shape)) * dtype.itemsize
             raise EngineError(
-                f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower rollout.kv_cache_mb "
-                f"(on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
+                f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower "
+                f"rollout.kv_cache_mb (on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
             ) from error
+
         self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
         self.blocks = blocks
         self.block_size = block_size
         self.nbytes = sum(pair.nbytes for pair in pairs)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to) each; no block is copied to twice, or both from and to."""
-        if pairs:
-            sources, targets = (
-                torch.tensor(side, device=self.layers[0][0].device)
-                for side in zip(*pairs, strict=True)
-            )
-            for store in (store for layer in self.layers for store in layer):
-                store[targets] = store[sources]
+        """Copy whole blocks; no block is copied to twice, or copied both from and to.
+
+        Args:
+            pairs: (from, to) each.
+        """
+        if not pairs:
+            return
+        device = self.layers[0][0].device
+        sources = torch.tensor([source for source, _ in pairs], device=device)
+        targets = torch.tensor([target for _, target in pairs], device=device)
+        for keys, values in self.layers:
+            keys[targets] = keys[sources]
+            values[targets] = values[sources]
 
 
 def blocks_for(
     limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device, spare: int
 ) -> int:
-    """How many blocks of `block_bytes` the cache has: what `limits` could ever use, or what there
-    is memory for.
+    """How many blocks the cache gets: as many as could ever be used, or as fit the memory.
 
-    `spare` of them are for no sequence.
+    Args:
+        limits: what the engine may take.
+        block_size: tokens in a block.
+        block_bytes: size of a block.
+        device: where the cache is.
+        spare: blocks on top of those, which no sequence uses.
 
     Raises:
-        EngineError: that is less than one sequence may need.
+        EngineError: one sequence may need more.
     """
     per_sequence = -(-limits.max_length // block_size)
     room = _budget(limits, device)
@@ -77,15 +94,16 @@ def blocks_for(
     if blocks < per_sequence + spare:
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
         raise EngineError(
-            f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and one sequence may "
-            f"have {limits.max_length} tokens = {per_sequence * block_bytes / 2**20:.1f} MiB: raise {key}, or lower "
+            f"the KV cache has room for {blocks * block_size} tokens ({room / 2**20:.1f} MiB), and "
+            f"one sequence may have {limits.max_length} tokens = "
+            f"{per_sequence * block_bytes / 2**20:.1f} MiB: raise {key}, or lower "
             f"data.max_prompt_length or data.max_response_length"
         )
     return blocks
 
 
 def _budget(limits: EngineLimits, device: torch.device) -> int:
-    """Bytes that the cache may take."""
+    """The size that the cache may have, in bytes."""
     if limits.cache_bytes is not None:
         return limits.cache_bytes
     if device.type == "cuda":
@@ -96,15 +114,17 @@ def _budget(limits: EngineLimits, device: torch.device) -> int:
 
 
 def _free_host_bytes(root: Path = Path("/")) -> int:
-    """What the host, or the container or batch job on it, could give to programs now without
-    swapping.
+    """The memory that programs could get now without swapping, in bytes.
+
+    A container or a batch job may have less than the host.
     """
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    groups = root / "sys/fs/cgroup"
+
+    cgroup = root / "sys/fs/cgroup"
     for limit, usage in (
-        (groups / "memory.max", groups / "memory.current"),
-        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes"),
+        (cgroup / "memory.max", cgroup / "memory.current"),
+        (cgroup / "memory/memory.limit_in_bytes", cgroup / "memory/memory.usage_in_bytes"),
     ):
         if limit.is_file() and usage.is_file() and (text := limit.read_text().strip()) != "max":
             free = min(free, int(text) - int(usage.read_text()))
@@ -114,9 +134,6 @@ def _free_host_bytes(root: Path = Path("/")) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # From the system's zero pages, so that blocks which are never used cost nothing.
-    return (
-        torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8))
-        .view(dtype)
-        .view(shape)
-    )
+    # numpy takes the system's zero pages, so that blocks which are never used cost nothing.
+    memory = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)

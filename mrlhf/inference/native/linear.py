@@ -1,8 +1,8 @@
-"""Matrix products with weights laid out for the machine, and the dtype they are best computed in.
+"""Matrix products with weights laid out for the machine, and the dtype that suits them.
 
 On a host, oneDNN's packed layout is up to twice as fast as the plain one for the few dozen rows of
-a decode step, and no better for one row or for the hundreds of a prefill. It knows matrices, and no
-model.
+a decode step. It is no faster for one row, or for the hundreds of rows of a prefill. This file
+knows matrices, and no model.
 """
 
 from __future__ import annotations
@@ -24,29 +24,25 @@ _TYPICAL_ROWS = 32
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which weights of `dtype` are kept and multiplied.
 
-    A host without bfloat16 instructions multiplies bfloat16 several times slower than float32, so
-    there the weights are widened, which loses nothing.
+    A host without bfloat16 instructions multiplies bfloat16 several times slower than float32.
+    There the weights are widened, which loses nothing.
     """
-    if (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and not torch.cpu._is_avx512_bf16_supported()
-    ):
+    is_host_bfloat16 = device.type == "cpu" and dtype == torch.bfloat16
+    if is_host_bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return torch.float32
     return dtype
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """x [rows, in] -> x @ weight.T + bias [rows, out], for a weight [out, in] that will not change.
+    """The function x [rows, in] -> x @ weight.T + bias [rows, out].
 
-    The weight is packed now, in memory of its own, where that is faster.
+    The weight [out, in] must not change afterwards. Where that is faster, it is packed now, in
+    memory of its own.
     """
-    if (
-        weight.device.type != "cpu"
-        or weight.numel() < _PACKED_ELEMENTS
-        or not torch.backends.mkldnn.is_available()
-    ):
+    large = weight.numel() >= _PACKED_ELEMENTS
+    if weight.device.type != "cpu" or not large or not torch.backends.mkldnn.is_available():
         return lambda x: F.linear(x, weight, bias)
+
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     pointwise = torch.ops.mkldnn._linear_pointwise
 

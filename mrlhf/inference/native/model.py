@@ -1,7 +1,7 @@
 """The decoder's forward pass for inference, over flat tokens and a paged cache.
 
-Parameters are fused and cut as megatron-core's; what is computed is what transformers computes. It
-knows neither sampling nor scheduling: one pass takes `StepInputs` and gives logits.
+Parameters are fused and cut as in megatron-core; what is computed is what transformers computes.
+One pass takes `StepInputs` and returns logits. This file knows neither sampling nor scheduling.
 """
 
 from __future__ import annotations
@@ -52,12 +52,22 @@ class Decoder:
         operators: Operators,
         dtype: torch.dtype,
     ) -> None:
-        """Lay the weights out for this machine; those that stay as they are share the memory of
-        `parameters`.
+        """Lay the weights out for this machine.
+
+        Weights that stay as they are share the memory of `parameters`.
+
+        Args:
+            spec: a language model.
+            parameters: this rank's weights.
+            parallel: the ranks of the replica.
+            operators: the steps of a layer besides its matrix products.
+            dtype: in which to compute.
         """
-        self._spec, self._parallel, self._operators = spec, parallel, operators
-        self._groups = max(1, spec.num_kv_heads // parallel.size)
-        self._heads_per_group = spec.num_heads // parallel.size // self._groups
+        self._parallel = parallel
+        self._operators = operators
+        self._head_dim = spec.head_dim
+        self._kv_heads = max(1, spec.num_kv_heads // parallel.size)
+        self._heads_per_kv_head = spec.num_heads // parallel.size // self._kv_heads
 
         def tensor(name: str) -> Tensor:
             return parameters[name].to(dtype)
@@ -68,16 +78,26 @@ class Decoder:
         self._output = linear(
             self._embedding if spec.output_is_embedding else tensor("output_layer.weight")
         )
+
+        # This rank's rows of the vocabulary; those past its end are padding.
         rows = len(self._embedding)
         self.vocab_start = parallel.rank * rows
         self._vocab_rows = max(0, min(rows, spec.vocab_size - self.vocab_start))
 
     def forward(self, inputs: StepInputs, cache: list[Layer]) -> Tensor:
-        """Logits [rows, vocab_shard] after the tokens `inputs.last`: this rank's columns, those of
-        padding cut.
+        """The logits after the tokens `inputs.last`.
+
+        Args:
+            inputs: the tokens of the pass.
+            cache: keys and values of each layer; those of the pass are written.
+
+        Returns:
+            [rows, vocab_shard]: this rank's columns, without those of padding.
         """
-        operators, parallel = self._operators, self._parallel
-        shape = (len(inputs.tokens), self._groups, self._heads_per_group + 2, self._spec.head_dim)
+        operators = self._operators
+        parallel = self._parallel
+        shape = (len(inputs.tokens), self._kv_heads, self._heads_per_kv_head + 2, self._head_dim)
+
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
         for layer, store in zip(self._layers, cache, strict=True):
@@ -87,17 +107,18 @@ class Decoder:
             delta = parallel.sum(layer.proj(context.flatten(1)))
             gate_up = layer.fc1(operators.add_norm(hidden, delta, layer.mlp_norm))
             delta = parallel.sum(layer.fc2(operators.gated(gate_up)))
+
         assert delta is not None
         if len(inputs.last) < len(hidden):
-            hidden, delta = hidden[inputs.last], delta[inputs.last]
+            hidden = hidden[inputs.last]
+            delta = delta[inputs.last]
         logits = self._output(operators.add_norm(hidden, delta, self._final_norm))
-        return (
-            logits
-            if logits.shape[1] == self._vocab_rows
-            else logits[:, : self._vocab_rows].contiguous()
-        )
+        if logits.shape[1] == self._vocab_rows:
+            return logits
+        return logits[:, : self._vocab_rows].contiguous()
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings of `tokens` [tokens], [tokens, hidden]; each rank looks up its rows."""
         if self._parallel.size == 1:
             return F.embedding(tokens, self._embedding)
         local = tokens - self.vocab_start
@@ -109,12 +130,13 @@ class Decoder:
 def _layer(spec: ModelSpec, number: int, tensor: Callable[[str], Tensor]) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
-    norms = (
-        (tensor(attention + "q_layernorm.weight"), tensor(attention + "k_layernorm.weight"))
-        if spec.qk_norm
-        else None
-    )
+    norms = None
+    if spec.qk_norm:
+        q_norm = tensor(attention + "q_layernorm.weight")
+        k_norm = tensor(attention + "k_layernorm.weight")
+        norms = (q_norm, k_norm)
     bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
+
     return DecoderLayer(
         input_norm=tensor(prefix + "input_layernorm.weight"),
         qkv=linear(tensor(attention + "linear_qkv.weight"), bias),
@@ -129,12 +151,15 @@ def _layer(spec: ModelSpec, number: int, tensor: Callable[[str], Tensor]) -> Dec
 def make_operators(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_length: int
 ) -> Operators:
-    """The fastest operators that this machine has for a model in `dtype`; angles are rounded as
-    transformers does.
+    """The fastest operators that this machine has for a model in `dtype`.
+
+    The cosines and sines of positions are rounded to `dtype`, as in transformers.
     """
     frequencies = inverse_frequencies(spec).to(device=device, dtype=torch.float32)
     angles = torch.outer(torch.arange(max_length, dtype=torch.float32, device=device), frequencies)
-    cosines, sines = (table.to(dtype).float() for table in (angles.cos(), angles.sin()))
+    cosines = angles.cos().to(dtype).float()
+    sines = angles.sin().to(dtype).float()
+
     compiled = kernels.load(dtype) if device.type == "cpu" else None
     if compiled is None:
         return TorchOperators(cosines, sines, spec.norm_eps, spec.sliding_window)

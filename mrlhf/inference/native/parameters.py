@@ -1,7 +1,7 @@
-"""The engine's parameters: named, cut and fused as megatron-core's, on one pipeline stage.
+"""The engine's parameters: named, cut and fused as in megatron-core, on one pipeline stage.
 
-A parameter is either bound (it is a training parameter, nothing is copied) or stored here. It does
-not know how weights arrive or what is computed from them.
+A parameter is either bound, so that it is a training parameter and nothing is copied, or stored
+here. This file does not know how weights arrive or what is computed from them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,26 @@ from mrlhf.weights.shard import Piece, Slot, local_shape, pieces_of
 
 
 class Parameters:
-    """Tensor-parallel rank `tp_rank`'s shard of a model; no memory is used until a parameter is
-    bound or allocated.
+    """One tensor-parallel rank's shard of a model.
+
+    Attributes:
+        pieces: which named slices each parameter holds.
     """
 
     def __init__(
         self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._device, self._dtype = device, dtype
+        """Work out names and shapes; no memory is used until a parameter is bound or stored.
+
+        Args:
+            spec: a language model.
+            tp_rank: which rank of the replica this is.
+            tp_size: how many there are.
+            device: where parameters are.
+            dtype: their dtype.
+        """
+        self._device = device
+        self._dtype = dtype
         rules = engine_rules(spec)
         shapes = family_of(spec).tensor_shapes(spec)
         self.pieces: dict[str, tuple[Piece, ...]] = {
@@ -38,7 +50,7 @@ class Parameters:
 
     @property
     def missing(self) -> list[str]:
-        """Parameters that have no storage yet."""
+        """The parameters that have no storage yet."""
         return [name for name in self._shapes if name not in self._tensors]
 
     def bind(self, name: str, tensor: Tensor) -> None:
@@ -51,8 +63,9 @@ class Parameters:
         self._tensors[name] = tensor
 
     def slots(self) -> list[Slot]:
-        """Where each piece is stored; parameters that have no storage get it, zeroed (so padding
-        rows are zero).
+        """Where each piece is stored.
+
+        Parameters that have no storage get some, filled with zeros, so that padding rows are zero.
         """
         for name in self.missing:
             self._tensors[name] = torch.zeros(

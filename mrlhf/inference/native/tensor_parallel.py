@@ -1,8 +1,7 @@
-"""What the ranks of one replica tell each other: partial sums, and a few numbers about their shards
-of the logits.
+"""What the ranks of one replica exchange: partial sums, and a few numbers about their logits.
 
-It is the only file of the engine that communicates. It knows no model; with one rank every call
-returns its argument.
+This is the only file of the engine that communicates. It knows no model. With one rank nothing is
+exchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class TensorParallel:
         return partial
 
     def gather(self, mine: Tensor) -> Tensor:
-        """What every rank has, stacked in front: [ranks, ...] of tensors of one shape."""
+        """The tensors of all ranks, which have one shape, stacked in front: [ranks, ...]."""
         if self.size == 1:
             return mine[None]
         parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -41,10 +40,8 @@ class TensorParallel:
         widths = self.gather(torch.tensor([shard.shape[1]], device=shard.device))[:, 0].tolist()
         padded = shard.new_zeros(len(shard), max(widths))
         padded[:, : shard.shape[1]] = shard
-        parts = self.gather(padded)
-        return torch.cat(
-            [part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=-1
-        )
+        parts = zip(self.gather(padded), widths, strict=True)
+        return torch.cat([part[:, :width] for part, width in parts], dim=-1)
 
     def least(self, number: int) -> int:
         """The smallest of the ranks' numbers."""

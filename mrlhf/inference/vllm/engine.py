@@ -1,9 +1,8 @@
-"""vLLM as an inference engine inside the training ranks: an optional backend, chosen by
-`rollout.engine: vllm`.
+"""vLLM as an inference engine inside the training ranks: an optional backend.
 
-Its tensor-parallel groups are made of consecutive ranks of the job, each rank running vLLM's engine
-in its own process and all ranks of a group the same requests. It does not know where weights come
-from, nor what the samples are for.
+It is chosen by `rollout.engine: vllm`. A replica is made of consecutive ranks of the job. Each rank
+runs vLLM's engine in its own process, and all ranks of a replica run the same requests. This file
+does not know where weights come from, nor what the samples are for.
 """
 
 from __future__ import annotations
@@ -45,16 +44,17 @@ class VllmEngine:
         limits: EngineLimits,
         decode: Decode | None = None,
     ) -> None:
-        """Build the engine with meaningless weights and take its memory; every rank of the job
-        calls it.
+        """Build the engine with meaningless weights and take its memory.
+
+        Every rank of the job calls it.
 
         Args:
             spec: a language model.
-            tp_group: the ranks of this replica: consecutive ranks of the job, the first a multiple
-                of their number.
+            tp_group: the ranks of this replica: consecutive ranks of the job, the first of which is
+                a multiple of their number.
             device: where weights, cache and sampling are.
             dtype: of parameters and cache.
-            limits: what it may take; blocks are made of a multiple of 32 tokens on a CPU.
+            limits: how much the engine may take; on a CPU a block has a multiple of 32 tokens.
             decode: token ids to text; needed for stop strings.
 
         Raises:
@@ -65,29 +65,34 @@ class VllmEngine:
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
         require_engine("vllm")
         ranks = dist.get_process_group_ranks(tp_group)
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
+        tp_size = len(ranks)
+        if ranks != list(range(ranks[0], ranks[0] + tp_size)) or ranks[0] % tp_size:
             raise ConfigError(
                 f"vLLM needs replicas of consecutive ranks, not {ranks}; use rollout.engine=native"
             )
-        check_support(spec, len(ranks), device)
-        self._spec, self._device, self._dtype, self._limits, self._decode = (
-            spec,
-            device,
-            dtype,
-            limits,
-            decode,
-        )
-        tp_rank, tp_size = dist.get_rank(tp_group), len(ranks)
-        pieces, shapes = parameter_pieces(spec, tp_rank, tp_size), parameter_shapes(spec, tp_size)
+        check_support(spec, tp_size, device)
+        self._spec = spec
+        self._device = device
+        self._dtype = dtype
+        self._limits = limits
+        self._version: int | None = None
+        self._has_weights = False
+        self._awake = True
+
         self._block_size = _block_size(limits.block_size, device)
         kv_heads = max(1, spec.num_kv_heads // tp_size)
         block_bytes = (
             2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize * self._block_size
         )
         self._cache_bytes = self._choose_cache_bytes(block_bytes)
-        # Tensor-parallel ranks draw alike, replicas do not.
-        self._randomness = guards.SeparateRandomness(device, seed=ranks[0] // tp_size)
-        self._llm = self._build(tp_size, seed=ranks[0] // tp_size)
+
+        # The tensor-parallel ranks of a replica draw alike, replicas do not.
+        replica = ranks[0] // tp_size
+        self._randomness = guards.SeparateRandomness(device, seed=replica)
+        self._llm = self._build(tp_size, seed=replica)
+
+        pieces = parameter_pieces(spec, dist.get_rank(tp_group), tp_size)
+        shapes = parameter_shapes(spec, tp_size)
         worker = self._llm.llm_engine.model_executor.driver_worker.worker
         self._parameters = VllmParameters(worker.model_runner.model, pieces, shapes, device, dtype)
         blocks = self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks  # on a CPU too
@@ -100,8 +105,6 @@ class VllmEngine:
             self._in_flight,
             decode,
         )
-        self._version: int | None = None
-        self._has_weights, self._awake = False, True
 
     @property
     def version(self) -> int:
@@ -121,9 +124,7 @@ class VllmEngine:
         return self._parameters.pieces
 
     def weight_slots(self) -> list[Slot]:
-        """Where each named slice is to be written; on a CPU this storage is new after each
-        `commit`.
-        """
+        """Where each named slice is to be written; on a CPU this is new after each `commit`."""
         return self._parameters.slots()
 
     def bind(self, parameter: str, tensor: Tensor) -> None:
@@ -135,18 +136,20 @@ class VllmEngine:
         self._parameters.bind(parameter, tensor)
 
     def commit(self, version: int) -> None:
-        """The weights are complete and are `version`: pack them where vLLM does, and forget what
-        older ones computed.
+        """Declare the weights complete as `version`: pack them, and drop the prefix cache.
 
         Raises:
-            EngineError: a parameter is neither bound nor in `weight_slots` since the last commit.
+            EngineError: a parameter is neither bound nor in `weight_slots` since the last commit,
+                or samples are in flight.
         """
         self._in_flight.require_none("commit")
         self._parameters.install()
         if self._device.type == "cuda" and not self._awake:
             self._llm.wake_up(tags=["kv_cache"])
         guards.drop_prefix_cache(self._llm)
-        self._version, self._has_weights, self._awake = version, True, True
+        self._version = version
+        self._has_weights = True
+        self._awake = True
 
     @property
     def in_flight(self) -> int:
@@ -188,8 +191,9 @@ class VllmEngine:
         return self._requests.cancel()
 
     def sleep(self) -> None:
-        """On a GPU give cache and weights back: new weights come before the next use. On a CPU
-        nothing is freed.
+        """Give cache and weights back on a GPU; on a CPU nothing is freed.
+
+        On a GPU new weights must come before the next use.
 
         Raises:
             EngineError: samples are in flight.
@@ -201,8 +205,9 @@ class VllmEngine:
         self._awake = False
 
     def wake(self) -> None:
-        """Undo `sleep`; a GPU's cache is taken back by `commit`, when the buckets of the transfer
-        are gone.
+        """Undo `sleep`, so that weights can arrive.
+
+        A GPU's cache is taken back by `commit`, when the buckets of the transfer are gone.
         """
         if self._device.type == "cuda":
             if not self._awake:
@@ -211,15 +216,11 @@ class VllmEngine:
             self._awake = True
 
     def take_cache(self) -> None:
-        """Do nothing: vLLM has its cache from the start on a CPU, and takes it back in `commit` on
-        a GPU.
-        """
+        """Do nothing: a CPU's cache is there from the start, and `commit` takes a GPU's back."""
 
     def _build(self, tp_size: int, seed: int) -> Any:
         """Construct vLLM from a directory that holds the model's `config.json` and nothing else."""
         job = guards.job_name()
-        # After a chunk vLLM rewinds a request's generator, which a CPU's cannot.
-        chunked = self._device.type == "cuda"
         with (
             tempfile.TemporaryDirectory() as directory,
             guards.HostState().kept(),
@@ -239,68 +240,81 @@ class VllmEngine:
                 tensor_parallel_size=tp_size,
                 distributed_executor_backend="external_launcher",
                 seed=seed,
-                max_model_len=self._limits.max_length,
-                max_num_seqs=self._limits.max_num_seqs,
-                max_num_batched_tokens=max(
-                    self._limits.max_prefill_tokens,
-                    self._limits.max_num_seqs,
-                    0 if chunked else self._limits.max_length,
-                ),
-                enable_chunked_prefill=chunked,
-                block_size=self._block_size,
-                kv_cache_memory_bytes=self._cache_bytes,
-                gpu_memory_utilization=self._share_of_memory(),
-                # Compiling on a CPU takes tens of seconds and gains a few per cent.
-                enforce_eager=self._limits.enforce_eager or self._device.type == "cpu",
                 enable_sleep_mode=self._device.type == "cuda",
                 logprobs_mode="raw_logprobs",
+                **self._size_arguments(),
             )
 
+    def _size_arguments(self) -> dict[str, Any]:
+        """vLLM's arguments for how much it takes at once, and how."""
+        limits = self._limits
+        on_cpu = self._device.type == "cpu"
+        # After a chunk vLLM rewinds a request's generator, which a CPU's cannot. So on a CPU a pass
+        # must have room for the longest prompt.
+        batched_tokens = max(limits.max_prefill_tokens, limits.max_num_seqs)
+        if on_cpu:
+            batched_tokens = max(batched_tokens, limits.max_length)
+
+        return {
+            "max_model_len": limits.max_length,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": batched_tokens,
+            "enable_chunked_prefill": not on_cpu,
+            "block_size": self._block_size,
+            "kv_cache_memory_bytes": self._cache_bytes,
+            "gpu_memory_utilization": self._share_of_memory(),
+            # Compiling on a CPU takes tens of seconds and gains a few per cent.
+            "enforce_eager": limits.enforce_eager or on_cpu,
+        }
+
     def _share_of_memory(self) -> float:
-        """vLLM's own `gpu_memory_utilization`: it counts what vLLM itself takes, ours everything on
-        the GPU.
+        """vLLM's own `gpu_memory_utilization`.
+
+        vLLM's counts only what vLLM takes; ours counts everything on the GPU.
         """
         utilization = self._limits.gpu_memory_utilization
         if self._device.type == "cpu":
             return utilization
         if self._limits.cache_bytes is not None:
-            return (
-                0.01  # vLLM asks for so much to be free, and then takes the bytes that it is given
-            )
+            # vLLM requires this share to be free, and then takes the bytes that it is given.
+            return 0.01
+
         free, total = torch.cuda.mem_get_info(self._device)
         share = free / total - (1 - utilization)
         if share <= 0:
             raise ConfigError(
-                f"rollout.gpu_memory_utilization {utilization} leaves vLLM nothing: {(total - free) >> 20} of "
-                f"{total >> 20} MiB are in use; raise it, or make the models' share smaller"
+                f"rollout.gpu_memory_utilization {utilization} leaves vLLM nothing: "
+                f"{(total - free) >> 20} of {total >> 20} MiB are in use; raise it, or make the "
+                f"models' share smaller"
             )
         return share
 
     def _choose_cache_bytes(self, block_bytes: int) -> int | None:
-        """Of the KV cache: as limited; else on a CPU what all sequences need, up to half of this
-        rank's free memory.
+        """The size of the KV cache; None lets vLLM choose it.
+
+        Without a limit it is, on a CPU, what all sequences need, up to half of this rank's free
+        memory.
         """
         limits = self._limits
-        one = (-(-limits.max_length // self._block_size) + 1) * block_bytes
+        one = (-(-limits.max_length // self._block_size) + 1) * block_bytes  # one long sequence
         if limits.cache_bytes is not None:
             if limits.cache_bytes < one:
                 raise ConfigError(
-                    f"a KV cache of {limits.cache_bytes >> 20} MiB is less than the {-(-one >> 20)} MiB that one "
-                    f"sequence of {limits.max_length} tokens needs in vLLM; raise rollout.kv_cache_mb"
+                    f"a KV cache of {limits.cache_bytes >> 20} MiB is less than the "
+                    f"{-(-one >> 20)} MiB that one sequence of {limits.max_length} tokens needs in "
+                    f"vLLM; raise rollout.kv_cache_mb"
                 )
             return limits.cache_bytes
         if self._device.type == "cuda":
             return None
-        free = (
-            os.sysconf("SC_AVPHYS_PAGES")
-            * os.sysconf("SC_PAGE_SIZE")
-            // (2 * dist.get_world_size())
-        )
-        return max(one, min(limits.max_num_seqs * one, free))
+
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        share = free // (2 * dist.get_world_size())
+        return max(one, min(limits.max_num_seqs * one, share))
 
 
 def _block_size(wanted: int | None, device: torch.device) -> int:
-    """Tokens of a block: what is wanted, on a CPU rounded up to what its attention can do."""
+    """The tokens in a block: what is wanted, on a CPU rounded up to what its attention can do."""
     if device.type == "cuda":
         return wanted or 16
     return -(-(wanted or _CPU_BLOCK) // _CPU_BLOCK) * _CPU_BLOCK
@@ -323,8 +337,9 @@ def _check_platform(spec: ModelSpec, device: torch.device) -> None:
 
     if current_platform.is_cpu() != (device.type == "cpu"):
         raise ConfigError(
-            f"the installed vLLM is for {current_platform.device_type} and the run is on {device.type}; install the "
-            f"other build (make vllm for a CPU, pip install 'mrlhf[vllm]' for CUDA) or set rollout.engine=native"
+            f"the installed vLLM is for {current_platform.device_type} and the run is on "
+            f"{device.type}; install the other build (make vllm for a CPU, pip install "
+            f"'mrlhf[vllm]' for CUDA) or set rollout.engine=native"
         )
     if device.type == "cpu":
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -332,6 +347,6 @@ def _check_platform(spec: ModelSpec, device: torch.device) -> None:
         sizes = CPUAttentionBackend.get_supported_head_sizes()
         if spec.head_dim not in sizes:
             raise ConfigError(
-                f"vLLM on a CPU has no attention for head_dim {spec.head_dim}, only for {', '.join(map(str, sizes))}; "
-                f"set rollout.engine=native or take another model"
+                f"vLLM on a CPU has no attention for head_dim {spec.head_dim}, only for "
+                f"{', '.join(map(str, sizes))}; set rollout.engine=native or take another model"
             )

@@ -1,17 +1,17 @@
-"""What keeps vLLM from disturbing the process that it lives in, and the other way round.
+"""Keeps vLLM from disturbing the process that it lives in, and the process from disturbing vLLM.
 
-vLLM is made to own its process. In ours it would, without a word or nearly so:
+vLLM is made to own its process. In ours it would do damage, with little or no warning. Each guard
+here prevents one kind:
 
-    RNG             reseed and consume the host's random numbers
-    SeparateRandomness seeds           draw the same numbers in every replica
-    request_seed process group   destroy the job's default process group when it is dropped
-    keep_default_group shared memory   use the same segment names in every job on a machine
-    name_shared_memory tied weights    keep an old packed copy of a tied output layer
-    repack_output_layer prefix cache    answer with keys and values of older weights
-    drop_prefix_cache
+    SeparateRandomness      vLLM reseeds and uses up the host's random numbers
+    request_seed            every replica draws the same numbers
+    keep_default_group      a dropped engine destroys the job's default process group
+    name_shared_memory      all jobs on a machine use the same names of shared memory
+    repack_output_layer     a tied output layer keeps an old packed copy of its weights
+    drop_prefix_cache       prompts are answered with keys and values of older weights
 
 Besides, `HostState` puts back what vLLM changes in the process. Each guard has a test that shows
-the damage without it. Written against vLLM 0.32; this file does not know what is generated.
+the damage without it. The guards are written for vLLM 0.32. They do not know what is generated.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ _OVERRIDES = "VLLM_CPU_KVCACHE_SPACE"  # would win over the size that is passed
 
 
 class HostState:
-    """The process's environment and thread setting, put back after vLLM has changed them."""
+    """The process's environment and thread setting, which vLLM changes."""
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Set what vLLM needs, and afterwards undo all that it and we have set, its own `VLLM_*`
-        excepted.
-        """
-        before, set_num_threads = dict(os.environ), torch.set_num_threads
+        """Set what vLLM needs; afterwards undo what it and we have set, except its `VLLM_*`."""
+        before = dict(os.environ)
+        set_num_threads = torch.set_num_threads
         os.environ.update({**_LOGGING, **before, **_SETTINGS})
         os.environ.pop(_OVERRIDES, None)
         if "VLLM_LOGGING_LEVEL" not in before:
-            logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of what is meant to be so
+            logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns of what we intend
+
         try:
             yield
         finally:
-            for name in [
-                name for name in os.environ if name not in before and not name.startswith("VLLM_")
-            ]:
-                del os.environ[name]
-            os.environ.update(
-                {k: v for k, v in before.items() if not k.startswith("VLLM_") or k == _OVERRIDES}
-            )
+            for name in list(os.environ):
+                if name not in before and not name.startswith("VLLM_"):
+                    del os.environ[name]
+            for name, value in before.items():
+                if not name.startswith("VLLM_") or name == _OVERRIDES:
+                    os.environ[name] = value
             torch.set_num_threads = set_num_threads
-            gc.unfreeze()  # vLLM exempts all objects alive, the host's among them, from collection
+            gc.unfreeze()  # vLLM exempts all living objects, also the host's, from collection
 
 
 class SeparateRandomness:
-    """Random states of the engine's own, exchanged for the host's while it runs.
+    """Random states of the engine's own, which replace the host's while the engine runs.
 
     Unseeded draws of tensor-parallel ranks must agree, and the host's states differ between them.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
+        """Start from `seed` when the engine first runs."""
         self._device = device
         self._engine: tuple[Any, ...] | None = None
         self._seed = seed
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the process's random numbers are the engine's."""
+        """Inside, the process's random numbers are the engine's."""
         host = self._read()
         if self._engine is None:
             self._start()
@@ -112,17 +112,17 @@ class SeparateRandomness:
 
 
 def request_seed(seed: int, uid: int, sample_index: int) -> int | None:
-    """The seed of one sample's random numbers, whatever the replica and the other requests.
+    """The seed of one sample's random numbers; it depends on no replica and no other request.
 
-    vLLM draws from one generator a request; without a seed of its own it would draw from the
-    process's.
+    vLLM has one generator for each request that has a seed. Without one it would draw from the
+    process's generator.
     """
     digest = hashlib.blake2b(f"{seed}:{uid}:{sample_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
 def keep_default_group() -> None:
-    """Have a dropped engine destroy the process groups that it made, and no other."""
+    """Let a dropped engine destroy the process groups that it made, and no others."""
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
@@ -138,18 +138,14 @@ def keep_default_group() -> None:
 
 
 def job_name() -> str:
-    """A name that this construction of engines shares with no other; every rank of the job calls
-    it.
-    """
+    """A name that no other job and no earlier engine has; every rank of the job calls this."""
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0)
     return names[0]
 
 
 def name_shared_memory(job: str) -> None:
-    """Put `job` into the names of the segments through which tensor-parallel ranks on a CPU
-    exchange data.
-    """
+    """Put `job` into the names of the shared memory of tensor-parallel ranks on a CPU."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     def make_group_name(communicator: Any) -> str:
@@ -160,9 +156,7 @@ def name_shared_memory(job: str) -> None:
 
 
 def repack_output_layer(model: Any) -> None:
-    """Pack a tied output layer again: on a CPU it has a packed copy of the embedding that it
-    shares.
-    """
+    """Pack a tied output layer again: on a CPU it has a packed copy of the shared embedding."""
     if model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
@@ -175,5 +169,6 @@ def drop_prefix_cache(llm: Any) -> None:
     """
     if not llm.reset_prefix_cache():
         raise EngineError(
-            "vLLM kept its prefix cache because requests are running; commit between calls of generate()"
+            "vLLM kept its prefix cache because requests are running; commit when nothing is in "
+            "flight"
         )

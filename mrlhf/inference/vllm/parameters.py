@@ -1,8 +1,9 @@
 """Where vLLM's parameters are stored, and how new weights get into them.
 
-On a GPU each is a tensor that stays where it is. On a CPU vLLM packs the weights of linear layers
-for its GEMM and keeps nothing else of them; these are stored here from `slots` or `bind` to
-`install`, which packs and forgets them. It does not know where weights come from.
+On a GPU each parameter is a tensor that stays where it is. On a CPU vLLM packs the weights of
+linear layers for its matrix products and keeps no other copy. These weights are stored here from
+`slots` or `bind` until `install`, which packs and forgets them. This file does not know where
+weights come from.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from mrlhf.weights.shard import Piece, Shape, Slot
 
 
 class VllmParameters:
-    """The parameters of a vLLM model on this rank, by vLLM's names."""
+    """The parameters of a vLLM model on this rank, by vLLM's names.
+
+    Attributes:
+        pieces: which named slices each parameter holds.
+    """
 
     def __init__(
         self,
@@ -30,33 +35,45 @@ class VllmParameters:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Nothing is allocated.
+        """Compare the model with what we expect; nothing is allocated.
+
+        Args:
+            model: vLLM's.
+            pieces: the named slices that each parameter should hold.
+            shapes: the shape that each should have.
+            device: where they are.
+            dtype: theirs.
 
         Raises:
-            EngineError: the model has other parameters than `pieces`.
+            EngineError: the model has other parameters than `pieces`, or other shapes.
         """
         self.pieces = dict(pieces)
-        self._model, self._shapes, self._device, self._dtype = model, shapes, device, dtype
+        self._model = model
+        self._shapes = shapes
+        self._device = device
+        self._dtype = dtype
         self._new: dict[str, Tensor] = {}
         self._borrowed: set[str] = set()
+
         named = dict(model.named_parameters())
         if set(named) != set(pieces):
             odd = sorted(set(named) ^ set(pieces))
             raise EngineError(
-                f"vLLM's model differs from ours in parameters {odd[:3]}; set rollout.engine=native, or use vLLM 0.32"
+                f"vLLM's model differs from ours in parameters {odd[:3]}; set "
+                f"rollout.engine=native, or use vLLM 0.32"
             )
         for name, parameter in named.items():
             if parameter.numel() and tuple(parameter.shape) != shapes[name]:
                 raise EngineError(
-                    f"vLLM's {name} is {list(parameter.shape)} and not {list(shapes[name])}; set rollout.engine=native"
+                    f"vLLM's {name} is {list(parameter.shape)} and not {list(shapes[name])}; set "
+                    f"rollout.engine=native"
                 )
 
     def bind(self, name: str, tensor: Tensor) -> None:
-        """Take `name` from `tensor`: in place of the parameter where vLLM leaves it as it is, by
-        packing it elsewhere.
+        """Take the weights of `name` from `tensor` at the next `install`.
 
-        On a GPU the parameter keeps its place, which captured graphs and sleep mode rely on, and is
-        copied into.
+        On a CPU `tensor` itself becomes the parameter, or is packed where vLLM packs it. On a GPU
+        it is copied: captured graphs and sleep mode rely on the parameter's place.
 
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
@@ -66,8 +83,9 @@ class VllmParameters:
         self._borrowed.add(name)
 
     def slots(self) -> list[Slot]:
-        """Where each piece is to be written; what is packed gets storage until `install`, padding
-        rows zero.
+        """Where each piece is to be written.
+
+        A parameter that vLLM packs gets storage until `install`, in which padding rows are zero.
         """
         for name in self.missing:
             stored: Tensor = self._model.get_parameter(name)
@@ -85,20 +103,22 @@ class VllmParameters:
 
     @property
     def missing(self) -> list[str]:
-        """Parameters that have got no new weights since the last `install`."""
+        """The parameters that got no new weights since the last `install`."""
         return [name for name in self.pieces if name not in self._new]
 
     @torch.no_grad()
     def install(self) -> None:
-        """Make the new weights those of the model, and forget what was stored for that.
+        """Make the new weights the model's, and forget what was stored for that.
 
         Raises:
             EngineError: a parameter has no new weights.
         """
         if missing := self.missing:
             raise EngineError(
-                f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in weight_slots()"
+                f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in "
+                f"weight_slots()"
             )
+
         for prefix, module in self._model.named_modules():
             own = [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
             own = [name for name in own if name in self._new]
@@ -110,6 +130,7 @@ class VllmParameters:
             guards.repack_output_layer(self._model)
 
     def _place(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Make `tensor` the parameter `name` of `module`, or copy it there."""
         parameter = module.get_parameter(name)
         if parameter.data_ptr() == tensor.data_ptr() and tensor.numel():
             return
@@ -122,9 +143,7 @@ class VllmParameters:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether vLLM multiplies by a packed copy of the module's weight; an embedding looks rows up
-    instead.
-    """
+    """Whether vLLM multiplies by a packed copy of the module's weight; embeddings have none."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

@@ -1,11 +1,11 @@
 """Which named slices each parameter of vLLM's Llama-like models holds, in vLLM's own arrangement.
 
-    qkv_proj        all q rows of the rank, then its k rows, then its v rows; where there are more ranks than KV heads,
-                    several ranks hold the same k and v
+    qkv_proj        all q rows of the rank, then its k rows, then its v rows; where there are more
+                    ranks than KV heads, several ranks hold the same k and v
     gate_up_proj    all gate rows of the rank, then its up rows
     embed_tokens    the vocabulary, padded to a multiple of 64, in equal shares of rows
 
-Pure arithmetic on a spec; it does not import vLLM and knows no tensors.
+This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ Interval = tuple[int, int]
 
 
 def vllm_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
-    """The pieces that global rank `rank` of vLLM replicas in `layout` holds, parameter by
-    parameter.
-    """
+    """The pieces that global rank `rank` holds in vLLM replicas of this layout, by parameter."""
     _, tp_rank = layout.place(rank)
-    return [
-        piece for pieces in parameter_pieces(spec, tp_rank, layout.tp).values() for piece in pieces
-    ]
+    by_parameter = parameter_pieces(spec, tp_rank, layout.tp)
+    return [piece for pieces in by_parameter.values() for piece in pieces]
 
 
 def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, tuple[Piece, ...]]:
-    """The pieces of each parameter on tensor-parallel rank `tp_rank` of `tp_size`; () where it is
-    padding alone.
+    """The pieces of each parameter on one tensor-parallel rank.
+
+    A parameter that is only padding on this rank has no pieces.
+
+    Args:
+        spec: a language model.
+        tp_rank: which rank of the replica.
+        tp_size: how many ranks there are.
 
     Raises:
         WeightError: the model's heads, MLP or padded vocabulary do not divide over the ranks.
     """
     _check(spec, tp_size)
-    q_rows, kv_rows, ffn = (
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-        spec.ffn_size,
-    )
-    q = _share(q_rows, tp_rank, tp_size)
-    # Ranks beyond the KV heads share: the parts are then as many as the heads.
-    parts = min(tp_size, spec.num_kv_heads)
-    kv = _share(kv_rows, tp_rank * parts // tp_size, parts)
-    mlp = _share(ffn, tp_rank, tp_size)
+    q = _share(spec.num_heads * spec.head_dim, tp_rank, tp_size)
+    # If there are more ranks than KV heads, each KV head is a part that several ranks hold.
+    kv_parts = min(tp_size, spec.num_kv_heads)
+    kv = _share(spec.num_kv_heads * spec.head_dim, tp_rank * kv_parts // tp_size, kv_parts)
+    mlp = _share(spec.ffn_size, tp_rank, tp_size)
+
     maker = _Maker(family_of(spec).tensor_shapes(spec))
     maker.vocabulary("model.embed_tokens.weight", tp_rank, tp_size)
     for layer in range(spec.num_layers):
@@ -55,11 +54,12 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
         attention = prefix + "self_attn."
         maker.whole(prefix + "input_layernorm.weight")
         for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            parts_of = {
-                f"{attention}{name}_proj.{kind}": rows
-                for name, rows in (("q", q), ("k", kv), ("v", kv))
+            qkv = {
+                f"{attention}q_proj.{kind}": q,
+                f"{attention}k_proj.{kind}": kv,
+                f"{attention}v_proj.{kind}": kv,
             }
-            maker.fused(f"{attention}qkv_proj.{kind}", parts_of, dim=0)
+            maker.fused(f"{attention}qkv_proj.{kind}", qkv, dim=0)
         if spec.qk_norm:
             maker.whole(attention + "q_norm.weight")
             maker.whole(attention + "k_norm.weight")
@@ -68,6 +68,7 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
         gate_up = {prefix + "mlp.gate_proj.weight": mlp, prefix + "mlp.up_proj.weight": mlp}
         maker.fused(prefix + "mlp.gate_up_proj.weight", gate_up, dim=0)
         maker.fused(prefix + "mlp.down_proj.weight", {prefix + "mlp.down_proj.weight": mlp}, dim=1)
+
     maker.whole("model.norm.weight")
     if not spec.tied_embeddings:
         maker.vocabulary("lm_head.weight", tp_rank, tp_size)
@@ -75,33 +76,33 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
 
 
 def parameter_shapes(spec: ModelSpec, tp_size: int) -> dict[str, Shape]:
-    """The shape of each parameter on every one of `tp_size` ranks, vocabulary padding included."""
-    # The first rank holds rows of every parameter, so its pieces tell all shapes.
-    return {
-        name: (
-            *held[0].full_shape[: held[0].dim],
-            held[0].period,
-            *held[0].full_shape[held[0].dim + 1 :],
-        )
-        for name, held in parameter_pieces(spec, 0, tp_size).items()
-    }
+    """The shape of each parameter, which is the same on every rank; vocabulary padding included."""
+    shapes = {}
+    # The first rank holds rows of every parameter, so its pieces show all shapes.
+    for name, pieces in parameter_pieces(spec, 0, tp_size).items():
+        first = pieces[0]
+        shape = list(first.full_shape)
+        shape[first.dim] = first.period
+        shapes[name] = tuple(shape)
+    return shapes
 
 
 class _Maker:
-    """Collects the pieces of one rank; each parameter is a single period."""
+    """Collects the pieces of one rank; vLLM's parameters do not repeat, so each is one period."""
 
     def __init__(self, shapes: dict[str, Shape]) -> None:
         self._shapes = shapes
         self.pieces: dict[str, tuple[Piece, ...]] = {}
 
     def whole(self, name: str) -> None:
-        """A parameter that every rank has."""
+        """Add a parameter that every rank holds whole."""
         self.fused(name, {name: (0, self._shapes[name][0])}, dim=0)
 
     def fused(self, parameter: str, intervals: dict[str, Interval], dim: int) -> None:
-        """A parameter made of the given interval of each tensor, one after the other."""
+        """Add a parameter made of the given interval of each tensor, one after the other."""
         period = sum(stop - start for start, stop in intervals.values())
-        pieces, offset = [], 0
+        pieces = []
+        offset = 0
         for name, (start, stop) in intervals.items():
             size = stop - start
             pieces.append(
@@ -111,10 +112,11 @@ class _Maker:
         self.pieces[parameter] = tuple(pieces)
 
     def vocabulary(self, name: str, tp_rank: int, tp_size: int) -> None:
-        """Rows of the vocabulary; the last ranks' padding rows belong to no piece."""
+        """Add this rank's rows of the vocabulary; padding rows belong to no piece."""
         rows = self._shapes[name][0]
         share = _padded(rows) // tp_size
-        start, stop = min(rows, tp_rank * share), min(rows, (tp_rank + 1) * share)
+        start = min(rows, tp_rank * share)
+        stop = min(rows, (tp_rank + 1) * share)
         piece = Piece(name, self._shapes[name], 0, start, stop, name, 0, stop - start, share)
         self.pieces[name] = (piece,) if start < stop else ()
 
@@ -136,10 +138,11 @@ def _check(spec: ModelSpec, tp: int) -> None:
     for what, size in sizes.items():
         if size % tp:
             raise WeightError(
-                f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a smaller tp"
+                f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a "
+                f"smaller tp"
             )
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise WeightError(
-            f"vLLM: rollout.tp {tp} is neither a divisor nor a multiple of the model's {spec.num_kv_heads} KV heads; "
-            f"use such a tp"
+            f"vLLM: rollout.tp {tp} is neither a divisor nor a multiple of the model's "
+            f"{spec.num_kv_heads} KV heads; use such a tp"
         )

@@ -176,16 +176,21 @@ class Requests:
 
 @dataclass
 class _Tally:
-    """What vLLM's scheduler did: preemptions, and the blocks in use when most were."""
+    """What vLLM's scheduler did since this was last reset.
+
+    Attributes:
+        preemptions: number of times that a request lost its blocks.
+        peak_blocks: number of blocks in use when most were.
+    """
 
     preemptions: int = 0
     peak_blocks: int = 0
 
 
 def _count(scheduler: Any) -> _Tally:
-    """A tally that grows with what `scheduler` does from now on.
+    """Count what `scheduler` does from this call on.
 
-    What vLLM holds must not refer to the engine, or that would never be collected.
+    What vLLM holds must not refer to our engine, or Python would never free it.
     """
     tally = _Tally()
     preempt: Callable[..., None] = scheduler._preempt_request
@@ -202,7 +207,8 @@ def _count(scheduler: Any) -> _Tally:
         tally.peak_blocks = max(tally.peak_blocks, used)
         return scheduled
 
-    scheduler._preempt_request, scheduler.schedule = counted_preempt, counted_schedule
+    scheduler._preempt_request = counted_preempt
+    scheduler.schedule = counted_schedule
     return tally
 
 
@@ -218,7 +224,7 @@ def _request_params(sampling: SamplingParams, seed: int | None) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,
         seed=seed,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only that of the sampled token
         detokenize=False,
         # Texts are searched for stop strings as they grow.
         output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
@@ -226,7 +232,7 @@ def _request_params(sampling: SamplingParams, seed: int | None) -> Any:
 
 
 def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
-    """Log-probs over the whole vocabulary at a temperature, of logits [tokens, vocab]."""
+    """The function from logits [tokens, vocab] to log-probs at a temperature."""
 
     def compute_logprobs(logits: Tensor) -> Tensor:
         return (logits.float() / temperature).log_softmax(dim=-1)
@@ -235,7 +241,7 @@ def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
 
 
 def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
-    """The sample that vLLM's `answer` is, or its first `end` tokens.
+    """The sample that vLLM's `answer` holds, cut after `end` tokens.
 
     Raises:
         EngineError: a log-prob is not a number.
