@@ -41,7 +41,12 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _COLUMNS = 128
 
 # The arguments of each function in the order of kernels.cpp: p pointer, i int64, f float, n int.
-_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "n": ctypes.c_int}
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "n": ctypes.c_int,
+}
 _SIGNATURES = {
     "add_rms_norm": "pppp ii fn",
     "gated": "pp ii n",
