@@ -1,6 +1,4 @@
-"""A launcher whose engine raises on rank 1 while all others wait for its samples; a program for
-`test_failure`.
-"""
+"""A program for `test_failure`: its engine raises on rank 1 while all others wait for samples."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from mrlhf.config import PPOConfig
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Request, SamplingParams
 from mrlhf.parallel.layout import EngineLayout
+from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator
-from mrlhf.preflight import dry_run, preflight
 from mrlhf.run.program import Program, main
 from mrlhf.run.startup import start
 from tests.fake_engine import FakeEngine, FakeResharder
