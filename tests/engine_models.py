@@ -66,6 +66,7 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
+
     return model.to(dtype)
 
 

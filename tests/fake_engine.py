@@ -1,5 +1,6 @@
-"""An inference engine without a model: each response is a function of (seed, uid, sample index,
-position).
+"""An inference engine without a model.
+
+Each response is a function of (seed, uid, sample index, position).
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class FakeEngine:
         samples = [
             answer(request, index) for request in self._requests for index in request.samples
         ]
+
         prompts = [request.prompt for request in self._requests]
         stats = EngineStats(
             steps=max(len(sample.token_ids) for sample in samples),
@@ -88,6 +90,7 @@ class FakeEngine:
             cache_bytes=2**40 + len(prompts),
             peak_cache_bytes=len(samples),
         )
+
         self._requests = []
         return Finished(samples, stats)
 
@@ -106,10 +109,11 @@ class FakeEngine:
 
 
 class FakeResharder:
-    """Moves nothing and says what it is told to."""
+    """Moves nothing, and returns the statistics that it was given."""
 
     def __init__(self, engine: FakeEngine, stats: ReshardStats) -> None:
-        self._engine, self._stats = engine, stats
+        self._engine = engine
+        self._stats = stats
 
     def run(self, meanwhile: Callable[[], None]) -> ReshardStats:
         self._engine.calls.append("reshard")

@@ -1,8 +1,7 @@
-"""What every inference engine can do, the types that go in and come out, and `generate`, the loop
-that runs any engine from requests to samples.
+"""What every inference engine can do, and `generate`, the loop that runs any of them.
 
-A backend is any class that fits `InferenceEngine`. This file knows no backend, no model and no
-batch of the trainer.
+The types that go in and come out are here too. A backend is any class that fits `InferenceEngine`.
+This file knows no backend, no model and no batch of the trainer.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ class SamplingParams:
             raise ConfigError(
                 f"n {self.n} and max_tokens {self.max_tokens} must each be at least 1"
             )
+
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < float("inf"):
             raise ConfigError(
                 f"temperature {self.temperature} must be 0 (greedy) or at least {MIN_TEMPERATURE}"
@@ -60,6 +60,7 @@ class SamplingParams:
             raise ConfigError(f"top_k {self.top_k} must be -1 (off) or at least 1")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p} must be above 0 and at most 1 (off)")
+
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed {self.seed} must be from 0 to 2**63 - 1")
         if "" in self.stop:

@@ -31,6 +31,7 @@ def check_prompts(requests: Sequence[Request], max_length: int, vocab_size: int)
     for request in requests:
         prompt = request.prompt
         max_tokens = request.sampling.max_tokens
+
         if not prompt:
             raise EngineError(
                 f"the prompt of request {request.id} is empty: give every prompt at least one token"

@@ -1,5 +1,4 @@
-"""The requests between `submit` and `collect`: which are accepted, how many of their samples are
-not collected yet, and which samples have ended.
+"""Keeps the requests between `submit` and `collect`, and the samples that have ended.
 
 Every engine keeps this book, so what is refused and counted is the same for all. It knows no model,
 and not how a sample is computed.
@@ -58,6 +57,7 @@ class InFlight:
         """
         if not requests:
             return
+
         check_prompts(requests, self._limits.max_length, self._vocab_size)
         first = next(iter(self._requests.values()), requests[0])
         check_sampling(requests, first.sampling)
@@ -65,6 +65,7 @@ class InFlight:
             raise EngineError(
                 "stop strings need a decoder: give the engine decode, or set rollout.stop=[]"
             )
+
         ids = Counter(request.id for request in requests)
         for request_id, count in ids.items():
             if count > 1 or request_id in self._requests:
@@ -86,7 +87,8 @@ class InFlight:
 
     def collect(self) -> Finished:
         """Hand over the samples that have ended, with their prompt tokens and generated tokens."""
-        samples, self._finished = self._finished, []
+        samples = self._finished
+        self._finished = []
         prompt_tokens = 0
         generated_tokens = 0
         for sample in samples:
@@ -96,6 +98,7 @@ class InFlight:
             self._uncollected[request_id] -= 1
             if self._uncollected[request_id] == 0:
                 del self._requests[request_id], self._uncollected[request_id]
+
         self._length -= len(samples)
         return Finished(
             samples, EngineStats(prompt_tokens=prompt_tokens, generated_tokens=generated_tokens)

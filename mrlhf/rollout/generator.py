@@ -1,5 +1,4 @@
-"""Generates a rollout with all replicas of the inference engine: hand over the weights, share out
-the samples, gather them.
+"""Generates a rollout with all replicas of the inference engine.
 
 Every rank ends up with the whole rollout. For that a few numbers a token cross the network, in one
 exchange. It does not know rewards or losses.

@@ -17,14 +17,24 @@ UIDS = list(range(len(PROMPTS)))
 DRAWS = (
     SamplingParams(temperature=0.0, max_tokens=10, seed=0),
     SamplingParams(n=2, temperature=1.1, max_tokens=10, seed=2, stop_token_ids=(3, 50, 90)),
-    SamplingParams(n=3, temperature=0.9, top_k=40, top_p=0.95, max_tokens=10, seed=1, stop_token_ids=(3, 50, 90)),
+    SamplingParams(
+        n=3,
+        temperature=0.9,
+        top_k=40,
+        top_p=0.95,
+        max_tokens=10,
+        seed=1,
+        stop_token_ids=(3, 50, 90),
+    ),
 )
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 Results = dict[tuple[str, int], list[dict]]
 
 
 def _generate(
-    group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32, models: tuple[str, ...] = MODELS
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype = torch.float32,
+    models: tuple[str, ...] = MODELS,
 ) -> Results:
     results = {}
     for name in models:
@@ -36,13 +46,15 @@ def _generate(
 
 
 def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[dict], list[dict]]:
-    """Samples in the order in which they end, of requests of which half come late; and those that
-    are left when the rest is cancelled.
+    """The samples of requests that partly come late, and those left after a cancel.
+
+    Both are in the order in which they ended.
     """
     engine = make_engine(hf_model("qwen3"), group, max_num_seqs=10)
     requests = requests_for(PROMPTS, UIDS, DRAWS[1])
     engine.submit(requests[:4])
-    late, samples = requests[4:], []
+    late = requests[4:]
+    samples = []
     while engine.in_flight:
         engine.step()
         samples += engine.collect().samples
@@ -90,4 +102,6 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one():
         for one, two in zip(samples, first[case], strict=True):
             assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5), case
             assert {key: two[key] for key in one} == one, case
-    assert len(first_bf16) == len(first) and all(len(s["token_ids"]) >= 1 for s in first_bf16["llama", 2])
+    assert len(first_bf16) == len(first) and all(
+        len(s["token_ids"]) >= 1 for s in first_bf16["llama", 2]
+    )

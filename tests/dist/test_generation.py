@@ -1,8 +1,7 @@
-"""A rollout over several replicas in four ranks: the same rows as from one engine, in order, on
-every rank.
+"""A rollout over several replicas in four ranks: every rank gets the rows of one engine, in order.
 
-The engine is a fake whose responses are a function of (seed, uid, sample index), so that a sample
-that is told to be another one is seen.
+The engine is a fake whose responses are a function of (seed, uid, sample index), so that the test
+sees if one sample is taken for another.
 """
 
 from __future__ import annotations
@@ -25,8 +24,16 @@ from tests.ranks import run_ranks
 
 WORLD_SIZE = 4
 # actor tp, actor pp, engine tp; 4, 2, 2 and 1 replicas
-LAYOUTS = {"4 replicas": (2, 2, 1), "2 of tp 2": (2, 2, 2), "across dp": (2, 1, 2), "1 of tp 4": (4, 1, 4)}
-UIDS, N, LIMIT, SEED = [40, 7, 7000, 3, 12], 3, 6, 11
+LAYOUTS = {
+    "4 replicas": (2, 2, 1),
+    "2 of tp 2": (2, 2, 2),
+    "across dp": (2, 1, 2),
+    "1 of tp 4": (4, 1, 4),
+}
+UIDS = [40, 7, 7000, 3, 12]
+N = 3
+LIMIT = 6
+SEED = 11
 
 
 def _prompts(uids: list[int]) -> Prompts:
@@ -43,9 +50,15 @@ def _as_lists(rollout: Any) -> dict[str, Any]:
     return {
         "uid": rollout.prompts.uid,
         "sample": rollout.sample_index,
-        "responses": [row[:k] for row, k in zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)],
+        "responses": [
+            row[:k]
+            for row, k in zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
+        ],
         "logprobs": [
-            row[:k] for row, k in zip(rollout.rollout_logprobs.tolist(), rollout.response_lengths, strict=True)
+            row[:k]
+            for row, k in zip(
+                rollout.rollout_logprobs.tolist(), rollout.response_lengths, strict=True
+            )
         ],
         "padding": int((rollout.response_ids * ~rollout.response_mask).abs().sum())
         + float((rollout.rollout_logprobs * ~rollout.response_mask).abs().sum()),
@@ -82,14 +95,19 @@ class Silent(FakeEngine):
         return Finished(samples, finished.stats)
 
 
-def _generator(factory: GroupFactory, sizes: tuple[int, int, int], rank: int, engine: Any) -> Generator:
+def _generator(
+    factory: GroupFactory, sizes: tuple[int, int, int], rank: int, engine: Any
+) -> Generator:
     layout = ParallelLayout.for_world("actor", WORLD_SIZE, sizes[0], sizes[1])
     groups = factory.engine_groups(EngineLayout.inside(layout, sizes[2]))
-    return Generator(engine, groups, FakeResharder(engine, ReshardStats(rank, 1, 10 * rank, rank / 2)), SEED)  # type: ignore[arg-type]
+    return Generator(
+        engine, groups, FakeResharder(engine, ReshardStats(rank, 1, 10 * rank, rank / 2)), SEED
+    )  # type: ignore[arg-type]
 
 
 def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
+
     for name, sizes in LAYOUTS.items():
         engine = FakeEngine()
         generator = _generator(factory, sizes, rank, engine)
@@ -110,6 +128,7 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
             "state": generator.state_dict(),
             "replica": generator.groups.replica,
         }
+
     refilling = _generator(factory, (2, 2, 1), rank, FakeEngine())
     refilling.take_weights(version=5)
     refilled = refilling.generate(_prompts(UIDS), _sampling(N), "train", step=2, refill=1)
@@ -120,6 +139,7 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
         silent.generate(_prompts(UIDS), _sampling(N), "train", step=2)
     except EngineError as error:
         found["silent"] = str(error)
+
     relabelled = _generator(factory, (2, 2, 1), rank, Relabelling())
     relabelled.take_weights(version=5)
     mixed_up = relabelled.generate(_prompts(UIDS), _sampling(N), "train", step=2)
@@ -153,7 +173,8 @@ def test_rows_are_those_of_their_prompt_and_sample(ranks: list[dict[str, Any]], 
         assert rows["stopped"] == [len(row) < LIMIT for row in wanted]
         assert (rows["padding"], rows["width"]) == (0, max(map(len, wanted)))
         assert rows["versions"] == [[5] * len(row) for row in wanted]
-        assert rank[name]["few"]["responses"] == [response(mix_seed(SEED, "validation"), 9, 0, LIMIT)]
+        few = response(mix_seed(SEED, "validation"), 9, 0, LIMIT)
+        assert rank[name]["few"]["responses"] == [few]
 
 
 def test_exchanged_samples_are_seen(ranks: list[dict[str, Any]]) -> None:
@@ -178,17 +199,32 @@ def test_replicas_share_the_work_and_keep_samples_together(ranks: list[dict[str,
         assert len(asked) == WORLD_SIZE // tp
         assert all(samples == range(N) for share in asked.values() for _, samples in share)
         assert sorted(uid for share in asked.values() for uid, _ in share) == sorted(UIDS)
-        assert all(rank[name]["asked"] == asked[rank[name]["replica"]] for rank in ranks)  # peers are asked alike
+        # The ranks of a replica are asked alike.
+        assert all(rank[name]["asked"] == asked[rank[name]["replica"]] for rank in ranks)
+
     # one prompt, four samples: no replica waits
-    assert [rank["4 replicas"]["split"] for rank in ranks] == [[(9, range(i, i + 1))] for i in (0, 1, 2, 3)]
-    assert {str(rank["across dp"]["split"]) for rank in ranks} == {"[(9, range(0, 2))]", "[(9, range(2, 4))]"}
+    assert [rank["4 replicas"]["split"] for rank in ranks] == [
+        [(9, range(i, i + 1))] for i in (0, 1, 2, 3)
+    ]
+    assert {str(rank["across dp"]["split"]) for rank in ranks} == {
+        "[(9, range(0, 2))]",
+        "[(9, range(2, 4))]",
+    }
 
 
-def test_the_order_of_calls_and_what_is_told(ranks: list[dict[str, Any]]) -> None:
+def test_the_order_of_calls_and_what_is_reported(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["2 of tp 2"]["calls"][:5] == ["wake", "reshard", "take_cache", "commit", "submit"]
+        assert rank["2 of tp 2"]["calls"][:5] == [
+            "wake",
+            "reshard",
+            "take_cache",
+            "commit",
+            "submit",
+        ]
         assert rank["2 of tp 2"]["stats"] == ReshardStats(0 + 1 + 2 + 3, 4, 30, 1.5)
-        metrics = rank["4 replicas"]["few metrics"]  # one prompt of two tokens, one sample: three replicas are idle
+
+        # One prompt of two tokens, one sample: three replicas are idle.
+        metrics = rank["4 replicas"]["few metrics"]
         steps = len(response(mix_seed(SEED, "validation"), 9, 0, LIMIT))
         assert metrics == {
             "rollout/kv_cache_bytes": 2**40 + 1,
@@ -199,14 +235,22 @@ def test_the_order_of_calls_and_what_is_told(ranks: list[dict[str, Any]]) -> Non
             "rollout/imbalance": 4.0,
         }
         assert steps >= 1
-        lengths = dict(zip(*(rank["4 replicas"]["state"]["train"][key] for key in ("uids", "means")), strict=True))
+        lengths = dict(
+            zip(
+                *(rank["4 replicas"]["state"]["train"][key] for key in ("uids", "means")),
+                strict=True,
+            )
+        )
         assert lengths[40] == pytest.approx(sum(map(len, _wanted()[:N])) / N)
         assert rank["4 replicas"]["state"] == ranks[0]["1 of tp 4"]["state"]
 
 
 class OutOfMemory(FakeEngine):
     def wake(self) -> None:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: "
+            "you tried to allocate 99 bytes."
+        )
 
 
 class Broken(FakeEngine):
@@ -214,7 +258,7 @@ class Broken(FakeEngine):
         raise RuntimeError("a bug")
 
 
-def test_no_memory_is_told_with_numbers_and_keys() -> None:
+def test_a_lack_of_memory_is_reported_with_numbers_and_keys() -> None:
     for engine, expected in ((OutOfMemory(), EngineError), (Broken(), RuntimeError)):
         generator = Generator(engine, None, FakeResharder(engine, ReshardStats(0, 0, 0, 0)), SEED)  # type: ignore[arg-type]
         with pytest.raises(expected) as caught:

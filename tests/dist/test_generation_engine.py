@@ -1,6 +1,4 @@
-"""A rollout of a real engine in two replicas: row by row what one engine alone answers, whatever
-ends a response.
-"""
+"""A rollout of a real engine in two replicas: each row is what one engine alone answers."""
 
 from __future__ import annotations
 
@@ -20,8 +18,16 @@ from tests.engine_models import answer, fill, hf_model, make_prompts, spec_of
 from tests.fake_engine import FakeResharder
 from tests.ranks import run_ranks
 
-N, SEED, UIDS = 3, 11, [40, 7, 7000, 3, 12]
-SAMPLING = {"n": N, "temperature": 1.0, "max_tokens": 12, "stop_token_ids": (0, 1, 2, 3), "stop": ("77", "9,1")}
+N = 3
+SEED = 11
+UIDS = [40, 7, 7000, 3, 12]
+SAMPLING = {
+    "n": N,
+    "temperature": 1.0,
+    "max_tokens": 12,
+    "stop_token_ids": (0, 1, 2, 3),
+    "stop": ("77", "9,1"),
+}
 LIMITS = EngineLimits(max_num_seqs=8, max_length=64, max_prefill_tokens=16, cache_bytes=2**22)
 
 
@@ -30,7 +36,9 @@ def _text(token_ids: Any) -> str:
 
 
 def _engine(model: Any) -> NativeEngine:
-    engine = NativeEngine(spec_of(model), None, torch.device("cpu"), torch.float32, LIMITS, decode=_text)
+    engine = NativeEngine(
+        spec_of(model), None, torch.device("cpu"), torch.float32, LIMITS, decode=_text
+    )
     fill(engine.weight_slots(), model)
     engine.wake()
     engine.commit(5)
@@ -38,15 +46,20 @@ def _engine(model: Any) -> NativeEngine:
 
 
 def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
-    model, tokens = hf_model("llama"), make_prompts(5)
+    model = hf_model("llama")
+    tokens = make_prompts(5)
     texts = [""] * len(tokens)
     prompts = Prompts(tokens, UIDS, texts, texts, texts, [{} for _ in texts])
-    groups = GroupFactory(timeout_s=60.0).engine_groups(EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), 1))
+    groups = GroupFactory(timeout_s=60.0).engine_groups(
+        EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), 1)
+    )
     resharder: Any = FakeResharder(None, ReshardStats(0, 0, 0, 0.0))  # type: ignore[arg-type]
     generator = Generator(_engine(model), groups, resharder, SEED)
     generated = generator.generate(prompts, SamplingParams(**SAMPLING, seed=0), "train", step=2)
     rollout = generated.rollout
-    alone = answer(_engine(model), tokens, UIDS, SamplingParams(**SAMPLING, seed=mix_seed(SEED, "train 2")))
+    alone = answer(
+        _engine(model), tokens, UIDS, SamplingParams(**SAMPLING, seed=mix_seed(SEED, "train 2"))
+    )
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
     found = [row[:length] for row, length in rows], rollout.stopped.tolist()
     return *found, [sample.token_ids for sample in alone], generated.metrics

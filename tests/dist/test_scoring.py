@@ -76,4 +76,3 @@ def test_answers_come_together_in_order() -> None:
     assert {name: round(value, 6) for name, value in first["metrics"].items()} == {
         name: round(value, 6) for name, value in wanted.items()
     }
-    assert {name: round(value, 6) for name, value in first["metrics"].items()} == wanted

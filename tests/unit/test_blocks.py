@@ -18,7 +18,8 @@ def test_only_full_blocks_that_leave_a_token_are_shared():
 
 def test_an_equal_block_after_another_prefix_is_not_taken_for_it():
     manager = BlockManager(8, block_size=1)
-    first, second = manager.take(2), manager.take(2)
+    first = manager.take(2)
+    second = manager.take(2)
     manager.publish([1, 7], first)
     manager.publish([2, 7], second)
     assert manager.known_prefix([1, 7, 0]) == first
@@ -27,7 +28,8 @@ def test_an_equal_block_after_another_prefix_is_not_taken_for_it():
 
 def test_what_nobody_holds_is_kept_until_it_is_needed_and_the_longest_unused_goes_first():
     manager = BlockManager(4, block_size=1)
-    old, new = manager.take(2), manager.take(2)
+    old = manager.take(2)
+    new = manager.take(2)
     manager.publish([1, 2], old)
     manager.publish([3, 4], new)
     manager.release(old)
@@ -47,6 +49,7 @@ def test_holders_are_counted_over_random_use():
     manager = BlockManager(12, block_size=2)
     held: list[list[int]] = []
     shared_ever = 0
+
     for _ in range(3000):
         if held and generator.random() < 0.5:
             manager.release(held.pop(generator.randrange(len(held))))
@@ -63,4 +66,5 @@ def test_holders_are_counted_over_random_use():
             held.append(known + own)
             manager.publish(tokens, known + own)
         assert manager.held == len({block for blocks in held for block in blocks})
+
     assert shared_ever > 500

@@ -1,6 +1,4 @@
-"""The compiled kernels against torch's operators: every shape that a pass through the model may
-have.
-"""
+"""The compiled kernels against torch's operators, for every shape that a pass may have."""
 
 import itertools
 
@@ -22,10 +20,9 @@ def operators(dtype, dim, window=None):
 
 
 def inputs(block_size, generator):
-    """Four sequences: a whole prompt, the middle of one, a decoded token deep inside, and the very
-    first token.
-    """
-    starts, counts = [0, 11, 37, 0], [19, 6, 1, 1]
+    """Four sequences: a whole prompt, the middle of one, a decoded token, and the first token."""
+    starts = [0, 11, 37, 0]
+    counts = [19, 6, 1, 1]
     width = -(-38 // block_size)
     tables = torch.randperm(4 * width, generator=generator).to(torch.int32).view(4, width)
     positions = torch.cat(
@@ -42,7 +39,8 @@ def inputs(block_size, generator):
 
 def history(block_size):
     """The same sequences from their beginning, to fill the cache with."""
-    starts, lengths = [11, 37], [1, 2]
+    starts = [11, 37]
+    lengths = [1, 2]
     positions = torch.cat([torch.arange(count) for count in starts])
     return positions, torch.repeat_interleave(torch.tensor(lengths), torch.tensor(starts))
 
@@ -66,21 +64,30 @@ def test_attention_from_a_paged_cache_equals_torch(
     old_positions, old_sequence = history(block_size)
     old_slots = step.block_tables[old_sequence, old_positions // block_size].long() * block_size
     old = StepInputs(
-        old_positions, old_positions, old_slots + old_positions % block_size, *[step.query_starts] * 2,
-        step.block_tables, old_positions, 1, 1,
-    )  # fmt: skip
+        tokens=old_positions,
+        positions=old_positions,
+        slots=old_slots + old_positions % block_size,
+        query_starts=step.query_starts,
+        lengths=step.query_starts,
+        block_tables=step.block_tables,
+        last=old_positions,
+        most_queries=1,
+        longest=1,
+    )
     before = torch.randn(
         len(old_positions), kv_heads, per_kv_head + 2, dim, generator=generator
     ).to(dtype)
     now = torch.randn(len(step.tokens), kv_heads, per_kv_head + 2, dim, generator=generator).to(
         dtype
     )
-    contexts, queries = [], []
+    contexts = []
+    queries = []
     for ops in operators(dtype, dim, window):
         cache = tuple(torch.zeros(blocks, block_size, kv_heads, dim, dtype=dtype) for _ in range(2))
         ops.rotate_store(before, norms, old, cache)
         queries.append(ops.rotate_store(now, norms, step, cache))
         contexts.append(ops.attend(queries[-1], cache, step))
+
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(queries[0], queries[1], rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(
@@ -95,6 +102,7 @@ def test_norms_and_gates_equal_torch(dtype, size):
     hidden, delta = torch.randn(2, 300, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = (1 + 0.1 * torch.arange(size) / size).to(dtype)
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+
     for added in (None, delta):
         states = hidden.clone(), hidden.clone()
         ours, theirs = (
@@ -103,6 +111,7 @@ def test_norms_and_gates_equal_torch(dtype, size):
         )
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
         assert torch.equal(*states)
+
     gate_up = torch.cat([hidden * 20, delta], dim=-1).contiguous()
     torch.testing.assert_close(
         host.gated(gate_up), reference.gated(gate_up), rtol=tolerance, atol=tolerance
@@ -116,9 +125,11 @@ def test_one_pass_over_the_logits_equals_torch(dtype, columns):
     logits = (6 * torch.randn(64, columns, generator=torch.Generator().manual_seed(columns))).to(
         dtype
     )
-    ours, theirs = compiled.logit_blocks(logits, 0.7), sampler._logit_blocks(logits, 0.7)
+    ours = compiled.logit_blocks(logits, 0.7)
+    theirs = sampler._logit_blocks(logits, 0.7)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
     tops = theirs[0].amax(dim=1)
     total = (logits.double() * 0.7 - tops[:, None]).exp().sum(dim=1)
     targets = (

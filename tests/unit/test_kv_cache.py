@@ -1,5 +1,6 @@
-"""How large the cache is, and what torch's attention and CUDA graphs are asked for; no graphics
-card is needed.
+"""How large the cache is, and what torch's attention and CUDA graphs are asked for.
+
+No graphics card is needed.
 """
 
 import pytest
@@ -12,7 +13,8 @@ from mrlhf.inference.native.graphs import bucket_sizes
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.operators import StepInputs, attend_paged
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 LIMITS = EngineLimits(
     max_num_seqs=4, max_length=100, max_prefill_tokens=64
 )  # 7 blocks of 16 a sequence
@@ -93,10 +95,18 @@ def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it():
         seen.update(options, key_starts=key_starts, most=most, longest=longest)
         return q
 
+    numbers = torch.zeros(3, dtype=torch.int64)
     inputs = StepInputs(
-        *[torch.zeros(3, dtype=torch.int64)] * 3, torch.tensor([0, 1, 3], dtype=torch.int32),
-        torch.tensor([9, 7], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32), torch.tensor([0, 2]), 2, 9,
-    )  # fmt: skip
+        tokens=numbers,
+        positions=numbers,
+        slots=numbers,
+        query_starts=torch.tensor([0, 1, 3], dtype=torch.int32),
+        lengths=torch.tensor([9, 7], dtype=torch.int32),
+        block_tables=torch.zeros(2, 1, dtype=torch.int32),
+        last=torch.tensor([0, 2]),
+        most_queries=2,
+        longest=9,
+    )
     layer = (torch.zeros(4, 256, 1, 8), torch.zeros(4, 256, 1, 8))
     attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=None)
     assert seen["key_starts"].tolist() == [0, 9, 18] and seen["key_starts"].dtype == torch.int32

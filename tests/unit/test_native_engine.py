@@ -84,6 +84,7 @@ def test_sampling_equals_a_slow_loop_over_transformers(name):
     order = [(i, j) for i in range(len(PROMPTS)) for j in range(3)]
     assert [(sample.request_id, sample.sample_index) for sample in samples] == order
     keys = sample_keys([5] * len(UIDS), UIDS, [range(3)] * len(UIDS))
+
     for sample, key in zip(samples, keys, strict=True):
         length = len(sample.token_ids)
         logprobs = hf_logprobs(model, PROMPTS[sample.request_id], sample.token_ids, 0.8)
@@ -101,6 +102,7 @@ def test_sampling_equals_a_slow_loop_over_transformers(name):
         assert sample.stopped == (sample.token_ids[-1] in SAMPLED.stop_token_ids)
         assert not set(sample.token_ids[:-1]) & set(SAMPLED.stop_token_ids)
         assert sample.stopped or length == 14
+
     assert len({tuple(sample.token_ids) for sample in samples}) > 20
     assert {sample.stopped for sample in samples} == {True, False}
 
@@ -119,6 +121,7 @@ def test_samples_depend_neither_on_batch_order_nor_on_slots_nor_on_prefill_batch
             model, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
         )
         assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), whole)
+
     alone = answer(make_engine(model), [PROMPTS[5]], [UIDS[5]], SAMPLED)
     assert_same(alone, whole[15:18])
 
@@ -146,12 +149,14 @@ def test_greedy_stops_after_the_first_stop_token():
         UIDS,
         SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop_token_ids=stop),
     )
+
     for before, after in zip(free, stopped, strict=True):
         ends = [i for i, token in enumerate(before.token_ids) if token in stop]
         assert after.token_ids == before.token_ids[
             : ends[0] + 1 if ends else 14
         ] and after.stopped == bool(ends)
         assert after.logprobs == pytest.approx(before.logprobs[: len(after.token_ids)], abs=1e-5)
+
     assert len(stopped[0].token_ids) == 1
 
 
@@ -174,9 +179,11 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
     model = hf_model("qwen3", torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)
     exact = hf_model("qwen3", torch.bfloat16).float()
-    errors, reference = [], []
+    errors = []
+    reference = []
     for sample in answer(engine, PROMPTS, UIDS, SAMPLED):
-        index, prompt = torch.tensor(sample.token_ids)[:, None], PROMPTS[sample.request_id]
+        index = torch.tensor(sample.token_ids)[:, None]
+        prompt = PROMPTS[sample.request_id]
         wanted, theirs = (
             hf_logprobs(m, prompt, sample.token_ids, 0.8).gather(-1, index)[:, 0]
             for m in (exact, model)
@@ -188,7 +195,8 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
 
 
 def test_commit_serves_the_new_weights():
-    first, second = hf_model("llama", seed=0), hf_model("llama", seed=1)
+    first = hf_model("llama", seed=0)
+    second = hf_model("llama", seed=1)
     engine = make_engine(first)
     old = answer(engine, PROMPTS, UIDS, GREEDY)
     fill(engine.weight_slots(), second)
@@ -210,10 +218,12 @@ def test_bound_parameters_are_the_training_parameters_themselves():
     for name, parameter in training.items():
         if name != "decoder.layers.1.mlp.linear_fc2.weight":
             engine.bind(name, parameter)
+
     with pytest.raises(
         EngineError, match=r"1 parameters, decoder.layers.1.mlp.linear_fc2.weight first"
     ):
         engine.commit(1)
+
     stored = {slot.piece.parameter: slot.parameter for slot in engine.weight_slots()}
     stored["decoder.layers.1.mlp.linear_fc2.weight"].copy_(
         training["decoder.layers.1.mlp.linear_fc2.weight"].detach()
@@ -227,6 +237,7 @@ def test_bound_parameters_are_the_training_parameters_themselves():
     before = answer(engine, PROMPTS, UIDS, GREEDY)
     with torch.no_grad():
         training["output_layer.weight"].mul_(2.0)
+
     engine.commit(2)
     after = answer(engine, PROMPTS, UIDS, GREEDY)
     assert after[0].logprobs[0] != before[0].logprobs[0]
@@ -255,7 +266,8 @@ def test_bad_requests_are_refused_in_one_line():
     engine = make_engine(hf_model("llama"))
     with pytest.raises(
         EngineError,
-        match=r"request 1: a prompt of 51 tokens \+ max_tokens 14 exceed.*64.*data.max_prompt_length",
+        match=r"request 1: a prompt of 51 tokens \+ max_tokens 14 exceed.*64.*"
+        r"data.max_prompt_length",
     ):
         answer(engine, [[1], [1] * 51], [0, 1], GREEDY)
     assert len(answer(engine, [[1] * 50], [0], GREEDY)[0].token_ids) == 14
@@ -291,6 +303,7 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
     uids = list(range(len(prompts)))
     whole = answer(make_engine(model), prompts, uids, SAMPLED)
     seen = set()
+
     for blocks, block_size, budget in [
         (12, 4, 512),
         (12, 4, 5),
@@ -310,6 +323,7 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
         assert [sample.token_ids for sample in greedy] == [
             hf_greedy(model, prompt) for prompt in prompts
         ]
+
     assert seen == {"preempted", "chunked"}
 
 
@@ -327,7 +341,8 @@ def test_prompts_and_their_common_beginnings_are_computed_once():
 
 
 def test_a_cache_of_old_weights_is_never_read():
-    first, second = hf_model("llama", seed=0), hf_model("llama", seed=1)
+    first = hf_model("llama", seed=0)
+    second = hf_model("llama", seed=1)
     engine = make_engine(first, block_size=4)
     answer(engine, PROMPTS, UIDS, GREEDY)
     fill(engine.weight_slots(), second)
@@ -361,6 +376,7 @@ def test_a_thousand_requests_of_random_lengths_come_back_once_each():
             sample.stopped or len(sample.token_ids) == 20
         )
         assert not set(sample.token_ids[:-1]) & set(stop)
+
     chosen = range(0, 1000, 37)
     alone = answer(make_engine(model), [prompts[i] for i in chosen], list(chosen), sampling)
     for one, i in zip(alone, chosen, strict=True):

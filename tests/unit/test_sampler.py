@@ -67,7 +67,10 @@ def test_splitmix64_gives_the_published_sequence_of_seed_0():
 
 
 def test_uniforms_equal_a_loop_in_python_integers():
-    seed, uids, n, position = 2**62 + 7, [0, 3, 10**12, 2**63 - 1], 3, 17
+    seed = 2**62 + 7
+    uids = [0, 3, 10**12, 2**63 - 1]
+    n = 3
+    position = 17
     keys = keys_of(seed, uids, n)
     ours = uniforms(keys, np.full(len(uids) * n, position)).tolist()
     chain = (
@@ -78,7 +81,8 @@ def test_uniforms_equal_a_loop_in_python_integers():
 
 
 def test_uniforms_do_not_depend_on_who_else_is_in_the_batch():
-    keys, positions = keys_of(1, range(40), 2), np.arange(80)
+    keys = keys_of(1, range(40), 2)
+    positions = np.arange(80)
     order = np.random.default_rng(0).permutation(80)
     assert np.array_equal(uniforms(keys[order], positions[order]), uniforms(keys, positions)[order])
     assert np.array_equal(sample_keys([1], [7], [range(2)]), keys[14:16])
@@ -86,7 +90,9 @@ def test_uniforms_do_not_depend_on_who_else_is_in_the_batch():
 
 
 def test_uniforms_are_uniform_and_independent_along_every_axis():
-    uids, n, length = 64, 8, 128
+    uids = 64
+    n = 8
+    length = 128
 
     def draw(seed):
         keys = keys_of(seed, range(uids), n)
@@ -119,7 +125,8 @@ def test_invert_equals_a_loop_over_token_ids(vocab):
     uniform = torch.rand(64, generator=generator, dtype=torch.float64)
     expected = []
     for row, u in zip(weights.double().tolist(), uniform.tolist(), strict=True):
-        below, target = 0.0, u * math.fsum(row)
+        below = 0.0
+        target = u * math.fsum(row)
         for token, weight in enumerate(row):  # noqa: B007
             below += weight
             if below > target:
@@ -137,20 +144,22 @@ def test_invert_never_takes_a_token_of_weight_zero():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_frequencies_fit_the_softmax(temperature):
-    vocab, draws = 300, 60_000
+    vocab = 300
+    draws = 60_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(0)) * 1.5
     numbers = torch.from_numpy(
         uniforms(keys_of(11, range(draws), 1), np.zeros(draws, dtype=np.int64))
     )
     tokens, _ = sample(logits.repeat(draws, 1), numbers, params(temperature=temperature))
+
     expected = torch.softmax(logits.double() / temperature, dim=-1) * draws
     counts = torch.bincount(tokens, minlength=vocab).double()
     common = expected >= 10
-    observed, wanted = counts[common], expected[common]
-    observed, wanted = (
-        torch.cat([observed, counts[~common].sum()[None]]),
-        torch.cat([wanted, expected[~common].sum()[None]]),
-    )
+    observed = counts[common]
+    wanted = expected[common]
+    observed = torch.cat([observed, counts[~common].sum()[None]])
+    wanted = torch.cat([wanted, expected[~common].sum()[None]])
+
     freedom = len(wanted) - 1
     chi2 = float(((observed - wanted) ** 2 / wanted).sum())
     assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom), (chi2, freedom)

@@ -36,6 +36,7 @@ def counts(step: Step) -> dict[int, tuple[int, int]]:
 
 def test_a_prompt_is_computed_once_for_all_its_samples():
     scheduler, manager = make([[1, 2, 3]], [3])
+
     step = scheduler.schedule()
     assert counts(step) == {0: (0, 3)}
     assert (
@@ -43,12 +44,14 @@ def test_a_prompt_is_computed_once_for_all_its_samples():
         and step.sources.tolist() == [0, 0, 0]
         and step.complete.tolist() == [0]
     )
+
     tables = scheduler.block_tables
     assert (
         tables[0, 0] == tables[1, 0] == tables[2, 0]
     )  # the full block is shared, the other copied
     assert step.copies == [(tables[0, 1], tables[1, 1]), (tables[0, 1], tables[2, 1])]
     assert len({int(tables[row, 1]) for row in range(3)}) == 3 and manager.held == 4
+
     scheduler.record(step.draws, [])
     assert counts(scheduler.schedule()) == {0: (3, 1), 1: (3, 1), 2: (3, 1)}
 
@@ -92,21 +95,25 @@ def test_where_blocks_run_out_the_last_to_enter_pays_and_comes_back():
 @pytest.mark.parametrize("seed", range(12))
 def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
     generator = random.Random(seed)
-    block_size, max_tokens = generator.choice([1, 2, 4]), generator.randrange(1, 9)
+    block_size = generator.choice([1, 2, 4])
+    max_tokens = generator.randrange(1, 9)
     prompts = [
         [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
         for _ in range(generator.randrange(1, 30))
     ]
     samples = [generator.randrange(1, 6) for _ in prompts]
     longest = -(-(max(map(len, prompts)) + max_tokens) // block_size)
-    blocks, most = longest + generator.randrange(0, 12), generator.randrange(1, 9)
+    blocks = longest + generator.randrange(0, 12)
+    most = generator.randrange(1, 9)
     budget = generator.randrange(1, 20)
+
     # Half of the prompts are there from the start; the others come one by one.
     first = (1 + len(prompts)) // 2 if late else len(prompts)
     scheduler, manager = make(
         prompts[:first], samples[:first], max_tokens, blocks, block_size, most, budget
     )
     coming = list(zip(prompts, rows_of(samples), strict=True))[first:]
+
     ends = [generator.randrange(1, max_tokens + 1) for _ in range(sum(samples))]
     text = [
         list(prompt) for prompt, count in zip(prompts, samples, strict=True) for _ in range(count)
@@ -114,12 +121,14 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
     start_of = [len(tokens) for tokens in text]
     stored: dict[int, object] = {}  # cache slot -> everything the token there has seen
     finished: set[int] = set()
+
     for _ in range(20_000):
         if coming and (scheduler.done or generator.random() < 0.5):
             prompt, rows = coming.pop(0)
             scheduler.add([prompt], [rows], [max_tokens])
         if scheduler.done:
             break
+
         step = scheduler.schedule()
         prefill = 0
         for row, (start, count) in counts(step).items():
@@ -131,6 +140,7 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
                     + position % block_size
                 )
                 stored[slot] = tuple(text[row][: position + 1])
+
         for row, (start, count) in counts(step).items():  # all is written before any of it is read
             for position in range(start + count):
                 slot = (
@@ -139,12 +149,14 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
                 )
                 assert stored[slot] == tuple(text[row][: position + 1])
         assert len(step.rows) <= most and prefill <= budget
+
         for source, target in step.copies:
             for place in range(block_size):
                 stored[target * block_size + place] = stored.get(source * block_size + place)
         assert len(set(step.draws.tolist())) == len(step.draws)
         for row, source in zip(step.draws.tolist(), step.sources.tolist(), strict=True):
             assert text[step.rows[step.complete[source]]] == text[row]
+
         ended = []
         for row in step.draws.tolist():
             text[row].append(
@@ -154,6 +166,7 @@ def test_nothing_is_lost_doubled_or_read_before_it_is_written(seed, late):
                 ended.append(row)
         scheduler.record(step.draws, ended)
         finished |= set(ended)
+
     assert scheduler.done and finished == set(range(len(text))) and manager.held == 0
     assert [len(tokens) - start for tokens, start in zip(text, start_of, strict=True)] == ends
     lengths = [len(tokens) for tokens in text]

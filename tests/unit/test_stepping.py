@@ -1,5 +1,6 @@
-"""Driving the native engine by hand: requests that come late, samples as they end, and what happens
-when the driver stops half-way.
+"""Driving the native engine by hand.
+
+Requests come late, samples come as they end, and the driver may stop half-way.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ def in_order(samples: list[Sample]) -> list[Sample]:
 def test_requests_that_come_late_get_the_tokens_of_all_at_once(limits):
     model = hf_model("llama")
     whole = generate(make_engine(model), REQUESTS)
+
     engine = make_engine(model, **limits)
     engine.submit(REQUESTS[:3])
     samples, stats = drive(
         engine, lambda step: REQUESTS[3:7] if step == 4 else REQUESTS[7:] if step == 9 else []
     )
+
     assert_same(in_order(samples), whole.samples)
     # They come as they end, not in the order of the requests.
     assert [sample.request_id for sample in samples] != [s.request_id for s in whole.samples]
@@ -79,6 +82,7 @@ def test_requests_that_come_late_get_the_tokens_of_all_at_once(limits):
     assert stats.prompt_tokens == whole.stats.prompt_tokens
     assert stats.peak_cache_bytes <= stats.cache_bytes
     assert (stats.preemptions > 0) == (limits is CROWDED)
+
     # The engine is as before.
     assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), whole.samples)
 
@@ -125,14 +129,17 @@ def test_cancelling_keeps_what_has_ended_and_leaves_no_block_behind():
     engine = make_engine(hf_model("llama"), max_num_seqs=5)
     whole = generate(engine, REQUESTS)
     ends = {(s.request_id, s.sample_index): s for s in whole.samples}
+
     engine.submit(REQUESTS)
     for _ in range(8):
         engine.step()
+
     assert engine.in_flight == len(whole.samples)
     finished = engine.cancel()
     assert 0 < len(finished.samples) < len(whole.samples)
     for sample in finished.samples:
         assert sample.token_ids == ends[sample.request_id, sample.sample_index].token_ids
+
     assert finished.stats.steps == 8
     assert finished.stats.generated_tokens == sum(len(s.token_ids) for s in finished.samples)
     assert engine.in_flight == 0 and engine._runner.manager.held == 0
@@ -167,10 +174,12 @@ def test_requests_that_do_not_go_together_are_refused_and_the_others_go_on():
         engine.submit([REQUESTS[3], REQUESTS[3]])
     with pytest.raises(EngineError, match="request 9 is empty"):
         engine.submit([REQUESTS[2], dataclasses.replace(REQUESTS[2], id=9, prompt=[])])
+
     assert engine.in_flight == 6
     samples, _ = drive(engine, lambda step: [])
     assert_same(in_order(samples), whole.samples)
-    # With nothing in flight, another temperature is as good as any.
+
+    # With nothing in flight, another temperature may be used.
     assert len(answer(engine, PROMPTS, UIDS, hotter)) == 27
 
 

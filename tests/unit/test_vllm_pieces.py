@@ -1,4 +1,4 @@
-"""What vLLM's ranks hold, against full tensors cut with torch's own chunk and cat; needs no vLLM."""
+"""What vLLM's ranks hold, against full tensors cut with torch's chunk and cat; needs no vLLM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.shards import MODELS, full_tensors, tiny_spec
 
 
 def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
-    """The parameters of one rank as vLLM has them; the tiny models have 4 KV heads and a vocabulary
-    of 37.
+    """The parameters of one rank as vLLM has them.
+
+    The tiny models have 4 KV heads and a vocabulary of 37.
     """
 
     def rows(name: str) -> Tensor:
@@ -33,7 +34,8 @@ def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[s
     held["model.embed_tokens.weight"] = padded.chunk(tp)[rank]
     for layer in range(4):
         prefix = f"model.layers.{layer}."
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
+        mlp = prefix + "mlp."
         for kind in ("weight", "bias"):
             q, k, v = (f"{attention}{name}_proj.{kind}" for name in "qkv")
             if q in full:
@@ -55,7 +57,8 @@ def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[s
 @pytest.mark.parametrize("model", MODELS)
 def test_each_rank_holds_what_vllm_expects(model: str, tp: int) -> None:
     spec = tiny_spec(model)
-    full, shapes = full_tensors(spec), parameter_shapes(spec, tp)
+    full = full_tensors(spec)
+    shapes = parameter_shapes(spec, tp)
     for rank in range(tp):
         expected = _cut(spec, full, rank, tp)
         assert {name: tuple(tensor.shape) for name, tensor in expected.items()} == shapes
@@ -80,7 +83,8 @@ def test_padding_alone_is_no_piece() -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (2, 1), (1, 1), (4, 2)])
 def test_plan_over_all_ranks_moves_no_more_than_it_must(tp: int, pp: int, engine_tp: int) -> None:
     """Replicas of consecutive ranks need not lie in one model-parallel group."""
-    spec, actor = tiny_spec("qwen2_tied"), ParallelLayout.for_world("actor", 8, tp, pp)
+    spec = tiny_spec("qwen2_tied")
+    actor = ParallelLayout.for_world("actor", 8, tp, pp)
     engines = EngineLayout.consecutive(actor, engine_tp)
     source = {rank: role_pieces(spec, actor, rank) for rank in range(8)}
     target = {rank: vllm_pieces(spec, engines, rank) for rank in range(8)}

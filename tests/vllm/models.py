@@ -78,9 +78,7 @@ def hf_greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[lis
 def hf_difference(
     model: Any, prompts: list[list[int]], samples: list[Sample], temperature: float = 1.0
 ) -> float:
-    """Largest difference between the samples' log-probs and those of a forward pass over the whole
-    sequence.
-    """
+    """The largest difference between the samples' log-probs and those of one forward pass."""
     worst = 0.0
     for sample in samples:
         prompt = prompts[sample.request_id]

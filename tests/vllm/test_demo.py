@@ -1,5 +1,4 @@
-"""The shipped demo with either engine: the same start, and steps whose log-probs are those of
-training.
+"""The shipped demo with either engine: the same start, and log-probs that agree with training.
 
 vLLM has no attention on a CPU for the demo model's heads of 16, so this one has heads of 32.
 """
@@ -65,12 +64,14 @@ def _ppo(root: Path, engine: str, *more: str) -> list[dict[str, Any]]:
         "rollout.dump_freq=0",
         *more,
     ]
+
     succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *settings]))
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
-    native, vllm = _ppo(start, "native"), _ppo(start, "vllm")
+    native = _ppo(start, "native")
+    vllm = _ppo(start, "vllm")
     # Greedy answers to the held-out prompts: right as often, to the last one.
     assert _validation(native[0]) == _validation(vllm[0]) != {}
     assert all(0 < value < 1 for value in _validation(vllm[0]).values())
@@ -101,6 +102,7 @@ def _greedy(
     )
     limits = EngineLimits(max_num_seqs=64, max_length=64, max_prefill_tokens=512)
     answers = {}
+
     for name, build in (("native", NativeEngine), ("vllm", VllmEngine)):
         engine = build(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, limits)
         engine.wake()
@@ -109,6 +111,7 @@ def _greedy(
         engine.commit(1)
         samples = answer(engine, prompts.token_ids, prompts.uid, sampling)
         answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]
+
     return answers
 
 

@@ -1,4 +1,4 @@
-"""VllmEngine against transformers: log-probs, greedy tokens, sampling, stops, and what it refuses."""
+"""VllmEngine against transformers: log-probs, greedy tokens, sampling, stops, refusals."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def _samples_as_asked(engine: VllmEngine, model: Any) -> None:
         assert all(len(s.token_ids) == 8 and not s.stopped for s in samples)
         if "top_k" in changes:
             assert _are_among_the_likeliest(model, samples, 4)
+
     stats = finished.stats
     assert stats.generated_tokens == 18 * 8 and stats.prompt_tokens == 3 * sum(map(len, PROMPTS))
     assert (
@@ -122,9 +123,7 @@ def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> b
 
 
 def _draws_follow_the_distribution(engine: VllmEngine, model: Any) -> None:
-    """Of 600 first tokens after one prompt, the frequencies of the likely ones are near their
-    probabilities.
-    """
+    """The frequencies of 600 first tokens after one prompt are near their probabilities."""
     with torch.no_grad():
         wanted = model(torch.tensor([PROMPTS[0]])).logits[0, -1].softmax(-1)
     drawn = answer(
@@ -153,8 +152,10 @@ def _stops(engine: VllmEngine) -> None:
     for stopped in (by_token[0], by_text[0]):
         assert stopped.token_ids == plain[0].token_ids[:3] and stopped.stopped
         assert stopped.logprobs == pytest.approx(plain[0].logprobs[:3], abs=1e-5)
+
     for before, after in zip(plain[1:], by_text[1:], strict=True):
         assert after.token_ids == before.token_ids and not after.stopped
+
     assert finished.stats.generated_tokens == sum(len(s.token_ids) for s in by_text)
 
 
@@ -192,6 +193,7 @@ def _preempts(model: Any) -> None:
 
 def _body(rank: int, world_size: int) -> None:
     before = _host_environment()
+
     for name in CONFIGS:
         model = hf_model(name)
         engine = _make(model)
@@ -209,6 +211,7 @@ def _body(rank: int, world_size: int) -> None:
             _refuses_prompts(engine)
             _leaves_the_host_alone(before)
         del engine
+
     _preempts(hf_model("llama"))
 
 

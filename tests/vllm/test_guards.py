@@ -1,6 +1,4 @@
-"""Each guard: the damage that vLLM does without it is there when the guard is taken away, and gone
-when it stands.
-"""
+"""Each guard: vLLM does its damage when the guard is taken away, and does none when it is there."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def _update(engine: VllmEngine, model: Any, version: int = 1) -> None:
 
 @contextlib.contextmanager
 def without(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Within, `owner.name` is the stand-in."""
+    """Inside, `owner.name` is the stand-in."""
     guard = getattr(owner, name)
     setattr(owner, name, stand_in)
     try:
@@ -57,7 +55,8 @@ def _nothing(*args: Any) -> None:
 
 
 def _host_randomness_is_untouched() -> bool:
-    model, prompts = hf_model("llama"), make_prompts()
+    model = hf_model("llama")
+    prompts = make_prompts()
     torch.manual_seed(123)
     before = torch.get_rng_state()
     answer(
@@ -90,7 +89,8 @@ def _prefixes_are_forgotten(engine: VllmEngine) -> bool:
 def _draws_ignore_the_batch(engine: VllmEngine) -> bool:
     """A sample depends on its uid and index, not on what is computed beside it or on its place."""
     sampling = SamplingParams(n=2, temperature=1.0, max_tokens=8, seed=5)
-    prompts, uids = [make_prompts()[0]] * 3, [11, 12, 13]
+    prompts = [make_prompts()[0]] * 3
+    uids = [11, 12, 13]
     forward = answer(engine, prompts, uids, sampling)
     backward = answer(engine, prompts, uids[::-1], sampling)
     (alone,) = answer(engine, prompts[:1], [12], sampling, samples=[range(1, 2)])
@@ -153,16 +153,20 @@ def test_guards_of_one_rank() -> None:
 
 
 def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
-    """Whether two ranks agree with transformers, and the names of shared memory in two jobs:
-    guarded, unguarded.
+    """Whether two ranks agree with transformers, and how two jobs name their shared memory.
+
+    The names are those with the guard and those without it.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared = cpu_communicator._CPUSHMDistributed
     communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     unguarded = shared.__dict__["make_group_name"].__func__
-    model, prompts = hf_model("llama"), make_prompts()
-    equal, names, names_without = True, [], []
+    model = hf_model("llama")
+    prompts = make_prompts()
+    equal = True
+    names = []
+    names_without = []
     for _ in range(2):
         engine = _engine(model)
         answers = [s.token_ids for s in answer(engine, prompts, [0] * 6, GREEDY)]
@@ -175,9 +179,7 @@ def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
 
 
 def test_shared_memory_has_a_name_of_its_own() -> None:
-    """A name that two jobs share makes the second fail, where vLLM's build for the processor
-    exchanges data so.
-    """
+    """If two jobs share a name, the second fails, where vLLM exchanges data in shared memory."""
     (equal, names, names_without), (equal_too, names_too, _) = run_ranks(2, _two_ranks)
     assert equal and equal_too
     assert names == names_too and names[0] != names[1]

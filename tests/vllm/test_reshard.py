@@ -1,6 +1,4 @@
-"""Training weights into vLLM through the reshard plan, on four ranks: each layout answers as
-transformers does.
-"""
+"""Training weights go into vLLM through the reshard plan; each layout answers as transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +41,9 @@ CASES = [  # model, tp, pp of the actor, tp of the engine
 
 
 def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
-    factory, drawn = GroupFactory(timeout_s=100.0), []
+    factory = GroupFactory(timeout_s=100.0)
+    drawn = []
+
     for name, tp, pp, engine_tp in CASES:
         actor = ParallelLayout.for_world("actor", world_size, tp, pp)
         engines = EngineLayout.consecutive(actor, engine_tp)
@@ -81,6 +81,7 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
         dist.barrier()
         del engine, resharder
         gc.collect()
+
     return drawn
 
 

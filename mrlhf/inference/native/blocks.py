@@ -1,5 +1,4 @@
-"""Which blocks of the KV cache are free, how many sequences hold each of the others, and which ones
-other prompts can share.
+"""Hands out the blocks of the KV cache, and finds blocks that a new prompt can share.
 
 Every sequence that reads a block holds it. A block that nobody holds any more, but that is part of
 the beginning of a known prompt, is kept until its room is needed; the one unused for longest goes

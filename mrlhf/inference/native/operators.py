@@ -1,7 +1,8 @@
-"""The steps of a decoder layer besides its matrix products: `TorchOperators` for every device, and
-`HostOperators` on compiled kernels, for a host that can compile them.
+"""The steps of a decoder layer besides its matrix products.
 
-Their results agree to rounding. This file knows flat tokens and blocks of the cache, and no model.
+`TorchOperators` run on every device. `HostOperators` use compiled kernels, on a host that can
+compile them. Their results agree to rounding. This file knows flat tokens and blocks of the cache,
+and no model.
 """
 
 from __future__ import annotations

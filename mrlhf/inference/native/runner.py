@@ -1,7 +1,7 @@
-"""Passes through the model: one version of the weights on one cache, with CUDA graphs where the
-device has them.
+"""Runs passes through the model: one version of the weights on one cache.
 
-It knows neither which rows take part in a pass nor how tokens are drawn.
+On a GPU decode steps run as CUDA graphs. This file knows neither which rows take part in a pass nor
+how tokens are drawn.
 """
 
 from __future__ import annotations

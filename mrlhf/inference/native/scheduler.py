@@ -1,5 +1,4 @@
-"""Which rows run in the next pass through the model, how many tokens of each, and in which blocks
-of the cache.
+"""Chooses the rows of the next pass through the model, their tokens, and their blocks of the cache.
 
 A row is a sample. Every pass computes one token of each row that has only its newest token left to
 compute. Of the other rows it computes as many prompt tokens as the budget allows: long prompts are

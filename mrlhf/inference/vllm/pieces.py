@@ -141,6 +141,7 @@ def _check(spec: ModelSpec, tp: int) -> None:
                 f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a "
                 f"smaller tp"
             )
+
     if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise WeightError(
             f"vLLM: rollout.tp {tp} is neither a divisor nor a multiple of the model's "
