@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mrlhf.batch import Prompts
 from mrlhf.config import PPOConfig
@@ -24,19 +25,19 @@ class Raising(FakeEngine):
 
 
 def train(config: PPOConfig) -> None:
+    """Generate once, for four prompts."""
     run = start(config, config.distributed, config.trainer.output_dir, config.seed)
     layout = run.groups("actor", config.actor).layout
-    engine = Raising() if run.rank == 1 else FakeEngine()
     groups = run.factory.engine_groups(EngineLayout.inside(layout, config.rollout.tp))
-    generator = Generator(
-        engine, groups, FakeResharder(engine, ReshardStats(0, 0, 0, 0.0)), config.seed
-    )  # type: ignore[arg-type]
+    engine = Raising() if run.rank == 1 else FakeEngine()
+    resharder: Any = FakeResharder(engine, ReshardStats(0, 0, 0, 0.0))
+    generator = Generator(engine, groups, resharder, config.seed)
     generator.take_weights(version=0)
+
     texts = ["a", "b", "c", "d"]
     prompts = Prompts([[1], [2], [3], [4]], [1, 2, 3, 4], texts, texts, texts, [{} for _ in texts])
-    generator.generate(
-        prompts, SamplingParams(temperature=1.0, max_tokens=4, seed=0), "train", step=1
-    )
+    sampling = SamplingParams(temperature=1.0, max_tokens=4, seed=0)
+    generator.generate(prompts, sampling, "train", step=1)
     print("a rank went on without the others")
 
 

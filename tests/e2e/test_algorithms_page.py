@@ -145,7 +145,6 @@ def test_presets_are_as_the_page_has_them(preset: str) -> None:
     names, weights, rejection = (cell.strip() for cell in row.strip("|").split("|"))
 
     wanted = PRESETS[preset]
-
     if "rollout_is" in wanted:
         assert f"`{wanted['rollout_is']}`" in weights
         assert str(wanted["rollout_is_threshold"]) in weights

@@ -25,6 +25,7 @@ def _problems(count: int, rng: random.Random) -> list[dict[str, str]]:
         apples = rng.randrange(2, 99)
         pears = rng.randrange(2, 99)
         total = apples + pears
+
         question = (
             f"Ann has {apples} apples and Bob has {pears} pears. "
             "How many pieces of fruit do they have in all?"
