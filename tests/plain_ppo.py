@@ -248,9 +248,9 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
             rows = bypass(case.bypass, rows)
         tables: Tables = {"kept": [row.kept for row in rows]}
 
-        told = token_losses(case.loss, rows)
+        losses = token_losses(case.loss, rows)
         weights = [geometric_mean(row) if case.loss == "geo_mean" else row.weights for row in rows]
-        tables["actor/pg_loss"] = [t.losses * w for t, w in zip(told, weights, strict=True)]
+        tables["actor/pg_loss"] = [loss.losses * w for loss, w in zip(losses, weights, strict=True)]
         total = tables["actor/pg_loss"]
 
         if settings.get("entropy_coeff"):
@@ -272,7 +272,7 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
                 if experience.positive[number]
             ]
             tables["extra"] = [-settings["positive_lm_coef"] * torch.cat(right).mean()]
-        return tables | _metrics(rows, told)
+        return tables | _metrics(rows, losses)
 
     return _train("actor", policy, case, mini_batch, ("actor/pg_loss", "actor/kl_loss"))
 

@@ -60,7 +60,7 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
     """
     problems: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
-    refused: set[str] = set()  # paths; roles often share one, whose mistake is told once
+    refused: set[str] = set()  # paths; roles often share one, and its mistake is reported once
     for name, role in config.roles().items():
         if role.path in refused:
             continue

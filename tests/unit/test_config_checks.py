@@ -168,8 +168,8 @@ def test_full_kl_in_the_reward_needs_equal_layouts_too():
 
 
 def test_several_mistakes_are_all_told():
-    told = problems(ppo(rollout__top_p=0.5, rollout__tp=3, trainer__test_freq=1), 6)
-    assert [line.split()[0] for line in told] == [
+    lines = problems(ppo(rollout__top_p=0.5, rollout__tp=3, trainer__test_freq=1), 6)
+    assert [line.split()[0] for line in lines] == [
         "actor:",
         "rollout.tp",
         "rollout.top_k",

@@ -55,7 +55,7 @@ def load(*settings):
     return config.algorithm.rollout_correction
 
 
-def told(section):
+def summary(section):
     return (
         section.rollout_is,
         section.bounds,
@@ -75,13 +75,13 @@ def message(*settings):
 @pytest.mark.parametrize("preset", get_args(CorrectionPreset))
 def test_presets(preset):
     section = load(f"preset={preset}")
-    assert told(section) == PRESETS[preset]
+    assert summary(section) == PRESETS[preset]
     assert section.active is (preset != "disabled")
     assert section.rollout_is_batch_normalize is False
 
 
 def test_off_by_default():
-    assert told(RolloutCorrectionSection()) == OFF
+    assert summary(RolloutCorrectionSection()) == OFF
     assert not RolloutCorrectionSection().active
     assert not load("rollout_is_threshold=3").active
     for setting in ("rollout_is=token", "bypass_mode=true"):
@@ -97,9 +97,9 @@ def test_a_key_beside_the_preset_wins():
         "loss_type=ppo_clip",
     )
     for order in (("preset=bypass_pg_is", *settings), (*settings, "preset=bypass_pg_is")):
-        assert told(load(*order)) == ("token", (0.5, 5.0), (), False, "ppo_clip")
+        assert summary(load(*order)) == ("token", (0.5, 5.0), (), False, "ppo_clip")
     without = load("preset=bypass_pg_geo_rs_seq_tis", "rollout_is=null")
-    assert told(without) == (None, (None, 2.0), GEO, True, "reinforce")
+    assert summary(without) == (None, (None, 2.0), GEO, True, "reinforce")
 
 
 @pytest.mark.parametrize("preset", get_args(CorrectionPreset))
@@ -274,19 +274,19 @@ def test_a_preset_of_a_later_file_overrides_earlier_files(tmp_path):
     section = sources(
         tmp_path, [earlier, "{preset: decoupled_geo_rs_seq_tis, rollout_is_threshold: 5.0}"]
     )
-    assert told(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
+    assert summary(section) == ("sequence", (None, 5.0), GEO, False, "ppo_clip")
     assert section.rollout_is_batch_normalize is False
 
     section = sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: decoupled_token_is}"])
-    assert told(section) == (*TOKEN, (), False, "ppo_clip")
-    assert told(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: disabled}"])) == OFF
+    assert summary(section) == (*TOKEN, (), False, "ppo_clip")
+    assert summary(sources(tmp_path, ["{preset: bypass_pg_geo_rs}", "{preset: disabled}"])) == OFF
 
 
 def test_a_key_of_a_later_file_overrides_an_earlier_preset(tmp_path):
     section = sources(
         tmp_path, ["{preset: bypass_pg_is}", "{rollout_is: token}", "{rollout_is_threshold: 0.5_2}"]
     )
-    assert told(section) == ("token", (0.5, 2.0), (), True, "reinforce")
+    assert summary(section) == ("token", (0.5, 2.0), (), True, "reinforce")
 
 
 def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path):
@@ -294,7 +294,7 @@ def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path
     settings = ("preset=decoupled_k3_rs_seq_tis", "rollout_is_threshold=4")
 
     for order in (settings, settings[::-1]):
-        assert told(sources(tmp_path, [file], *order)) == (
+        assert summary(sources(tmp_path, [file], *order)) == (
             "sequence",
             (None, 4.0),
             K3,
@@ -302,13 +302,13 @@ def test_a_preset_among_the_arguments_overrides_files_but_not_arguments(tmp_path
             "ppo_clip",
         )
 
-    assert told(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (
+    assert summary(sources(tmp_path, ["{preset: bypass_pg_is}"], "rollout_is=token")) == (
         *TOKEN,
         (),
         True,
         "reinforce",
     )
-    assert told(sources(tmp_path, [file], "preset=disabled")) == OFF
+    assert summary(sources(tmp_path, [file], "preset=disabled")) == OFF
 
 
 def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
@@ -323,7 +323,7 @@ def test_a_whole_section_among_the_arguments_may_hold_a_preset(tmp_path):
     ]
 
     algorithm = load_config(PPOConfig, tmp_path / "c.yaml", arguments).algorithm
-    assert told(algorithm.rollout_correction) == (
+    assert summary(algorithm.rollout_correction) == (
         *NO_WEIGHTS,
         (("seq_mean_k1", 1 / 1.5, 1.5),),
         False,
@@ -340,7 +340,7 @@ def test_no_weights_beside_a_preset_drop_their_threshold(tmp_path):
         sources(tmp_path, [f"{{{preset}}}"], "rollout_is=null"),
         RolloutCorrectionSection(preset="bypass_pg_token_icepop", rollout_is=None),
     ):
-        assert told(section) == (*NO_WEIGHTS, (), True, "reinforce")
+        assert summary(section) == (*NO_WEIGHTS, (), True, "reinforce")
 
 
 def test_no_rejection_beside_a_preset_drops_its_threshold(tmp_path):
@@ -352,7 +352,7 @@ def test_no_rejection_beside_a_preset_drops_its_threshold(tmp_path):
         sources(tmp_path, [f"{{{preset}}}"], "rollout_rs=null"),
         RolloutCorrectionSection(preset="bypass_pg_geo_rs_seq_tis", rollout_rs=None),
     ):
-        assert told(section) == wanted
+        assert summary(section) == wanted
         assert section.rollout_rs_threshold is None
 
 
@@ -374,10 +374,10 @@ def test_a_preset_is_expanded_in_the_section_and_in_dumps(tmp_path):
     again = load_config(
         PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.rollout_is=token", f"{KEY}.loss_type=ppo_clip"]
     )
-    assert told(again.algorithm.rollout_correction) == (*TOKEN, GEO, True, "ppo_clip")
+    assert summary(again.algorithm.rollout_correction) == (*TOKEN, GEO, True, "ppo_clip")
 
     other = load_config(PPOConfig, tmp_path / "dump.yaml", [f"{KEY}.preset=decoupled_k3_rs"])
-    assert told(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")
+    assert summary(other.algorithm.rollout_correction) == (*NO_WEIGHTS, K3, False, "ppo_clip")
 
 
 def test_what_a_preset_leaves_out_is_the_default():
