@@ -159,6 +159,29 @@ def _stops(engine: VllmEngine) -> None:
     assert finished.stats.generated_tokens == sum(len(s.token_ids) for s in by_text)
 
 
+def _steps(engine: VllmEngine) -> None:
+    """Requests that come late get the same tokens; after a cancel the engine works as before."""
+    requests = requests_for(PROMPTS, UIDS, GREEDY)
+    whole = [sample.token_ids for sample in generate(engine, requests).samples]
+
+    engine.submit(requests[:2])
+    engine.step()
+    engine.submit(requests[2:])
+    samples: list[Sample] = []
+    while engine.in_flight:
+        engine.step()
+        samples += engine.collect().samples
+    samples.sort(key=lambda sample: sample.request_id)
+    assert [sample.token_ids for sample in samples] == whole
+
+    engine.submit(requests)
+    engine.step()
+    with pytest.raises(EngineError, match="6 samples are in flight"):
+        engine.commit(1)
+    assert engine.cancel().samples == [] and engine.in_flight == 0
+    assert [sample.token_ids for sample in generate(engine, requests).samples] == whole
+
+
 def _host_environment() -> dict[str, str]:
     # torch's own compiler names its cache where the sampler is compiled.
     return {
@@ -208,6 +231,7 @@ def _body(rank: int, world_size: int) -> None:
             _samples_as_asked(engine, model)
             _draws_follow_the_distribution(engine, model)
             _stops(engine)
+            _steps(engine)
             _refuses_prompts(engine)
             _leaves_the_host_alone(before)
         del engine
