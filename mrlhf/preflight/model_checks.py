@@ -150,15 +150,7 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
 
 
 def check_model(
-    role: str,
-    tp: int,
-    pp: int,
-    *,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    ffn_size: int,
-    replicates_kv_heads: bool = False,
+    role: str, tp: int, pp: int, spec: ModelSpec, replicates_kv_heads: bool = False
 ) -> None:
     """Refuse a layout that does not divide a model.
 
@@ -168,10 +160,7 @@ def check_model(
         role: section that holds `tp` and `pp`, for the message.
         tp: tensor-parallel size, ranks.
         pp: pipeline-parallel size, ranks.
-        num_layers: transformer layers.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        ffn_size: width of the MLP.
+        spec: the model.
         replicates_kv_heads: whether several ranks may hold the same key and value head, if tp is a
             multiple of the heads.
 
@@ -179,23 +168,21 @@ def check_model(
         ConfigError: one line a mistake.
     """
     sizes = [
-        ("layers", num_layers, "pp", pp),
-        ("attention heads", num_heads, "tp", tp),
-        ("key and value heads", num_kv_heads, "tp", tp),
-        ("intermediate size", ffn_size, "tp", tp),
+        ("layers", spec.num_layers, "pp", pp),
+        ("attention heads", spec.num_heads, "tp", tp),
+        ("key and value heads", spec.num_kv_heads, "tp", tp),
+        ("intermediate size", spec.ffn_size, "tp", tp),
     ]
     problems = []
 
     if replicates_kv_heads:
         del sizes[2]
-        if num_kv_heads % tp and tp % num_kv_heads:
-            fits = []
-            for size in range(1, num_heads + 1):
-                if _engine_fits(size, num_heads, num_kv_heads, ffn_size):
-                    fits.append(str(size))
+        if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
+            candidates = range(1, spec.num_heads + 1)
+            fits = [str(size) for size in candidates if _engine_fits(size, spec)]
             problems.append(
-                f"{role}.tp {tp} neither divides the model's key and value heads {num_kv_heads} "
-                f"nor is a multiple of them; use one of {', '.join(fits)}"
+                f"{role}.tp {tp} neither divides the model's key and value heads "
+                f"{spec.num_kv_heads} nor is a multiple of them; use one of {', '.join(fits)}"
             )
 
     for what, size, key, parts in sizes:
@@ -209,11 +196,11 @@ def check_model(
         raise ConfigError("\n".join(problems))
 
 
-def _engine_fits(tp: int, num_heads: int, num_kv_heads: int, ffn_size: int) -> bool:
+def _engine_fits(tp: int, spec: ModelSpec) -> bool:
     """Whether an engine of `tp` ranks fits the model."""
-    if num_heads % tp or ffn_size % tp:
+    if spec.num_heads % tp or spec.ffn_size % tp:
         return False
-    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0
+    return spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0
 
 
 def _check_role(
@@ -221,26 +208,13 @@ def _check_role(
 ) -> None:
     """Refuse a layout of role `name`, or of the engine, that does not fit its model."""
     if name == "rollout" and isinstance(config, PPOConfig):
-        _check_layout(name, config.rollout.tp, 1, spec)
+        check_model(name, config.rollout.tp, 1, spec, replicates_kv_heads=True)
         _check_positions(name, config.actor.path, spec, config.data.max_length)
         _check_cache(config, spec)
     else:
         role = config.roles()[name]
-        _check_layout(name, role.tp, role.pp, spec)
+        check_model(name, role.tp, role.pp, spec)
         _check_positions(name, role.path, spec, config.data.max_length)
-
-
-def _check_layout(name: str, tp: int, pp: int, spec: ModelSpec) -> None:
-    check_model(
-        name,
-        tp,
-        pp,
-        num_layers=spec.num_layers,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        ffn_size=spec.ffn_size,
-        replicates_kv_heads=name == "rollout",
-    )
 
 
 def _check_positions(name: str, path: str, spec: ModelSpec, longest: int) -> None:

@@ -1,12 +1,14 @@
 """Cross-field checks, the batch arithmetic and the command line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
+from mrlhf.models.families import load_spec
 from mrlhf.preflight import check, check_model, check_models, describe, dry_run
 from tests.unit.configurations import ppo, problems, supervised
 
@@ -202,10 +204,16 @@ def test_supervised_checks():
     )
 
 
+def sized(**sizes):
+    """A model of these sizes."""
+    return replace(load_spec("configs/models/demo_llama", "lm"), **sizes)
+
+
 def test_check_model():
-    check_model("actor", 4, 3, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=96)
+    spec = sized(num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=96)
+    check_model("actor", 4, 3, spec)
     with pytest.raises(ConfigError) as caught:
-        check_model("actor", 8, 4, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=100)
+        check_model("actor", 8, 4, replace(spec, ffn_size=100))
     assert str(caught.value).splitlines() == [
         "actor.pp 4 does not divide the model's layers 6; use one of 1, 2, 3",
         "actor.tp 8 does not divide the model's key and value heads 4; use one of 1, 2, 4",
@@ -214,25 +222,19 @@ def test_check_model():
 
 
 def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
-    sizes = {
-        "num_layers": 6,
-        "num_heads": 12,
-        "num_kv_heads": 2,
-        "ffn_size": 96,
-        "replicates_kv_heads": True,
-    }
+    spec = sized(num_layers=6, num_heads=12, num_kv_heads=2, ffn_size=96)
 
     for tp in (1, 2, 4, 6, 12):
-        check_model("rollout", tp, 1, **sizes)
+        check_model("rollout", tp, 1, spec, replicates_kv_heads=True)
 
     with pytest.raises(ConfigError) as caught:
-        check_model("rollout", 3, 1, **sizes)
+        check_model("rollout", 3, 1, spec, replicates_kv_heads=True)
     assert str(caught.value) == (
         "rollout.tp 3 neither divides the model's key and value heads 2 nor is a multiple of "
         "them; use one of 1, 2, 4, 6, 12"
     )
     with pytest.raises(ConfigError) as caught:
-        check_model("rollout", 8, 1, **sizes)
+        check_model("rollout", 8, 1, spec, replicates_kv_heads=True)
     assert (
         str(caught.value)
         == "rollout.tp 8 does not divide the model's attention heads 12; use one of 1, 2, 3, 4, 6"
