@@ -300,6 +300,10 @@ class TrainerSection(Section):
             return self.total_steps
         return self.total_epochs * (num_rows // batch_size)
 
+    def test_is_due(self, step: int, last: int) -> bool:
+        """Whether `step` ends with a validation: every `test_freq` steps, and the `last` one."""
+        return step == last or bool(self.test_freq and step % self.test_freq == 0)
+
 
 class PPOTrainerSection(TrainerSection):
     """How long to train, and what to leave behind."""

@@ -139,8 +139,8 @@ def cut_mini_batches(
         mini_batch_rows: rows of a mini-batch; the last mini-batch may be smaller.
         dp: data-parallel ranks.
         budget: most tokens of a micro-batch.
-        together: so many consecutive rows always stand in one micro-batch, such as the two sides of
-            a preference pair.
+        together: number of consecutive rows that must stay in one micro-batch, such as 2 for the
+            two sides of a preference pair.
     """
     assert len(lengths) % together == 0, (len(lengths), together)
     assert mini_batch_rows % together == 0, (mini_batch_rows, together)

@@ -17,7 +17,6 @@ from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.policy_objective import UPDATE_METRICS, LogitsObjective, PolicyObjective
-from mrlhf.roles.responses import cut_responses
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
@@ -64,11 +63,7 @@ class Actor:
         self.engine = engine
         self._settings = settings
         self._section = settings.section
-        self._token_logprobs = TokenLogprobs.of(engine, temperature)
-
-    def cut(self, rollout: Rollout, mini_batch_samples: int) -> BatchCut:
-        """Cut the rollout for this model, in mini-batches of `mini_batch_samples` rows."""
-        return cut_responses(self.engine, rollout, mini_batch_samples)
+        self._token_logprobs = TokenLogprobs(engine, temperature)
 
     def evaluate(
         self, rollout: Rollout, cut: BatchCut, ref_logits: Sequence[Tensor] | None = None
@@ -77,7 +72,8 @@ class Actor:
 
         Args:
             rollout: the global batch.
-            cut: the cut that `update` will use too, so that both see the same micro-batches.
+            cut: its cut for this model; `update` must use the same one, so that both see the same
+                micro-batches.
             ref_logits: the reference's logits of this rank's packs, from `Reference.logits`.
         """
         packs = cut.packs
@@ -102,7 +98,7 @@ class Actor:
 
         Args:
             experience: the global batch.
-            cut: the cut of it.
+            cut: its cut for this model.
             ref_logits: as for `evaluate`; needed where the loss holds a KL over the vocabulary.
 
         Raises:
@@ -122,8 +118,9 @@ class Actor:
             )
             if epoch == 0:
                 evaluated_rows[mini_batch.rows] = True
-                for number, logprobs in loss.logprobs.items():
-                    first_logprobs[mini_batch.packs[number].rows] = logprobs.cpu()
+                for pack, logprobs in zip(mini_batch.packs, result.kept, strict=False):
+                    if logprobs is not None:
+                        first_logprobs[pack.rows] = logprobs.cpu()
 
             if result.stopped:
                 kl_at_stop = result.tally.means()["actor/ppo_kl"]
@@ -163,11 +160,7 @@ class Actor:
         batch = PolicyBatch.of(experience, mini_batch.rows)
         packs = mini_batch.local_packs
         if self._settings.needs_mini_batch_pass:
-
-            def evaluate(logits: Tensor, number: int) -> Tensor:
-                return self._token_logprobs(logits, packs[number])[None]
-
-            logprobs = self.engine.per_token(packs, batch.response_mask, evaluate)[0]
+            logprobs = self._token_logprobs.of_batch(packs, batch.response_mask)
             batch = self._settings.prepared(batch, logprobs)
         objective = PolicyObjective(self._settings, batch)
         return LogitsObjective(objective, self._token_logprobs, packs, ref_logits)

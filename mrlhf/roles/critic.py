@@ -12,8 +12,7 @@ from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, Pack, PackedMiniBatch
 from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
 from mrlhf.rl.masking import masked_sum
-from mrlhf.roles.responses import cut_responses
-from mrlhf.training.engine import ModelEngine, spread
+from mrlhf.training.engine import ModelEngine, PackResult, spread
 
 UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
 
@@ -25,16 +24,12 @@ class Critic:
         self.engine = engine
         self._section = section
 
-    def cut(self, rollout: Rollout, mini_batch_samples: int) -> BatchCut:
-        """Cut the rollout for this model, in mini-batches of `mini_batch_samples` rows."""
-        return cut_responses(self.engine, rollout, mini_batch_samples)
-
     def values(self, rollout: Rollout, cut: BatchCut) -> Tensor:
         """Predicted return before each response token, float32 [batch, response_len] on every host.
 
         Args:
             rollout: the global batch.
-            cut: the cut of it, from `cut`.
+            cut: its cut for this model.
         """
 
         def evaluate(output: Tensor, number: int) -> Tensor:
@@ -74,7 +69,7 @@ class _ValueObjective:
         tokens = int(experience.loss_mask[mini_batch.rows].sum())
         self._count = aggregation_count(tokens, self._sequences, section.loss_agg_mode)
 
-    def __call__(self, output: Tensor, number: int) -> tuple[Tensor, Tally]:
+    def __call__(self, output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         """The pack's part of the loss, and its tally."""
         section = self._section
         experience = self._experience
@@ -102,4 +97,4 @@ class _ValueObjective:
         tally.add("critic/vf_loss", loss, len(rows) / self._sequences)
         tally.add("critic/vf_clipfrac", masked_sum(squared.clipped.float(), mask), mask.sum())
         tally.add("critic/vpred_mean", masked_sum(values, mask), mask.sum())
-        return loss, tally
+        return loss, PackResult(tally)

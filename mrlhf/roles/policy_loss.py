@@ -93,12 +93,14 @@ class PolicyLossSettings:
         section: its numbers, the aggregation, and the terms beside it.
         bypass: how the current policy is corrected against the engine's, made anew on every
             mini-batch; None where the experience already holds all correction.
+        needs_mini_batch_pass: see the function of this name.
     """
 
     name: str
     function: PolicyLossFunction
     section: ActorSection
     bypass: Correction | None
+    needs_mini_batch_pass: bool
 
     @staticmethod
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
@@ -114,12 +116,9 @@ class PolicyLossSettings:
             ConfigError: it is a user's function, and that cannot be loaded.
         """
         function = find_method("actor.policy_loss.loss_mode", name, POLICY_LOSSES)
-        return PolicyLossSettings(name, function, section, bypass)
-
-    @property
-    def needs_mini_batch_pass(self) -> bool:
-        """See `needs_mini_batch_pass`."""
-        return needs_mini_batch_pass(self.name, self.bypass)
+        return PolicyLossSettings(
+            name, function, section, bypass, needs_mini_batch_pass(name, bypass)
+        )
 
     @property
     def wants_entropy(self) -> bool:

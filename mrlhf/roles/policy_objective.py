@@ -18,7 +18,7 @@ from mrlhf.rl.losses import aggregate, aggregation_count
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.token_logprobs import TokenLogprobs
-from mrlhf.training.engine import spread
+from mrlhf.training.engine import PackResult, spread
 
 UPDATE_METRICS = (
     "actor/pg_loss",
@@ -119,12 +119,7 @@ class PolicyObjective:
 
 
 class LogitsObjective:
-    """The policy objective as a function of the logits of each of this rank's packs.
-
-    Attributes:
-        logprobs: in bypass mode, the log-probabilities [rows, response_len] of each pack that has
-            been computed, by the pack's number; else empty.
-    """
+    """The policy objective as a function of the logits of each of this rank's packs."""
 
     def __init__(
         self,
@@ -136,20 +131,22 @@ class LogitsObjective:
         """Prepare the loss of one mini-batch.
 
         Args:
-            objective: of the mini-batch.
+            objective: the loss of this mini-batch.
             token_logprobs: turns logits into log-probabilities.
             packs: this rank's packs, their rows counted from the mini-batch's first row.
             ref_logits: the reference's logits of these packs, or None where the loss holds no KL
                 over the whole vocabulary.
         """
-        self.logprobs: dict[int, Tensor] = {}
         self._objective = objective
         self._token_logprobs = token_logprobs
         self._packs = packs
         self._ref_logits = ref_logits
 
-    def __call__(self, logits: Tensor, number: int) -> tuple[Tensor, Tally]:
-        """The part of the loss of pack `number`, and its tally."""
+    def __call__(self, logits: Tensor, number: int) -> tuple[Tensor, PackResult]:
+        """The part of the loss of pack `number`, and its tally.
+
+        In bypass mode the result keeps the log-probabilities, [rows, response_len].
+        """
         settings = self._objective.settings
         pack = self._packs[number]
         mask = self._objective.batch.response_mask[pack.rows].to(logits.device)
@@ -162,12 +159,13 @@ class LogitsObjective:
         if not settings.section.entropy_coeff:
             flat_entropy = flat_entropy.detach()
         logprobs, entropy = spread(torch.stack([flat, flat_entropy]), mask)
-        if settings.bypass is not None:
-            self.logprobs[number] = logprobs.detach()
 
         full_kl = None
         if settings.wants_full_kl:
             assert self._ref_logits is not None
             flat_kl = self._token_logprobs.full_kl(logits, self._ref_logits[number])
             full_kl = spread(flat_kl[None], mask)[0]
-        return self._objective(pack.rows, logprobs, entropy, full_kl)
+
+        loss, tally = self._objective(pack.rows, logprobs, entropy, full_kl)
+        kept = None if settings.bypass is None else logprobs.detach()
+        return loss, PackResult(tally, kept)

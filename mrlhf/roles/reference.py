@@ -6,7 +6,6 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.parallel.microbatch import BatchCut
-from mrlhf.roles.responses import cut_responses
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
@@ -16,16 +15,16 @@ class Reference:
 
     def __init__(self, engine: ModelEngine, temperature: float) -> None:
         self.engine = engine
-        self._token_logprobs = TokenLogprobs.of(engine, temperature)
+        self._token_logprobs = TokenLogprobs(engine, temperature)
 
-    def logprobs(self, rollout: Rollout) -> Tensor:
-        """Log-probabilities of the response tokens, float32 [batch, response_len] on every host."""
-        packs = cut_responses(self.engine, rollout).packs
+    def logprobs(self, rollout: Rollout, cut: BatchCut) -> Tensor:
+        """Log-probabilities of the response tokens, float32 [batch, response_len] on every host.
 
-        def evaluate(logits: Tensor, number: int) -> Tensor:
-            return self._token_logprobs(logits, packs[number])[None]
-
-        return self.engine.per_token(packs, rollout.response_mask, evaluate)[0]
+        Args:
+            rollout: the global batch.
+            cut: its cut for this model.
+        """
+        return self._token_logprobs.of_batch(cut.packs, rollout.response_mask)
 
     def logits(self, cut: BatchCut) -> list[Tensor]:
         """This rank's shard of the logits, for the KL over the whole vocabulary.

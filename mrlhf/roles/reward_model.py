@@ -30,7 +30,7 @@ def score_sequences(
     Args:
         engine: a model with a scalar head.
         sequences: token ids.
-        together: so many consecutive sequences stay in one micro-batch.
+        together: number of consecutive sequences that must stay in one micro-batch.
     """
     cut = engine.cut(sequences, [1] * len(sequences), "last", together=together)
     mask = torch.ones(len(sequences), 1, dtype=torch.bool)

@@ -1,13 +1,13 @@
 """Log-probabilities, entropy and KL of a pack's tokens, from logits that are split over ranks.
 
-It knows the vocabulary and the temperature. It does not know models or losses.
+It does not know losses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel.microbatch import Pack
@@ -20,19 +20,28 @@ class TokenLogprobs:
     """Turns the logits of one language model into numbers for each selected token.
 
     Attributes:
-        group: the tensor-parallel ranks that hold the shards of the logits.
-        vocab_size: columns of the whole logits, without padding.
+        engine: holds the model.
         temperature: divides the logits.
     """
 
-    group: dist.ProcessGroup
-    vocab_size: int
+    engine: ModelEngine
     temperature: float
 
-    @staticmethod
-    def of(engine: ModelEngine, temperature: float) -> TokenLogprobs:
-        """For the logits of the model that `engine` holds."""
-        return TokenLogprobs(engine.groups.tp, engine.spec.vocab_size, temperature)
+    def of_batch(self, packs: Sequence[Pack], mask: Tensor) -> Tensor:
+        """Run the model, and take the log-probability of each target token of the whole batch.
+
+        Args:
+            packs: this rank's share of the batch.
+            mask: bool [batch, width], the places of the selected tokens.
+
+        Returns:
+            float32 [batch, width] on the host of every rank, 0 where the mask is False.
+        """
+
+        def evaluate(logits: Tensor, number: int) -> Tensor:
+            return self(logits, packs[number])[None]
+
+        return self.engine.per_token(packs, mask, evaluate)[0]
 
     def __call__(self, logits: Tensor, pack: Pack) -> Tensor:
         """The log-probability of each target token of the pack.
@@ -59,8 +68,13 @@ class TokenLogprobs:
             logits: [selected, vocab_shard], of the policy.
             ref_logits: the same positions and columns, of the reference; on any device.
         """
-        reference = ref_logits.to(logits.device)
-        return vocab_parallel_kl(logits, reference, self.group, self.temperature, self.vocab_size)
+        return vocab_parallel_kl(
+            logits,
+            ref_logits.to(logits.device),
+            self.engine.groups.tp,
+            self.temperature,
+            self.engine.spec.vocab_size,
+        )
 
     def _evaluate(
         self, logits: Tensor, pack: Pack, with_entropy: bool
@@ -68,8 +82,8 @@ class TokenLogprobs:
         return vocab_parallel_logprobs(
             logits,
             pack.targets.to(logits.device),
-            self.group,
+            self.engine.groups.tp,
             self.temperature,
-            self.vocab_size,
+            self.engine.spec.vocab_size,
             with_entropy=with_entropy,
         )

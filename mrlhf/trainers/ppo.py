@@ -6,7 +6,6 @@ metrics included; nothing is kept from one phase to the next but what stands in 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +18,9 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import TrainingError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.log import PPO_COLUMNS
-from mrlhf.metrics import PhaseTimer, data_metrics, throughput_metrics
+from mrlhf.metrics import PhaseTimer
 from mrlhf.models.flops import training_flops
 from mrlhf.parallel.microbatch import BatchCut
-from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
@@ -34,8 +32,7 @@ from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
-
-logger = logging.getLogger(__name__)
+from mrlhf.trainers.step_metrics import batch_metrics, sequence_lengths, trained_mini_batches
 
 
 def train_ppo(config: PPOConfig) -> None:
@@ -47,10 +44,11 @@ def train_ppo(config: PPOConfig) -> None:
 
 @dataclass(frozen=True)
 class Cuts:
-    """How the two trained models cut the batch of a step; the critic's is None without a critic."""
+    """How each model cuts the batch of a step; None for a model that the run does not have."""
 
     actor: BatchCut
     critic: BatchCut | None
+    reference: BatchCut | None
 
 
 @dataclass(frozen=True)
@@ -132,29 +130,48 @@ class PPOTrainer:
                 resharded = parts.generator.take_weights(version=number - 1)
             collected = parts.collector.collect(number, self.sampling, timer)
             cuts = self.cut(collected.rollout)
-            evaluated = self.evaluate(collected.rollout, cuts, timer)
-            experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
-            update_metrics = self.update(number, experience, cuts, evaluated.ref_logits, timer)
+            experience, training_metrics = self.learn(number, collected, cuts, timer)
 
         metrics: dict[str, float] = {"training/global_step": number, "training/epoch": epoch}
-        metrics |= collected.metrics | evaluated.metrics | reward_metrics | update_metrics
+        metrics |= collected.metrics | training_metrics
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
         self.dump(number, collected, experience)
-        metrics |= self.batch_metrics(collected, experience, resharded, timer)
-        metrics |= self.utilisation(collected.rollout, cuts, update_metrics, timer.seconds)
+
+        metrics |= {f"reshard/{name}": value for name, value in vars(resharded).items()}
+        metrics |= batch_metrics(
+            collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
+        )
+        metrics |= self.utilisation(collected.rollout, cuts, training_metrics, timer.seconds)
         return metrics | timer.metrics()
 
     def cut(self, rollout: Rollout) -> Cuts:
-        """Cut the batch for actor and critic, once for all passes and updates of the step."""
+        """Cut the batch for each model, once for all passes and updates of the step."""
         parts = self.parts
         samples = parts.samples_per_mini_batch
+        sequences = rollout.sequences()
+        prompt_lengths = rollout.prompt_lengths
+
+        actor = parts.actor.engine.cut(sequences, prompt_lengths, "response", samples["actor"])
         critic = None
         if parts.critic is not None:
-            critic = parts.critic.cut(rollout, samples["critic"])
-        return Cuts(parts.actor.cut(rollout, samples["actor"]), critic)
+            engine = parts.critic.engine
+            critic = engine.cut(sequences, prompt_lengths, "response", samples["critic"])
+        reference = None
+        if parts.reference is not None:
+            reference = parts.reference.engine.cut(sequences, prompt_lengths, "response")
+        return Cuts(actor, critic, reference)
+
+    def learn(
+        self, number: int, collected: Collected, cuts: Cuts, timer: PhaseTimer
+    ) -> tuple[Experience, dict[str, float]]:
+        """Make experience of the responses, and train on it; returns it with all metrics."""
+        evaluated = self.evaluate(collected.rollout, cuts, timer)
+        experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
+        update_metrics = self.update(number, experience, cuts, evaluated.ref_logits, timer)
+        return experience, evaluated.metrics | reward_metrics | update_metrics
 
     def evaluate(self, rollout: Rollout, cuts: Cuts, timer: PhaseTimer) -> Evaluated:
         """Old and reference log-probabilities, and values."""
@@ -165,20 +182,21 @@ class PPOTrainer:
 
         with timer("ref"):
             if parts.reference is not None:
-                ref_logprobs = parts.reference.logprobs(rollout)
+                assert cuts.reference is not None
+                ref_logprobs = parts.reference.logprobs(rollout, cuts.reference)
                 if config.needs_full_kl:
                     ref_logits = parts.reference.logits(cuts.actor)
         if not config.algorithm.rollout_correction.bypass_mode:
-            old, metrics = self.evaluate_actor(rollout, cuts.actor, ref_logits, timer)
+            reward_logits = ref_logits if config.full_kl_in_reward else None
+            old, metrics = self.evaluate_actor(rollout, cuts.actor, reward_logits, timer)
+            del reward_logits
+        if not config.full_kl_in_loss:
+            ref_logits = None  # they are large, so nothing holds them longer than needed
         if parts.critic is not None:
             assert cuts.critic is not None
             with timer("values"):
                 values = parts.critic.values(rollout, cuts.critic)
-
-        outputs = ModelOutputs(old, ref_logprobs, values)
-        if not config.full_kl_in_loss:
-            ref_logits = None
-        return Evaluated(outputs, ref_logits, metrics)
+        return Evaluated(ModelOutputs(old, ref_logprobs, values), ref_logits, metrics)
 
     def evaluate_actor(
         self,
@@ -192,11 +210,10 @@ class PPOTrainer:
         Args:
             rollout: the global batch.
             cut: the actor's cut of it.
-            ref_logits: the reference's logits, if a KL over the whole vocabulary is in use.
+            ref_logits: the reference's logits, if the KL in the reward is over all tokens of the
+                vocabulary.
             timer: measures the pass.
         """
-        if not self.config.full_kl_in_reward:
-            ref_logits = None
         with timer("old_log_prob"):
             evaluation = self.parts.actor.evaluate(rollout, cut, ref_logits)
 
@@ -298,62 +315,29 @@ class PPOTrainer:
             tokenizer = self.parts.tokenizer
             dump_rollout(self.run.output_dir, number, experience, collected.scores, tokenizer)
 
-    def batch_metrics(
-        self,
-        collected: Collected,
-        experience: Experience,
-        resharded: ReshardStats,
-        timer: PhaseTimer,
-    ) -> dict[str, float]:
-        """Metrics of scores, lengths, resharding, speed and memory."""
-        rollout = collected.rollout
-        metrics = collected.scores.metrics()
-        metrics |= data_metrics(experience, self.config.data.max_prompt_length)
-        metrics |= {f"reshard/{name}": value for name, value in vars(resharded).items()}
-        metrics |= throughput_metrics(
-            timer.seconds,
-            prompt_tokens=sum(rollout.prompt_lengths),
-            response_tokens=sum(rollout.response_lengths),
-            generated_tokens=collected.generated_tokens,
-            world_size=self.run.world_size,
-        )
-        metrics["perf/max_memory_allocated_gb"] = self.run.device.max_memory_allocated() / 1e9
-        return metrics
-
     def utilisation(
         self,
         rollout: Rollout,
         cuts: Cuts,
-        update_metrics: Mapping[str, float],
+        training_metrics: Mapping[str, float],
         seconds: Mapping[str, float],
     ) -> dict[str, float]:
-        """`perf/mfu/{actor,critic}`: floating-point operations of an update over the possible ones.
-
-        A role that was not updated, or a device whose peak is not known, has no such metric.
-        """
-        parts = self.parts
+        """`perf/mfu/{actor,critic}` of the models that were updated in this step."""
         metrics = {}
-        lengths = [
-            prompt + response
-            for prompt, response in zip(
-                rollout.prompt_lengths, rollout.response_lengths, strict=True
-            )
-        ]
-
+        lengths = sequence_lengths(rollout)
         for name, role, cut in (
-            ("actor", parts.actor, cuts.actor),
-            ("critic", parts.critic, cuts.critic),
+            ("actor", self.parts.actor, cuts.actor),
+            ("critic", self.parts.critic, cuts.critic),
         ):
             if role is None or cut is None or f"update_{name}" not in seconds:
                 continue
-            engine = role.engine
-            peak = self.config.trainer.peak_tflops or self.run.device.peak_tflops(engine.dtype)
-            if peak is None:
+            peak_tflops = self.config.trainer.peak_tflops
+            peak_tflops = peak_tflops or self.run.device.peak_tflops(role.engine.dtype)
+            if peak_tflops is None:
                 continue
-            counts = (f"{name}/optimizer_steps", f"{name}/skipped_steps", f"{name}/kl_stopped")
-            trained = sum(update_metrics[count] for count in counts if count in update_metrics)
-            flops = training_flops(engine.spec, lengths) * trained / len(cut.mini_batches)
-            possible = seconds[f"update_{name}"] * self.run.world_size * peak * 1e12
+            trained = trained_mini_batches(name, training_metrics)
+            flops = training_flops(role.engine.spec, lengths) * trained / len(cut.mini_batches)
+            possible = seconds[f"update_{name}"] * self.run.world_size * peak_tflops * 1e12
             metrics[f"perf/mfu/{name}"] = flops / possible
         return metrics
 
@@ -361,8 +345,7 @@ class PPOTrainer:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
         if self.parts.held_out is None:
             return False
-        freq = self.config.trainer.test_freq
-        return number == self.parts.steps or bool(freq and number % freq == 0)
+        return self.config.trainer.test_is_due(number, self.parts.steps)
 
     def validate(self) -> dict[str, float]:
         """Greedy and, if asked for, sampled answers to the held-out prompts.

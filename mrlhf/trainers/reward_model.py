@@ -1,8 +1,7 @@
-"""Reward-model training on preference pairs, with the Bradley-Terry loss -log sigmoid(chosen -
-rejected).
+"""Reward-model training on preference pairs: the loss is -log sigmoid(chosen - rejected).
 
-It knows the loss and the pair accuracy (https://arxiv.org/abs/2203.02155, equation 1, with one pair
-a comparison); the loop is in `supervised`.
+This is the Bradley-Terry loss of https://arxiv.org/abs/2203.02155, equation 1, with one pair for
+each comparison. It knows the loss and the pair accuracy; the loop is in `supervised`.
 """
 
 from __future__ import annotations
@@ -19,17 +18,21 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.roles.reward_model import score_sequences
-from mrlhf.run.startup import Run, start
+from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
+from mrlhf.training.engine import ModelEngine, PackResult
 
 
 def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
     run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    RewardModelTrainer(config, run).fit()
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    task = PreferenceLearning(config, tokenizer)
+    spec = load_spec(config.model.path, "scalar")
+    SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
 
 
-class RewardModelTrainer(SupervisedTrainer):
+class PreferenceLearning:
     """Learns to score the chosen response of each pair above the rejected one."""
 
     columns = (
@@ -39,8 +42,12 @@ class RewardModelTrainer(SupervisedTrainer):
         ("tokens/s", "perf/throughput"),
     )
 
-    def __init__(self, config: RewardModelConfig, run: Run) -> None:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    def __init__(self, config: RewardModelConfig, tokenizer: Tokenizer) -> None:
+        """Read the pairs.
+
+        Raises:
+            DataError: a file is missing or malformed.
+        """
         train = read_rows(config.data.train_files)
         if config.data.val_files:
             held_out = read_rows(config.data.val_files)
@@ -48,29 +55,30 @@ class RewardModelTrainer(SupervisedTrainer):
             train, held_out = split_by_prompt(train, config.data.held_out_fraction, config.seed)
         self._pairs = _encode(train, tokenizer, config)
         self._held_out = _encode(held_out, tokenizer, config) if held_out else None
-        spec = load_spec(config.model.path, "scalar")
-        super().__init__(config, run, spec, tokenizer, len(self._pairs), config.data.batch_size)
 
-    def step(self, rows: Sequence[int]) -> dict[str, float]:
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
         sequences = _interleave(self._pairs, rows)
-        cut = self.engine.cut(sequences, [1] * len(sequences), "last", together=2)
+        cut = engine.cut(sequences, [1] * len(sequences), "last", together=2)
 
-        def loss(output: Tensor, number: int) -> tuple[Tensor, Tally]:
+        def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
             margin = output[0::2, 0].float() - output[1::2, 0].float()
             total = -logsigmoid(margin).sum()
             tally = Tally()
             tally.add("rm/loss", total, len(margin))
             tally.add("rm/accuracy", (margin > 0).sum(), len(margin))
             tally.add("rm/margin", margin.sum(), len(margin))
-            return total / len(rows), tally
+            return total / len(rows), PackResult(tally)
 
         names = ("rm/loss", "rm/accuracy", "rm/margin")
-        result = self.engine.train_mini_batch(cut.packs, loss, names)
-        metrics = self.engine.end_update("rm", result.tally, 1)
+        result = engine.train_mini_batch(cut.packs, loss, names)
+        metrics = engine.end_update("rm", result.tally, 1)
         return metrics | {"perf/total_num_tokens": sum(len(tokens) for tokens in sequences)}
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, engine: ModelEngine) -> dict[str, float]:
         """`val/accuracy` and `val/loss` on the held-out pairs.
 
         The accuracy is the share of pairs whose chosen response scores higher.
@@ -78,7 +86,7 @@ class RewardModelTrainer(SupervisedTrainer):
         if self._held_out is None:
             return {}
         sequences = _interleave(self._held_out, range(len(self._held_out)))
-        scores = score_sequences(self.engine, sequences, together=2)
+        scores = score_sequences(engine, sequences, together=2)
         margin = scores[0::2] - scores[1::2]
         return {
             "val/accuracy": float((margin > 0).float().mean()),

@@ -1,6 +1,6 @@
 """Supervised fine-tuning: the mean negative log-likelihood of response tokens, on any layout.
 
-It knows the loss; the loop is in `supervised`, token ids come from `data`.
+It knows the loss. The loop is in `supervised`; token ids come from `data`.
 """
 
 from __future__ import annotations
@@ -17,69 +17,75 @@ from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.roles.token_logprobs import TokenLogprobs
-from mrlhf.run.startup import Run, start
+from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
+from mrlhf.training.engine import ModelEngine, PackResult
 
 
 def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
     run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    SFTTrainer(config, run).fit()
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    task = FineTuning(config, tokenizer)
+    spec = load_spec(config.model.path, "lm")
+    SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
 
 
-class SFTTrainer(SupervisedTrainer):
+class FineTuning:
     """Learns the responses of prompt-response rows."""
 
     columns = (("loss", "sft/loss"), ("val loss", "val/loss"), ("tokens/s", "perf/throughput"))
 
-    def __init__(self, config: SFTConfig, run: Run) -> None:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    def __init__(self, config: SFTConfig, tokenizer: Tokenizer) -> None:
+        """Read the rows.
+
+        Raises:
+            DataError: a file is missing or malformed.
+        """
         self._examples = _read(config.data.train_files, tokenizer, config)
         self._held_out: list[SftExample] = []
         if config.data.val_files:
             self._held_out = _read(config.data.val_files, tokenizer, config)
-        spec = load_spec(config.model.path, "lm")
-        super().__init__(config, run, spec, tokenizer, len(self._examples), config.data.batch_size)
-        self._token_logprobs = TokenLogprobs.of(self.engine, temperature=1.0)
 
-    def step(self, rows: Sequence[int]) -> dict[str, float]:
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these rows.
 
         Returns:
             `sft/loss`, the mean over the response tokens of the rows (nats), and the metrics of the
             optimizer step.
         """
+        token_logprobs = TokenLogprobs(engine, temperature=1.0)
         sequences, prompt_lengths = _split([self._examples[row] for row in rows])
         tokens = sum(len(sequence) for sequence in sequences)
         response_tokens = tokens - sum(prompt_lengths)
-        packs = self.engine.cut(sequences, prompt_lengths, "response").packs
+        packs = engine.cut(sequences, prompt_lengths, "response").packs
 
-        def loss(logits: Tensor, number: int) -> tuple[Tensor, Tally]:
-            total = -self._token_logprobs(logits, packs[number]).sum()
+        def loss(logits: Tensor, number: int) -> tuple[Tensor, PackResult]:
+            total = -token_logprobs(logits, packs[number]).sum()
             tally = Tally()
             tally.add("sft/loss", total, len(packs[number].targets))
-            return total / response_tokens, tally
+            return total / response_tokens, PackResult(tally)
 
-        result = self.engine.train_mini_batch(packs, loss, ("sft/loss",))
-        metrics = self.engine.end_update("sft", result.tally, 1)
+        result = engine.train_mini_batch(packs, loss, ("sft/loss",))
+        metrics = engine.end_update("sft", result.tally, 1)
         return metrics | {"perf/total_num_tokens": tokens}
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, engine: ModelEngine) -> dict[str, float]:
         """`val/loss`: the mean over the response tokens of the held-out rows, nats."""
         if not self._held_out:
             return {}
         sequences, prompt_lengths = _split(self._held_out)
-        packs = self.engine.cut(sequences, prompt_lengths, "response").packs
+        packs = engine.cut(sequences, prompt_lengths, "response").packs
         response_lengths = [
             len(tokens) - prompt for tokens, prompt in zip(sequences, prompt_lengths, strict=True)
         ]
         positions = torch.arange(max(response_lengths))
         mask = positions < torch.tensor(response_lengths)[:, None]
 
-        def evaluate(logits: Tensor, number: int) -> Tensor:
-            return self._token_logprobs(logits, packs[number])[None]
-
-        logprobs = self.engine.per_token(packs, mask, evaluate)
+        logprobs = TokenLogprobs(engine, temperature=1.0).of_batch(packs, mask)
         return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / mask.sum())}
 
     def summary(self, metrics: dict[str, float]) -> dict[str, float]:

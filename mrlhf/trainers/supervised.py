@@ -1,20 +1,19 @@
-"""The loop that supervised fine-tuning and reward-model training share: draw a batch, one optimizer
-step, validate.
+"""The loop that supervised fine-tuning and reward-model training share.
 
-It does not know the loss.
+Each step draws a batch, takes one optimizer step and, from time to time, validates. The loop does
+not know the loss; its task does.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch.distributed as dist
 
 from mrlhf.config.roots import SupervisedConfig
-from mrlhf.config.sections import TrainerSection
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import TrainingError
@@ -28,15 +27,28 @@ from mrlhf.run.summary import write_summary
 from mrlhf.training.engine import ModelEngine
 
 
-class SupervisedTrainer(ABC):
-    """One trained model, the rows it learns from, and the loop over them.
+class SupervisedTask(Protocol):
+    """The rows to learn from and the loss on them."""
 
-    Attributes:
-        columns: label and metric of each number that the progress display shows.
-        engine: the model.
-    """
+    @property
+    def columns(self) -> Sequence[tuple[str, str]]:
+        """Label and metric of each number that the progress display shows."""
 
-    columns: tuple[tuple[str, str], ...]
+    def __len__(self) -> int:
+        """Number of training rows."""
+
+    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
+        """One optimizer step of the model on these rows; returns its metrics."""
+
+    def validate(self, engine: ModelEngine) -> dict[str, float]:
+        """Metrics on the held-out rows; empty if there are no such rows."""
+
+    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The few numbers that the run is judged by, from the last step's metrics."""
+
+
+class SupervisedTrainer:
+    """The loop over training steps, and what lasts from one step to the next."""
 
     def __init__(
         self,
@@ -44,69 +56,58 @@ class SupervisedTrainer(ABC):
         run: Run,
         spec: ModelSpec,
         tokenizer: Tokenizer,
-        rows: int,
+        task: SupervisedTask,
         batch_size: int,
     ) -> None:
+        """Build the model with its optimizer; every rank calls it."""
         check_vocabulary("model", spec, tokenizer)
-        self.run = run
-        self.tokenizer = tokenizer
-        self._trainer: TrainerSection = config.trainer
+        self._run = run
+        self._tokenizer = tokenizer
+        self._task = task
+        self._section = config.trainer
+        self._steps = config.trainer.steps(len(task), batch_size)
         self._sampler = StatefulSampler(
-            rows, batch_size, seed=config.seed, shuffle=config.data.shuffle
+            len(task), batch_size, seed=config.seed, shuffle=config.data.shuffle
         )
-        self._steps = config.trainer.steps(rows, batch_size)
 
         groups = run.groups("model", config.model)
-        self.engine = ModelEngine(config.model, spec, groups, run.device)
+        self._engine = ModelEngine(config.model, spec, groups, run.device)
         if config.model.init == "random":
-            self.engine.initialise(config.seed)
+            self._engine.initialise(config.seed)
         else:
-            self.engine.load(config.model.path, config.seed)
-        self.engine.attach_optimizer(config.optim, self._steps)
-
-    @abstractmethod
-    def step(self, rows: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows; returns its metrics."""
-
-    @abstractmethod
-    def validate(self) -> dict[str, float]:
-        """Metrics on the held-out rows; none where there are no such rows."""
-
-    @abstractmethod
-    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The few numbers that the run is judged by, from the last step's metrics."""
+            self._engine.load(config.model.path, config.seed)
+        self._engine.attach_optimizer(config.optim, self._steps)
 
     def fit(self) -> None:
         """Train, export the model to `output_dir/model`, write the summary; every rank calls it."""
         began = time.monotonic()
         metrics: dict[str, float] = {}
         reporter = Reporter(
-            self.run.is_main_rank,
-            self.run.output_dir,
-            self._trainer.tensorboard,
+            self._run.is_main_rank,
+            self._run.output_dir,
+            self._section.tensorboard,
             self._steps,
-            self.columns,
+            self._task.columns,
         )
         with reporter:
             for step in range(1, self._steps + 1):
-                metrics = self._run_step(step)
+                metrics = self._train(step)
                 reporter.report(step, metrics)
         self._finish(metrics, began)
 
-    def _run_step(self, number: int) -> dict[str, float]:
-        """One training step with its validation, if one is due; returns the metrics of both."""
-        timer = PhaseTimer(self.run.device.synchronize)
+    def _train(self, number: int) -> dict[str, float]:
+        """Training step `number`, and the validation that is due; returns the metrics of both."""
+        timer = PhaseTimer(self._run.device.synchronize)
         rows = next(self._sampler)
         with timer("step"):
             try:
-                metrics = self.step(rows)
+                metrics = self._task.step(self._engine, rows)
             except TrainingError as error:
                 raise self._with_saved_rows(error, number, rows) from error
 
-        test_freq = self._trainer.test_freq
-        if number == self._steps or (test_freq and number % test_freq == 0):
+        if self._section.test_is_due(number, self._steps):
             with timer("testing"):
-                metrics |= self.validate()
+                metrics |= self._task.validate(self._engine)
 
         metrics |= timer.metrics()
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timer.seconds["step"]
@@ -116,8 +117,8 @@ class SupervisedTrainer(ABC):
         self, error: TrainingError, step: int, rows: Sequence[int]
     ) -> TrainingError:
         """The error, naming the file in which the numbers of the batch's rows were saved."""
-        path = self.run.output_dir / f"failed_step_{step:06d}.json"
-        if self.run.is_main_rank:
+        path = self._run.output_dir / f"failed_step_{step:06d}.json"
+        if self._run.is_main_rank:
             path.write_text(json.dumps({"step": step, "rows": list(rows)}) + "\n", encoding="utf-8")
         dist.barrier()  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(
@@ -125,12 +126,13 @@ class SupervisedTrainer(ABC):
         )
 
     def _finish(self, metrics: dict[str, float], began: float) -> None:
-        checkpoint = self.run.output_dir / "model"
-        export_checkpoint(self.engine, self.tokenizer, checkpoint, self._trainer.max_shard_size_mb)
-        if self.run.is_main_rank:
+        checkpoint = self._run.output_dir / "model"
+        max_shard_mb = self._section.max_shard_size_mb
+        export_checkpoint(self._engine, self._tokenizer, checkpoint, max_shard_mb)
+        if self._run.is_main_rank:
             totals = {
                 "steps": self._steps,
                 "seconds": round(time.monotonic() - began, 1),
                 "checkpoint": str(checkpoint),
             }
-            write_summary(self.run.output_dir, self.summary(metrics) | totals)
+            write_summary(self._run.output_dir, self._task.summary(metrics) | totals)

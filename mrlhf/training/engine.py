@@ -1,6 +1,6 @@
-"""One sharded model in all it does: it holds weights, runs packed micro-batches and trains.
+"""`ModelEngine` holds one sharded model, runs packed micro-batches through it and trains it.
 
-A `ModelEngine` is given whole (global) batches. It works on the share that the cut of a batch gives
+It is given whole (global) batches. It works on the share that the cut of a batch gives
 to its data-parallel rank, and returns results for the whole batch on every rank. It does not know
 what its outputs are used for, nor which loss it minimises.
 """
@@ -44,20 +44,36 @@ from mrlhf.weights.init import initialise
 NEW_HEAD = "score.weight"
 UNUSED_BY_SCALAR = ("lm_head.weight",)
 
-Loss = Callable[[Tensor, int], tuple[Tensor, Tally]]
+
+@dataclass(frozen=True)
+class PackResult:
+    """What a loss returns beside its scalar.
+
+    Attributes:
+        tally: sums and counts over the pack.
+        kept: a tensor that the caller wants back, or None.
+    """
+
+    tally: Tally
+    kept: Tensor | None = None
+
+
+Loss = Callable[[Tensor, int], tuple[Tensor, PackResult]]
 
 
 @dataclass(frozen=True)
 class MiniBatchResult:
-    """The outcome of `ModelEngine.train_mini_batch`, equal on every rank.
+    """The outcome of `ModelEngine.train_mini_batch`.
 
     Attributes:
-        tally: the metrics of the whole mini-batch. It has `grad_norm` (before clipping) if the
-            optimizer step was taken, and `skipped` (0 or 1) if it was tried.
+        tally: the metrics of the whole mini-batch, equal on every rank. It has `grad_norm` (before
+            clipping) if the optimizer step was taken, and `skipped` (0 or 1) if it was tried.
+        kept: what the loss kept of each of this rank's packs; empty before the last stage.
         stopped: whether `stop` prevented the optimizer step.
     """
 
     tally: Tally
+    kept: list[Tensor | None]
     stopped: bool
 
 
@@ -153,7 +169,7 @@ class ModelEngine:
             prompt_lengths: tokens of each row's prompt; see `make_pack`.
             select: the positions whose output is wanted; see `make_pack`.
             mini_batch_rows: rows of one optimizer step; all rows where None.
-            together: so many consecutive rows stay in one micro-batch.
+            together: number of consecutive rows that must stay in one micro-batch.
         """
         lengths = [len(tokens) for tokens in sequences]
         layout = self.groups.layout
@@ -227,10 +243,11 @@ class ModelEngine:
             self.chunks, self.groups, optim, self.dtype, total_updates
         )
 
-        (chunk,) = self.chunks
+        # With one chunk megatron-core wants a function, with several a list.
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        self._config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
         self._config.finalize_model_grads_func = finalize_model_grads
         self._config.grad_scale_func = self.optimizer.scale_loss
-        self._config.no_sync_func = chunk.no_sync
         self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device)
 
     def train_mini_batch(
@@ -245,7 +262,7 @@ class ModelEngine:
         Args:
             packs: this rank's share of the mini-batch.
             loss: as for `Pipeline.forward_backward`; its scalar is already divided by the global
-                count, its tally holds sums and counts over the pack.
+                count.
             names: every name that a tally may hold.
             stop: takes the tally of the whole mini-batch and says whether to leave the step out.
 
@@ -253,9 +270,11 @@ class ModelEngine:
             TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
         """
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
-        tally = self._forward_backward(packs, loss, names)
+        results = self._forward_backward(packs, loss)
+        kept = [result.kept for result in results]
+        tally = self._merge_tallies([result.tally for result in results], names)
         if stop is not None and stop(tally):
-            return MiniBatchResult(tally, stopped=True)
+            return MiniBatchResult(tally, kept, stopped=True)
 
         step = self.optimizer.step()
         if step.taken:
@@ -263,7 +282,7 @@ class ModelEngine:
         else:
             tally = tally.finite()
         tally.add("skipped", not step.taken, 1)
-        return MiniBatchResult(tally, stopped=False)
+        return MiniBatchResult(tally, kept, stopped=False)
 
     def end_update(self, prefix: str, total: Tally, mini_batches: int) -> dict[str, float]:
         """Advance the learning-rate schedule by one update, and report the update.
@@ -287,20 +306,23 @@ class ModelEngine:
         self.optimizer.advance_schedule()
         return metrics
 
-    def _forward_backward(self, packs: Sequence[Pack], loss: Loss, names: Sequence[str]) -> Tally:
-        """Accumulate the gradient of a mini-batch; returns the tally of the whole mini-batch."""
+    def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult]:
+        """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
         assert self.optimizer is not None
         self._set_training(True)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        tallies = self._pipeline.forward_backward(packs, loss)
+        results = self._pipeline.forward_backward(packs, loss)
         self._set_training(False)
+        return results
 
-        share = Tally()
+    def _merge_tallies(self, tallies: Sequence[Tally], names: Sequence[str]) -> Tally:
+        """The tally of the whole mini-batch, from those of this rank's packs."""
+        local = Tally()
         for tally in tallies:
-            share.merge(tally)
-        vector = share.to_vector(names)
+            local.merge(tally)
+        vector = local.to_vector(names)
         torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
         return Tally.from_vector(names, vector)
 

@@ -28,6 +28,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.correction import Correction, Criterion
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -138,6 +139,15 @@ def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Set
                 yield Setting(root, groups, form)
 
 
+def cut_responses(
+    role: Actor | Critic | Reference, rollout: Rollout, mini_batch_rows: int | None = None
+) -> BatchCut:
+    """The cut of the rollout for the role's model."""
+    return role.engine.cut(
+        rollout.sequences(), rollout.prompt_lengths, "response", mini_batch_rows
+    )
+
+
 def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     """Update actor and critic from the same experience.
 
@@ -148,7 +158,7 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     rollout = experience.rollout
 
     actor = build_actor(setting, case)
-    cut = actor.cut(rollout, plain_ppo.MINI_BATCH)
+    cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
     ref_logits = None
     if case.settings.get("kl_loss_type") == "full":
         ref_logits = _build_reference(setting, case).logits(cut)
@@ -160,7 +170,7 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
 
     if case.has_critic:
         critic = _build_critic(setting, case)
-        metrics |= critic.update(experience, critic.cut(rollout, plain_ppo.MINI_BATCH))
+        metrics |= critic.update(experience, cut_responses(critic, rollout, plain_ppo.MINI_BATCH))
         critic.engine.export(out / "critic", 10**9)
     return metrics
 
@@ -172,15 +182,15 @@ def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
     critic = _build_critic(setting, case)
     reference = _build_reference(setting, case)
 
-    cut = actor.cut(rollout, plain_ppo.MINI_BATCH)
+    cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
     evaluation = actor.evaluate(rollout, cut, reference.logits(cut))
     assert evaluation.full_kl is not None
     return {
         "logprobs": evaluation.logprobs,
         "entropy": evaluation.entropy,
         "full_kl": evaluation.full_kl,
-        "ref_logprobs": reference.logprobs(rollout),
-        "values": critic.values(rollout, critic.cut(rollout, plain_ppo.MINI_BATCH)),
+        "ref_logprobs": reference.logprobs(rollout, cut_responses(reference, rollout)),
+        "values": critic.values(rollout, cut_responses(critic, rollout, plain_ppo.MINI_BATCH)),
     }
 
 
@@ -215,12 +225,12 @@ def actor_optim(setting: Setting, case: Case) -> ActorOptimSection:
 
 def logprobs_of(actor: Actor, rollout: Rollout, mini_batch_rows: int) -> Tensor:
     """The actor's log-probs of the responses, [batch, response_len]."""
-    return actor.evaluate(rollout, actor.cut(rollout, mini_batch_rows)).logprobs
+    return actor.evaluate(rollout, cut_responses(actor, rollout, mini_batch_rows)).logprobs
 
 
 def update_actor(actor: Actor, experience: Experience, mini_batch_rows: int) -> dict[str, float]:
     """Train the actor, and return the metrics."""
-    return actor.update(experience, actor.cut(experience.rollout, mini_batch_rows)).metrics
+    return actor.update(experience, cut_responses(actor, experience.rollout, mini_batch_rows)).metrics
 
 
 def fingerprint(actor: Actor) -> list[float]:

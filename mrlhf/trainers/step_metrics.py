@@ -1,0 +1,55 @@
+"""The metrics of a PPO step that come from its whole batch. It measures, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mrlhf.batch import Experience, Rollout
+from mrlhf.metrics import data_metrics, throughput_metrics
+from mrlhf.rollout.collector import Collected
+from mrlhf.run.startup import Run
+
+
+def batch_metrics(
+    collected: Collected,
+    experience: Experience,
+    seconds: Mapping[str, float],
+    max_prompt_length: int,
+    run: Run,
+) -> dict[str, float]:
+    """Metrics of scores, advantages, lengths, speed and memory.
+
+    Args:
+        collected: the responses with their scores.
+        experience: what was made of them.
+        seconds: seconds of each phase, `step` among them.
+        max_prompt_length: the configured limit, tokens.
+        run: this process's part in the job.
+    """
+    rollout = collected.rollout
+    metrics = collected.scores.metrics()
+    metrics |= data_metrics(experience, max_prompt_length)
+    metrics |= throughput_metrics(
+        seconds,
+        prompt_tokens=sum(rollout.prompt_lengths),
+        response_tokens=sum(rollout.response_lengths),
+        generated_tokens=collected.generated_tokens,
+        world_size=run.world_size,
+    )
+    metrics["perf/max_memory_allocated_gb"] = run.device.max_memory_allocated() / 1e9
+    return metrics
+
+
+def sequence_lengths(rollout: Rollout) -> list[int]:
+    """Tokens of each row, prompt and response together."""
+    rows = zip(rollout.prompt_lengths, rollout.response_lengths, strict=True)
+    return [prompt + response for prompt, response in rows]
+
+
+def trained_mini_batches(role: str, metrics: Mapping[str, float]) -> float:
+    """How many mini-batches the update of `role` ran forward and backward, by its metrics.
+
+    These are the optimizer steps, taken or skipped, and the mini-batch at which an update stopped.
+    """
+    counts = (f"{role}/optimizer_steps", f"{role}/skipped_steps", f"{role}/kl_stopped")
+    return sum(metrics[count] for count in counts if count in metrics)
