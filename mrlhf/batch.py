@@ -236,7 +236,8 @@ class Experience:
             asks for it.
         returns: regression targets for the critic.
         weights: factors of each token's policy loss that correct for the engine's policy, or None.
-        positive: bool [batch], True for right responses, or None if no reward term tells.
+        positive: bool [batch], True for right responses, or None if no reward term says which
+            responses are right.
     """
 
     rollout: Rollout

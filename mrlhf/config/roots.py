@@ -143,6 +143,11 @@ class PPOConfig(Root):
         return self.full_kl_in_reward or self.full_kl_in_loss
 
     @property
+    def prompts_per_step(self) -> int:
+        """Prompts that one training step takes at least; dynamic sampling may take more."""
+        return max(self.data.train_batch_size, self.data.gen_batch_size)
+
+    @property
     def samples_per_step(self) -> int:
         """Responses that are trained on in one training step."""
         return self.data.train_batch_size * self.rollout.n

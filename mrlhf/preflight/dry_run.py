@@ -60,13 +60,12 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     return describe(config, world_size)
 
 
-def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) -> str:
+def describe(config: AnyConfig, world_size: int) -> str:
     """The layout and the batch arithmetic in words.
 
     Args:
         config: passes `check` for `world_size`.
         world_size: ranks.
-        num_rows: rows of the training files, where they are known.
     """
     program = type(config).__name__.removesuffix("Config")
     lines = [f"{program} on {_count(world_size, 'rank')}"]
@@ -77,7 +76,7 @@ def describe(config: AnyConfig, world_size: int, num_rows: int | None = None) ->
         lines += _ppo_step(config, world_size)
     else:
         lines += _supervised_step(config, world_size)
-    lines += _run(config, num_rows)
+    lines += _run(config)
     return "\n".join(lines)
 
 
@@ -191,11 +190,11 @@ def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> 
     )
 
 
-def _run(config: AnyConfig, num_rows: int | None) -> Iterator[str]:
+def _run(config: AnyConfig) -> Iterator[str]:
     """How many training steps the run has."""
     trainer = config.trainer
     if isinstance(config, PPOConfig):
-        batch = config.data.train_batch_size
+        batch = config.prompts_per_step
     else:
         batch = config.data.batch_size
 
@@ -203,9 +202,6 @@ def _run(config: AnyConfig, num_rows: int | None) -> Iterator[str]:
     epochs = _count(trainer.total_epochs, "epoch")
     if trainer.total_steps is not None:
         yield f"  {_count(trainer.total_steps, 'training step')} (trainer.total_steps)"
-    elif num_rows is not None:
-        steps = _count(trainer.steps(num_rows, batch), "training step")
-        yield f"  {epochs} x ({num_rows} rows // {batch}) = {steps}"
     else:
         yield f"  {epochs} x (rows // {batch}) training steps"
 

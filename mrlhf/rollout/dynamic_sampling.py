@@ -57,7 +57,7 @@ class DynamicSampler:
         not differ. If scoring runs a model, the engine sleeps afterwards.
 
         Raises:
-            ConfigError: responses have to differ in accuracy, but no reward term tells it.
+            ConfigError: the filter compares accuracy, but no reward term reports it.
         """
         batches: list[DrawnBatch] = []
         scores: list[Scores] = []

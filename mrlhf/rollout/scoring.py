@@ -36,7 +36,7 @@ class Scores:
         terms: each term's own score and further numbers, by name; [batch], NaN where a response has
             none.
         answers: [batch], the answer that each response gives, according to the term that tells
-            right from wrong; None where it finds no answer. None as a whole if no term tells, or
+            right from wrong; None where it finds no answer. The field is None if no term says so, or
             if the caller did not want answers.
     """
 
@@ -46,7 +46,7 @@ class Scores:
 
     @property
     def correct(self) -> list[float] | None:
-        """1 for a right response and 0 for a wrong one, or None where no term tells.
+        """1 for a right response and 0 for a wrong one, or None if no term says so.
 
         The terms that can tell are exact_match, gsm8k and a user's function that reports `acc`.
         """
@@ -192,7 +192,7 @@ def _join_answers(
 
     Args:
         answers_of_ranks: for each rank the answers in its share of the responses, by term.
-        correctness_column: the column that this term wrote, or None where no term tells.
+        correctness_column: the column that this term wrote, or None if no term says so.
         batch: number of responses.
 
     Returns:

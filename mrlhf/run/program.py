@@ -1,6 +1,6 @@
 """The life of a launcher: parse, check, run, and turn an error into one line and an exit code.
 
-It does not know the algorithm or the checks; the launcher hands both in.
+The launcher hands in the algorithm and the checks; this file knows neither.
 """
 
 from __future__ import annotations

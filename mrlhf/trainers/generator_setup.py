@@ -37,7 +37,7 @@ class _Backend:
 
     Attributes:
         engine: the constructor.
-        check: refuses a model, a tensor-parallel size and a device that the engine cannot serve.
+        check: raises if the engine cannot serve this model, tensor-parallel size or device.
         layout: makes the replicas, from the actor's layout and `rollout.tp`.
         pieces: lists the named slices that a rank of a replica holds.
     """

@@ -121,7 +121,7 @@ def _steps(config: PPOConfig, rows: int) -> int:
     Raises:
         DataError: there would be none.
     """
-    batch = max(config.data.train_batch_size, config.data.gen_batch_size)
+    batch = config.prompts_per_step
     steps = config.trainer.steps(rows, batch)
     if steps < 1:
         raise DataError(

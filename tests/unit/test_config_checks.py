@@ -390,9 +390,7 @@ def test_describe_ppo():
 
 
 def test_describe_supervised():
-    lines = describe(
-        supervised(RewardModelConfig, trainer__total_epochs=3), 4, num_rows=50
-    ).splitlines()
+    lines = describe(supervised(RewardModelConfig, trainer__total_epochs=3), 4).splitlines()
 
     assert lines == [
         "RewardModel on 4 ranks",
@@ -401,13 +399,19 @@ def test_describe_supervised():
         "  16 pairs of <= 256 tokens, at full length 8 a data-parallel rank and 1 a micro-batch: "
         "8 micro-batches",
         "the run",
-        "  3 epochs x (50 rows // 16) = 9 training steps",
+        "  3 epochs x (rows // 16) training steps",
     ]
 
     assert (
         describe(supervised(SFTConfig), 4).splitlines()[-1]
         == "  1 epoch x (rows // 16) training steps"
     )
+
+
+def test_an_epoch_counts_the_prompts_that_a_step_takes():
+    filters = {"algorithm__filter_groups": {"enable": True}, "algorithm__adv_estimator": "grpo"}
+    config = ppo(trainer__total_steps=None, data__gen_batch_size=96, **filters)
+    assert describe(config, 8).splitlines()[-1] == "  1 epoch x (rows // 96) training steps"
 
 
 def test_dry_run_checks_first(tmp_path):
