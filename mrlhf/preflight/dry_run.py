@@ -193,10 +193,7 @@ def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> 
 def _run(config: AnyConfig) -> Iterator[str]:
     """How many training steps the run has."""
     trainer = config.trainer
-    if isinstance(config, PPOConfig):
-        batch = config.prompts_per_step
-    else:
-        batch = config.data.batch_size
+    batch = config.prompts_per_step if isinstance(config, PPOConfig) else config.data.batch_size
 
     yield "the run"
     epochs = _count(trainer.total_epochs, "epoch")

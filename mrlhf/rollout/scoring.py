@@ -36,8 +36,8 @@ class Scores:
         terms: each term's own score and further numbers, by name; [batch], NaN where a response has
             none.
         answers: [batch], the answer that each response gives, according to the term that tells
-            right from wrong; None where it finds no answer. The field is None if no term says so, or
-            if the caller did not want answers.
+            right from wrong; None where it finds no answer. The field is None if no term says so,
+            or if the caller did not want answers.
     """
 
     total: Tensor
