@@ -116,8 +116,8 @@ def _check_bytes(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> N
     assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
 
     total = itemsize * sum(len(_numbers(pieces, full)) for pieces in target.values())
-    filled = reshard_plan.bytes_moved + reshard_plan.bytes_local + reshard_plan.bytes_aliased
-    assert filled == total
+    aliased = itemsize * sum(len(_numbers(alias.pieces, full)) for alias in reshard_plan.aliases)
+    assert reshard_plan.bytes_moved + reshard_plan.bytes_local + aliased == total
     assert all(move.source_rank != move.target_rank for move in reshard_plan.moves)
     assert all(copy.source_rank == copy.target_rank for copy in reshard_plan.copies)
 
