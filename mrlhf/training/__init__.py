@@ -1,1 +1,1 @@
-"""One sharded model in all it does: held, run, trained."""
+"""Holds, runs and trains one sharded model."""
