@@ -17,7 +17,8 @@ export OMP_NUM_THREADS := 1
 
 install: $(READY)
 
-# torch comes first and alone: as a dependency of another package, pip would pick its newest build for CUDA.
+# torch comes first and alone: as a dependency of another package, pip would pick its newest build
+# for CUDA.
 $(READY): setup.py constraints-cpu.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old; use >= 3.10" if v < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)

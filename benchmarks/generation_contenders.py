@@ -74,8 +74,13 @@ class Native:
         )
         self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
         self._engine.wake()
-        shapes = family_of(spec).tensor_shapes(spec)
-        read_weights(setting.directory, self._engine.weight_slots(), shapes)
+        family = family_of(spec)
+        read_weights(
+            setting.directory,
+            self._engine.weight_slots(),
+            family.tensor_shapes(spec),
+            ignore=(family.language_head,),
+        )
 
     def prepare(self) -> None:
         """A new version of the weights drops what was cached."""

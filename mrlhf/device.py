@@ -281,7 +281,7 @@ CUDA_ON_CPU = _CudaOnCpu()
 def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T], T]:
     """What rewritten megatron-core sees as `torch.compile`: it returns the function as it is.
 
-    A CPU then needs no compiler, and nobody waits for one.
+    A CPU then needs no compiler, and no time is spent compiling.
     """
     if function is None:
         return lambda decorated: decorated

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mrlhf.data.arithmetic import OPERATIONS, write_arithmetic
+from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
 from mrlhf.data.gsm8k import SOURCES, write_gsm8k
 from mrlhf.errors import MrlhfError
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if task == "arithmetic":
-            counts = write_arithmetic(out, **options)
+            counts = write_arithmetic(out, ArithmeticTask(**options))
         else:
             counts = write_gsm8k(out_dir=out, **options)
     except MrlhfError as error:

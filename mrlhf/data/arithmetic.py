@@ -11,6 +11,7 @@ import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from mrlhf.errors import DataError
 
 __all__ = [
     "OPERATIONS",
+    "ArithmeticTask",
     "Problem",
     "WrongKind",
     "sample_problems",
@@ -43,6 +45,36 @@ class Problem:
 
     prompt: str
     answer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArithmeticTask:
+    """What the data files of the task hold.
+
+    Attributes:
+        digits: the most digits of an operand.
+        operations: the signs to use, such as "+-".
+        sft: supervised problems.
+        sft_copies: rows of each supervised problem. Whether an answer is wrong is drawn anew for
+            each row, so that a model learns how often to be wrong and not which answers to give.
+        train: prompts for reinforcement learning.
+        held_out: prompts that are in neither of the two.
+        wrong_fraction: fraction of the supervised answers that is wrong.
+        wrong_kind: how wrong answers are drawn; see `wrong_answer`.
+        vocab_size: largest vocabulary, tokens; fewer are made if fewer suffice.
+        seed: seed of all that is drawn.
+    """
+
+    digits: int
+    operations: str
+    sft: int
+    sft_copies: int = 1
+    train: int
+    held_out: int
+    wrong_fraction: float
+    wrong_kind: WrongKind
+    vocab_size: int
+    seed: int
 
 
 def sample_problems(
@@ -121,58 +153,46 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
     return sign * int(text[:place] + digit + text[place + 1 :])
 
 
-def write_arithmetic(
-    out_dir: Path,
-    *,
-    digits: int,
-    operations: str,
-    sft: int,
-    sft_copies: int = 1,
-    train: int,
-    held_out: int,
-    wrong_fraction: float,
-    wrong_kind: WrongKind,
-    vocab_size: int,
-    seed: int,
-) -> dict[str, int]:
+def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
     """Write sft.jsonl, train.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
 
     sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only
-    sft.jsonl has wrong answers. It holds `sft` problems, each `sft_copies` times. Whether an answer
-    is wrong is drawn anew for each copy, so that a model learns how often to be wrong and not
-    which answers to give.
+    sft.jsonl has wrong answers.
 
     Returns:
         Rows written, by file name.
+
+    Raises:
+        DataError: there are fewer problems than asked for, an operation is unknown, or the wrong
+            fraction is not in [0, 1].
     """
-    if not 0.0 <= wrong_fraction <= 1.0:
-        raise DataError(f"wrong fraction {wrong_fraction} is not in [0, 1]")
+    if not 0.0 <= task.wrong_fraction <= 1.0:
+        raise DataError(f"wrong fraction {task.wrong_fraction} is not in [0, 1]")
 
-    rng = random.Random(seed)
-    held_out_problems = sample_problems(held_out, digits=digits, operations=operations, rng=rng)
+    rng = random.Random(task.seed)
+    sample = partial(sample_problems, digits=task.digits, operations=task.operations, rng=rng)
+    held_out_problems = sample(task.held_out)
     hidden = frozenset(problem.prompt for problem in held_out_problems)
-    sft_problems = sft_copies * sample_problems(
-        sft, digits=digits, operations=operations, rng=rng, exclude=hidden
-    )
-    train_problems = sample_problems(
-        train, digits=digits, operations=operations, rng=rng, exclude=hidden
-    )
+    sft_problems = task.sft_copies * sample(task.sft, exclude=hidden)
+    train_problems = sample(task.train, exclude=hidden)
 
-    wrong_count = round(wrong_fraction * len(sft_problems))
+    wrong_count = round(task.wrong_fraction * len(sft_problems))
     wrong_rows = set(rng.sample(range(len(sft_problems)), wrong_count))
     sft_rows: list[dict[str, str]] = []
     for index, problem in enumerate(sft_problems):
         answer = problem.answer
         if index in wrong_rows:
-            answer = wrong_answer(answer, wrong_kind, rng)
+            answer = wrong_answer(answer, task.wrong_kind, rng)
         sft_rows.append({"prompt": problem.prompt, "response": str(answer)})
 
     out_dir.mkdir(parents=True, exist_ok=True)
     # Each symbol is also a text of its own, so that all of them are in the vocabulary and no two
     # are joined into one token.
-    texts = [*"0123456789=-", *operations]
+    texts = [*"0123456789=-", *task.operations]
     texts += [row["prompt"] + row["response"] for row in sft_rows]
-    train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size, byte_fallback=False)
+    train_sentencepiece(
+        texts, out_dir / "tokenizer", vocab_size=task.vocab_size, byte_fallback=False
+    )
 
     tables = {
         "sft.jsonl": sft_rows,

@@ -51,11 +51,6 @@ class StatefulSampler:
         self.position = 0
         self._order = self._epoch_order()
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Whole batches in one epoch."""
-        return self._num_rows // self._batch_size
-
     def __iter__(self) -> Iterator[list[int]]:
         return self
 

@@ -66,5 +66,5 @@ def engine_rules(spec: ModelSpec) -> dict[str, Rule]:
     rules = {}
     for name in family.parameter_names(spec, whole):
         rule = family.rule_of(spec, whole, name)
-        rules[name] = replace(rule, shares=rule.periods)
+        rules[name] = replace(rule, shared_kv_heads=rule.periods)
     return rules

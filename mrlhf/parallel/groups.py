@@ -60,16 +60,6 @@ class RoleGroups:
         """All ranks."""
         return self.collection.intra_dist_opt
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
-        return self.coordinates.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
-        return self.coordinates.pp == self.layout.pp - 1
-
 
 @dataclass(frozen=True)
 class EngineGroups:

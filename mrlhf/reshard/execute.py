@@ -55,6 +55,25 @@ class WeightHolder(Protocol):
 
 
 @dataclass(frozen=True)
+class TransferOptions:
+    """How weights travel.
+
+    Attributes:
+        bucket_bytes: bound on the memory of a rank's buckets, sent and received, unless one row of
+            a tensor is larger.
+        verify: after each run, compare checksums of every slice as it is stored on both sides.
+        timeout_s: seconds that a rank waits for another one's weights.
+        shared_memory: share the buckets in memory if all ranks of the group are on one machine and
+            compute on its CPU.
+    """
+
+    bucket_bytes: int
+    verify: bool = False
+    timeout_s: float = 600.0
+    shared_memory: bool = True
+
+
+@dataclass(frozen=True)
 class ReshardStats:
     """What one reshard cost this rank.
 
@@ -81,11 +100,8 @@ class Resharder:
         source_slots: Sequence[Slot],
         engine: WeightHolder,
         rank: int,
-        bucket_bytes: int,
-        verify: bool = False,
+        options: TransferOptions,
         group: dist.ProcessGroup | None = None,
-        timeout_s: float = 600.0,
-        shared_memory: bool = True,
     ) -> None:
         """Every rank of the group constructs one from the same plan.
 
@@ -94,17 +110,12 @@ class Resharder:
             source_slots: where the training weights of this rank are stored.
             engine: the engine on this rank.
             rank: global rank of this process.
-            bucket_bytes: bound on the memory of this rank's buckets, sent and received, unless one
-                row of a tensor is larger.
-            verify: after each run, compare checksums of every slice as it is stored on both sides.
+            options: how weights travel; the same on every rank.
             group: the ranks of the plan, and possibly more; all ranks of the job if None.
-            timeout_s: seconds that a rank waits for another one's weights.
-            shared_memory: share the buckets in memory if all ranks of the group are on one machine
-                and compute on its CPU.
         """
         self._rank = rank
         self._group = group
-        self._verify = verify
+        self._options = options
         self._under_way = False
 
         self._source_slots = source_slots
@@ -131,7 +142,7 @@ class Resharder:
 
         self.carrier: Carrier | None = None
         if plan.moves:
-            self.carrier = self._make_carrier(plan, bucket_bytes, timeout_s, shared_memory)
+            self.carrier = self._make_carrier(plan)
 
     @torch.no_grad()
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
@@ -174,16 +185,17 @@ class Resharder:
         seconds = self._now() - start
         self._under_way = False
 
-        if self._verify:
+        if self._options.verify:
             self._compare(source, target)
         return ReshardStats(bytes_moved, self._minimum, peak_bytes, seconds)
 
-    def _make_carrier(
-        self, plan: ReshardPlan, bucket_bytes: int, timeout_s: float, shared_memory: bool
-    ) -> Carrier:
+    def _make_carrier(self, plan: ReshardPlan) -> Carrier:
         connect(self._group, self._device)
-        if shared_memory and self._device.type == "cpu":
-            rings = SharedRings(plan.moves, self._rank, bucket_bytes, self._dtype, timeout_s)
+        bucket_bytes = self._options.bucket_bytes
+        if self._options.shared_memory and self._device.type == "cpu":
+            rings = SharedRings(
+                plan.moves, self._rank, bucket_bytes, self._dtype, self._options.timeout_s
+            )
             if rings.open(self._group):
                 return rings
 

@@ -62,11 +62,6 @@ class Alias:
     parameter: str
     pieces: tuple[Piece, ...]
 
-    @property
-    def elements(self) -> int:
-        """Numbers in the parameter, without padding."""
-        return sum((piece.stop - piece.start) * _row(piece) for piece in self.pieces)
-
 
 @dataclass(frozen=True)
 class ReshardPlan:
@@ -101,11 +96,6 @@ class ReshardPlan:
     def bytes_local(self) -> int:
         """Bytes copied within their rank."""
         return self.itemsize * sum(copy.elements for copy in self.copies)
-
-    @property
-    def bytes_aliased(self) -> int:
-        """Bytes of the target that share storage with the source."""
-        return self.itemsize * sum(alias.elements for alias in self.aliases)
 
 
 def plan(

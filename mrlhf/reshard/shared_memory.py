@@ -1,9 +1,9 @@
 """Carries moves between ranks of one machine through memory that they share.
 
-Each rank packs what it sends into a small ring of chunks in POSIX shared memory, once for all
+Each rank packs what it sends into a small ring of parcels in POSIX shared memory, once for all
 ranks that need it. They unpack it from there directly into their engines. Packing and unpacking
-overlap, nothing is copied in between, and because a chunk fits into the cache of the processor, the
-cost is little more than one copy of each number.
+overlap, nothing is copied in between, and because a parcel fits into the cache of the processor,
+the cost is little more than one copy of each number.
 
 The file names of the memory are removed before the first weight moves, so a job that is killed
 later leaves nothing behind. The ring is kept between runs: to allocate its pages again takes as
@@ -27,27 +27,30 @@ from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.reshard.chunks import Chunk, chunks_of
 from mrlhf.reshard.mailbox import Mailbox, Message
+from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Move
 from mrlhf.reshard.views import Views
 
 DIRECTORY = Path("/dev/shm")
 RING_BYTES = 8 << 20
-RING_CHUNKS = 4
+RING_PARCELS = 4
 _FILLED = 0
 _READ = 1
 _NO_MORE_WORK = object()
 
 
 class Ring:
-    """The chunks of one sending rank in shared memory; chunk n has place n modulo `RING_CHUNKS`."""
+    """The parcels of one sending rank in shared memory.
 
-    def __init__(self, chunks: Sequence[Chunk], dtype: torch.dtype) -> None:
-        self.chunks = chunks
+    Parcel n has place n modulo `RING_PARCELS`.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], dtype: torch.dtype) -> None:
+        self.parcels = parcels
         self._dtype = dtype
-        self._stride = max((chunk.elements for chunk in chunks), default=0)
-        self.nbytes = self._stride * min(RING_CHUNKS, len(chunks)) * dtype.itemsize
+        self._stride = max((parcel.elements for parcel in parcels), default=0)
+        self.nbytes = self._stride * min(RING_PARCELS, len(parcels)) * dtype.itemsize
 
     def open(self, path: Path, create: bool) -> None:
         """Map the file at `path`; the owner creates it.
@@ -64,14 +67,14 @@ class Ring:
             numbers = torch.frombuffer(mmap.mmap(file.fileno(), self.nbytes), dtype=self._dtype)
 
         self._slices: list[list[Tensor]] = []
-        for number, chunk in enumerate(self.chunks):
-            place = number % RING_CHUNKS * self._stride
+        for number, parcel in enumerate(self.parcels):
+            place = number % RING_PARCELS * self._stride
             self._slices.append(
-                [numbers[place + packed.offset :][: packed.elements] for packed in chunk.slices]
+                [numbers[place + packed.offset :][: packed.elements] for packed in parcel.slices]
             )
 
     def slices(self, number: int) -> list[Tensor]:
-        """The slices of chunk `number`, each as a flat tensor."""
+        """The slices of parcel `number`, each as a flat tensor."""
         return self._slices[number]
 
 
@@ -107,14 +110,14 @@ class SharedRings:
         for move in moves:
             moves_of_sender.setdefault(move.source_rank, []).append(move)
 
-        capacity = min(bucket_bytes, RING_BYTES) // RING_CHUNKS // dtype.itemsize
+        capacity = min(bucket_bytes, RING_BYTES) // RING_PARCELS // dtype.itemsize
         self._own: Ring | None = None
         self._read_from: dict[int, Ring] = {}
         for sender, sent in moves_of_sender.items():
-            ring = Ring(chunks_of(sent, capacity), dtype)
+            ring = Ring(parcels_of(sent, capacity), dtype)
             if sender == rank:
                 self._own = ring
-            elif any(rank in chunk.readers for chunk in ring.chunks):
+            elif any(rank in parcel.readers for parcel in ring.parcels):
                 self._read_from[sender] = ring
         self.peak_bytes = 0 if self._own is None else self._own.nbytes
 
@@ -162,16 +165,16 @@ class SharedRings:
             WeightError: another rank does not call it in time, or has ended.
         """
         self._run += 1
-        chunks = self._own.chunks if self._own is not None else ()
-        waiting_readers = [set(chunk.readers) for chunk in chunks]
-        unread = {sender: self._chunks_for_me(ring) for sender, ring in self._read_from.items()}
+        parcels = self._own.parcels if self._own is not None else ()
+        waiting_readers = [set(parcel.readers) for parcel in parcels]
+        unread = {sender: self._parcels_for_me(ring) for sender, ring in self._read_from.items()}
 
         packed = 0
         received_bytes = 0
         has_work = True
-        while packed < len(chunks) or any(unread.values()) or any(waiting_readers):
-            if packed < len(chunks):
-                is_place_free = packed < RING_CHUNKS or not waiting_readers[packed - RING_CHUNKS]
+        while packed < len(parcels) or any(unread.values()) or any(waiting_readers):
+            if packed < len(parcels):
+                is_place_free = packed < RING_PARCELS or not waiting_readers[packed - RING_PARCELS]
                 if is_place_free:
                     self._pack(packed, source)
                     packed += 1
@@ -211,8 +214,8 @@ class SharedRings:
         """Open the inboxes and rings of others; False if one of them is on another machine."""
         peers = set(self._read_from)
         if self._own is not None:
-            for chunk in self._own.chunks:
-                peers.update(chunk.readers)
+            for parcel in self._own.parcels:
+                peers.update(parcel.readers)
 
         try:
             self._mailbox.open_peers({rank: stems[rank].with_suffix(".inbox") for rank in peers})
@@ -222,24 +225,26 @@ class SharedRings:
             return False
         return True
 
-    def _chunks_for_me(self, ring: Ring) -> set[int]:
-        return {number for number, chunk in enumerate(ring.chunks) if self._rank in chunk.readers}
+    def _parcels_for_me(self, ring: Ring) -> set[int]:
+        return {
+            number for number, parcel in enumerate(ring.parcels) if self._rank in parcel.readers
+        }
 
     def _pack(self, number: int, source: Views) -> None:
         assert self._own is not None
-        chunk = self._own.chunks[number]
-        for packed, flat in zip(chunk.slices, self._own.slices(number), strict=True):
+        parcel = self._own.parcels[number]
+        for packed, flat in zip(parcel.slices, self._own.slices(number), strict=True):
             move = packed.moves[0]
             view = source(move.source, move.start, move.stop)
             flat.view(view.shape).copy_(view)
 
-        for reader in chunk.readers:
+        for reader in parcel.readers:
             self._mailbox.send(reader, (self._run, self._rank, number, _FILLED))
 
     def _unpack(self, sender: int, number: int, target: Views) -> int:
         ring = self._read_from[sender]
         received_bytes = 0
-        for packed, flat in zip(ring.chunks[number].slices, ring.slices(number), strict=True):
+        for packed, flat in zip(ring.parcels[number].slices, ring.slices(number), strict=True):
             for move in packed.moves:
                 if move.target_rank == self._rank:
                     view = target(move.target, move.start, move.stop)

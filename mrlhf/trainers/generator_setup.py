@@ -23,7 +23,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.reshard.execute import Resharder
+from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import plan
 from mrlhf.rollout.generator import Generator
 from mrlhf.run.startup import Run
@@ -89,16 +89,13 @@ def build_generator(
     source = {rank: role_pieces(actor.spec, actor.groups.layout, rank) for rank in ranks}
     target = {rank: backend.pieces(actor.spec, engines, rank) for rank in ranks}
     machines = _ranks_by_machine(actor.groups)
-    resharder = Resharder(
-        plan(source, target, actor.dtype.itemsize, machines),
-        actor.slots,
-        engine,
-        run.rank,
-        rollout.reshard_bucket_mb << 20,
+    options = TransferOptions(
+        bucket_bytes=rollout.reshard_bucket_mb << 20,
         verify=rollout.verify_reshard,
-        group=group,
         timeout_s=config.distributed.timeout_s,
     )
+    whole_plan = plan(source, target, actor.dtype.itemsize, machines)
+    resharder = Resharder(whole_plan, actor.slots, engine, run.rank, options, group)
     return Generator(engine, engine_groups, resharder, config.seed)
 
 

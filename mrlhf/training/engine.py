@@ -38,11 +38,8 @@ from mrlhf.parallel.microbatch import (
 )
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.optimizer import ShardedOptimizer
-from mrlhf.weights.hf import read_weights, write_weights
+from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from mrlhf.weights.init import initialise
-
-NEW_HEAD = "score.weight"
-UNUSED_BY_SCALAR = ("lm_head.weight",)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,8 @@ class ModelEngine:
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
         self._section = section
-        self._shapes = family_of(spec).tensor_shapes(spec)
+        self._family = family_of(spec)
+        self._shapes = self._family.tensor_shapes(spec)
 
         built = build_model(
             spec,
@@ -126,17 +124,17 @@ class ModelEngine:
         zeros, so that a new critic predicts 0 everywhere. `seed` has no effect if the checkpoint is
         complete.
         """
-        scalar = self.spec.head == "scalar"
+        scalar_head = self._family.scalar_head
         missing = read_weights(
             path,
             self.slots,
             self._shapes,
-            allow_missing=(NEW_HEAD,) if scalar else (),
-            ignore=UNUSED_BY_SCALAR if scalar else (),
+            allow_missing=(scalar_head,) if self.spec.head == "scalar" else (),
+            ignore=(self._family.language_head,),
         )
         if missing:
-            heads = [slot for slot in self.slots if slot.piece.name == NEW_HEAD]
-            initialise(heads, self._shapes, seed, head_std=0.0)
+            heads = [slot for slot in self.slots if slot.piece.name == scalar_head]
+            initialise(heads, self._shapes, seed, std=0.0)
 
     def initialise(self, seed: int) -> None:
         """Draw random weights from `seed` and the model's `initializer_range`.
@@ -144,7 +142,7 @@ class ModelEngine:
         The weights do not depend on the layout.
         """
         std = self.spec.hf_config["initializer_range"]
-        initialise(self.slots, self._shapes, seed, std=std)
+        initialise(self.slots, self._shapes, seed, std, self._family.scalar_head)
 
     def export(self, path: str | Path, max_shard_bytes: int) -> None:
         """Write the weights as a Hugging Face checkpoint without its `config.json`.
@@ -152,7 +150,8 @@ class ModelEngine:
         Every rank calls it.
         """
         if self.groups.coordinates.dp == 0:
-            write_weights(path, self.slots, self._shapes, self.groups.mp, max_shard_bytes)
+            options = FileOptions(max_shard_bytes)
+            write_weights(path, self.slots, self._shapes, self.groups.mp, options)
 
     def cut(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,21 @@ from mrlhf.weights.files import file_names, find_files, publish, split_files, te
 from mrlhf.weights.shard import Key, Shape, Slot
 
 _BUFFER = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """What the files of a checkpoint are like.
+
+    Attributes:
+        max_shard_bytes: largest file, in bytes of tensors; a larger tensor has a file of its own.
+        metadata: more header entries of each file, beside `format: pt`.
+        dtype: dtype in the files; that of the parameters if None.
+    """
+
+    max_shard_bytes: int = 5 * 10**9
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
 
 
 def read_weights(
@@ -78,9 +93,7 @@ def write_weights(
     slots: Sequence[Slot],
     shapes: Mapping[str, Shape],
     group: dist.ProcessGroup,
-    max_shard_bytes: int = 5 * 10**9,
-    metadata: Mapping[str, str] | None = None,
-    dtype: torch.dtype | None = None,
+    options: FileOptions,
 ) -> None:
     """Write the model that a group's ranks hold together, as safetensors in directory `path`.
 
@@ -95,9 +108,7 @@ def write_weights(
             filled.
         group: the model-parallel ranks of one data-parallel replica. The ranks of other replicas do
             not call this.
-        max_shard_bytes: largest file, in bytes of tensors; a larger tensor has a file of its own.
-        metadata: more header entries of each file, beside `format: pt`.
-        dtype: dtype in the files; that of the parameters if None.
+        options: what the files are like.
 
     Raises:
         WeightError: the ranks do not hold the whole model.
@@ -107,10 +118,11 @@ def write_weights(
     rank = dist.get_rank()
     ranks = dist.get_process_group_ranks(group)
 
-    model = _survey(slots, shapes, group, dtype)
+    model = _survey(slots, shapes, group, options.dtype)
     sizes = {name: tensor.nbytes for name, tensor in model.items()}
-    contents = split_files(sizes, max_shard_bytes)
+    contents = split_files(sizes, options.max_shard_bytes)
     files = file_names(len(contents))
+    metadata = {"format": "pt", **options.metadata}
 
     connect(group, slots[0].parameter.device)
     for first in range(0, len(files), len(ranks)):
@@ -120,7 +132,7 @@ def write_weights(
         tensors = _collect(writers, model, slots, group)
         if rank in writers:
             file = directory / files[first + ranks.index(rank)]
-            save_file(tensors, temporary(file), metadata={"format": "pt", **(metadata or {})})
+            save_file(tensors, temporary(file), metadata=metadata)
         del tensors
 
     all_gather_objects(None, group)  # all files are complete
@@ -144,13 +156,9 @@ def _check(
             f"not whole"
         )
 
-    unused = set(ignore)
-    if "lm_head.weight" not in shapes and "score.weight" not in shapes:
-        # The output layer is the embedding, and some checkpoints of such models store a copy.
-        unused.add("lm_head.weight")
     unknown = []
     for name in tensors:
-        if name not in shapes and name not in unused and not name.endswith(_BUFFER):
+        if name not in shapes and name not in ignore and not name.endswith(_BUFFER):
             unknown.append(name)
     if unknown:
         raise WeightError(

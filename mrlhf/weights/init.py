@@ -22,6 +22,7 @@ def initialise(
     shapes: Mapping[str, Shape],
     seed: int,
     std: float = 0.02,
+    scalar_head: str | None = None,
     head_std: float = 0.02,
 ) -> None:
     """Fill `slots` with norms of 1, biases of 0 and matrices drawn from N(0, std).
@@ -33,15 +34,15 @@ def initialise(
         shapes: name and full shape of every tensor of the whole model.
         seed: seed of the run.
         std: standard deviation of the matrices; `initializer_range` of a `config.json`.
-        head_std: standard deviation of a scalar head, `score.weight`. With 0 it predicts 0
-            everywhere.
+        scalar_head: the tensor that has a standard deviation of its own, if there is one.
+        head_std: standard deviation of `scalar_head`.
     """
     slots_by_name: dict[str, list[Slot]] = {}
     for slot in slots:
         slots_by_name.setdefault(slot.piece.name, []).append(slot)
 
     for name, holders in slots_by_name.items():
-        whole = _draw(name, shapes[name], seed, head_std if name == "score.weight" else std)
+        whole = _draw(name, shapes[name], seed, head_std if name == scalar_head else std)
         for slot in holders:
             piece = slot.piece
             slot.store(whole.narrow(piece.dim, piece.start, piece.stop - piece.start))

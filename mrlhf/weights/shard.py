@@ -37,15 +37,15 @@ class Rule:
         dim: the dimension that tensor parallelism splits; None if every rank holds the whole.
         periods: number of periods in the whole (unsplit) parameter, which are divided over the
             ranks; None for one period a rank.
-        shares: the tensors after the first are cut in at most this number of shares. With more
-            ranks than shares there is one period a rank, and neighbouring ranks hold the same
-            share. None if every tensor is split over all ranks.
+        shared_kv_heads: number of KV heads in each tensor after the first, if several ranks may
+            hold the same one. With more ranks than KV heads there is one period a rank, and
+            neighbouring ranks hold the same KV head. None if every tensor is split over all ranks.
     """
 
     names: tuple[str, ...]
     dim: int | None
     periods: int | None = None
-    shares: int | None = None
+    shared_kv_heads: int | None = None
 
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
         """How the parameter is cut on each of `tp_size` ranks; `dim` is not None.
@@ -64,10 +64,10 @@ class Rule:
         counts = [periods] * len(sizes)  # into how many blocks each tensor is cut, over all ranks
         divides = True
         if self.is_shared(tp_size):
-            assert self.shares is not None
+            assert self.shared_kv_heads is not None
             periods = tp_size
-            counts = [tp_size] + [self.shares] * (len(sizes) - 1)
-            divides = tp_size % self.shares == 0
+            counts = [tp_size] + [self.shared_kv_heads] * (len(sizes) - 1)
+            divides = tp_size % self.shared_kv_heads == 0
 
         if len(sizes) > 1:
             for size, count in zip(sizes, counts, strict=True):
@@ -79,8 +79,8 @@ class Rule:
         return periods // tp_size, blocks
 
     def is_shared(self, tp_size: int) -> bool:
-        """Whether several of `tp_size` ranks hold the same share of the tensors after the first."""
-        return self.shares is not None and tp_size > self.shares
+        """Whether several of `tp_size` ranks hold the same KV head."""
+        return self.shared_kv_heads is not None and tp_size > self.shared_kv_heads
 
     def _refusal(self, sizes: Sequence[int], tp_size: int) -> str:
         tensors = []
@@ -88,13 +88,13 @@ class Rule:
             tensors.append(f"{name} ({size} rows)")
         fused = ", ".join(tensors)
 
-        count = self.shares or self.periods
+        count = self.shared_kv_heads or self.periods
         if count is None:
             remedy = "use a smaller tp"
         else:
             fused += f" in {count} blocks"
             remedy = f"use a tp that divides {count}"
-            if self.shares is not None:
+            if self.shared_kv_heads is not None:
                 remedy += f", or a multiple of {count} that divides the rows"
         return f"{fused} do not divide over tensor-parallel size {tp_size}; {remedy}"
 
@@ -193,13 +193,13 @@ def pieces_of(
     for number, (name, block) in enumerate(zip(rule.names, blocks, strict=True)):
         shape = shapes[name]
         size = shape[rule.dim]
-        share = tp_rank
+        place = tp_rank
         if number > 0 and rule.is_shared(tp_size):
-            share = tp_rank * (size // block) // tp_size
+            place = tp_rank * (size // block) // tp_size
 
         # The last ranks hold fewer rows of a tensor that is padded, or none.
-        start = min(size, share * periods * block)
-        stop = min(size, (share + 1) * periods * block)
+        start = min(size, place * periods * block)
+        stop = min(size, (place + 1) * periods * block)
         if start < stop:
             valid = min(block, stop - start)
             period = sum(blocks)

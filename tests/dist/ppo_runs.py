@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.data.arithmetic import write_arithmetic
+from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
@@ -152,8 +152,7 @@ class Runs:
 def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     """Write models, data, a user's reward functions and the base configuration to `root`; run."""
     plain_ppo.save_models(root)
-    write_arithmetic(
-        root / "data",
+    task = ArithmeticTask(
         digits=2,
         operations="+",
         sft=40,
@@ -164,6 +163,7 @@ def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
         vocab_size=plain_ppo.SIZES["vocab_size"],
         seed=1,
     )
+    write_arithmetic(root / "data", task)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
 

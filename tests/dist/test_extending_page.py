@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mrlhf.config import PPOConfig, load_config, parse_args
-from mrlhf.data.arithmetic import write_arithmetic
+from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError
 from mrlhf.inference.base import InferenceEngine
@@ -146,10 +146,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, the data, and the page's examples under `mine`."""
     directory = tmp_path_factory.mktemp("extending")
     plain_ppo.save_models(directory)
-    write_arithmetic(
-        directory / "data", digits=2, operations="+", sft=40, train=20, held_out=4,
+    task = ArithmeticTask(
+        digits=2, operations="+", sft=40, train=20, held_out=4,
         wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_ppo.SIZES["vocab_size"], seed=1,
     )  # fmt: skip
+    write_arithmetic(directory / "data", task)
     (directory / "mine").mkdir()
     return directory
 

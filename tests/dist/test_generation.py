@@ -260,7 +260,9 @@ class Broken(FakeEngine):
 
 def test_a_lack_of_memory_is_reported_with_numbers_and_keys() -> None:
     for engine, expected in ((OutOfMemory(), EngineError), (Broken(), RuntimeError)):
-        generator = Generator(engine, None, FakeResharder(engine, ReshardStats(0, 0, 0, 0)), SEED)  # type: ignore[arg-type]
+        resharder: Any = FakeResharder(engine, ReshardStats(0, 0, 0, 0))
+        groups: Any = None
+        generator = Generator(engine, groups, resharder, SEED)
         with pytest.raises(expected) as caught:
             generator.take_weights(0)
         if expected is EngineError:

@@ -34,7 +34,6 @@ def _memberships(rank: int, world_size: int) -> dict[str, Any]:
             _ranks(group)
             for group in (actor.tp, actor.dp, actor.pp, actor.mp, actor.world, actor.dp_pp)
         ],
-        "stages": (actor.is_first_stage, actor.is_last_stage),
         "embedding": (_ranks(actor.collection.embd), _ranks(deep.collection.embd)),
         "optimizer": (_ranks(wide.collection.intra_dist_opt), _ranks(wide.collection.tp_dp_cp)),
         "wide": [_ranks(group) for group in (wide.dp, wide.pp, wide.dp_pp, wide.collection.cp)],
@@ -46,7 +45,6 @@ def test_every_rank_is_in_the_groups_of_its_coordinates() -> None:
     first, second, third, fourth = run_ranks(4, _memberships)
     assert first == {
         "actor": [[0, 1], [0], [0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2]],
-        "stages": (True, False),
         "embedding": ([0, 2], [0, 3]),
         "optimizer": ([0, 1, 2, 3], [0, 1]),
         "wide": [[0, 1], [0, 2], [0, 1, 2, 3], [0]],
@@ -59,5 +57,4 @@ def test_every_rank_is_in_the_groups_of_its_coordinates() -> None:
     assert third["engine"] == (1, 0, [2, 3], [0, 2])
 
     assert fourth["actor"] == [[2, 3], [3], [1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 3]]
-    assert fourth["stages"] == (False, True)
     assert fourth["wide"] == [[2, 3], [1, 3], [0, 1, 2, 3], [3]]

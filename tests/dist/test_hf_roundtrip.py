@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from mrlhf.errors import WeightError
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.weights.hf import read_weights, write_weights
+from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from tests.ranks import run_ranks
 from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
@@ -48,7 +48,7 @@ def _body(rank: int, world_size: int, root: str) -> None:
             if layout.coordinates(rank).dp == 0:
                 for cut, size in SHARD_BYTES.items():
                     directory = Path(root) / _name(model, layout, cut)
-                    write_weights(directory, slots, shapes, writers, size)
+                    write_weights(directory, slots, shapes, writers, FileOptions(size))
 
     _overwrite_and_cast(rank, Path(root))
     _incomplete(rank, Path(root))
@@ -63,9 +63,10 @@ def _overwrite_and_cast(rank: int, root: Path) -> None:
     read_weights(root / "qwen3", slots, shapes)
 
     for size, dtype in ((20_000, None), (10**9, torch.bfloat16)):
-        write_weights(root / "again", slots, shapes, everyone, size, {"step": "7"}, dtype)
+        options = FileOptions(size, {"step": "7"}, dtype)
+        write_weights(root / "again", slots, shapes, everyone, options)
     for size in (10**9, 25_000):
-        write_weights(root / "regrown", slots, shapes, everyone, size)
+        write_weights(root / "regrown", slots, shapes, everyone, FileOptions(size))
 
 
 def _incomplete(rank: int, root: Path) -> None:
@@ -74,7 +75,9 @@ def _incomplete(rank: int, root: Path) -> None:
     lost = "model.layers.3.mlp.up_proj.weight"
     kept = [slot for slot in slots if rank < 2 or slot.piece.name != lost]
     with pytest.raises(WeightError, match=r"layers.3.mlp.up_proj.weight: .* do not hold the whole"):
-        write_weights(root / "holes", kept, tensor_shapes(spec), dist.group.WORLD)
+        write_weights(
+            root / "holes", kept, tensor_shapes(spec), dist.group.WORLD, FileOptions()
+        )
 
 
 def _load(directory: Path) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard import shared_memory
-from mrlhf.reshard.execute import Carrier, Resharder, WeightHolder
+from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets
 from mrlhf.reshard.plan import Move, ReshardPlan, plan
 from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
@@ -39,6 +39,7 @@ CASES = [
     if tp * pp % engine_tp == 0
 ]
 BUCKET_BYTES = 20_000
+OPTIONS = TransferOptions(BUCKET_BYTES)
 MODELS = ("llama", "qwen2_tied", "qwen3")
 
 
@@ -83,13 +84,13 @@ def _make(
     engine_tp: int,
     rank: int,
     dtype: torch.dtype,
-    **options: bool,
+    options: TransferOptions = OPTIONS,
 ) -> tuple[Resharder, list[Slot], FakeEngine]:
     reshard_plan = _plan_of(spec, actor, engine_tp, dtype.itemsize)
     assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
     slots = make_slots(role_pieces(spec, actor, rank), dtype)
     engine = FakeEngine(engine_pieces(spec, EngineLayout.inside(actor, engine_tp), rank), dtype)
-    resharder = Resharder(reshard_plan, slots, engine, rank, BUCKET_BYTES, **options)
+    resharder = Resharder(reshard_plan, slots, engine, rank, options)
     return resharder, slots, engine
 
 
@@ -111,8 +112,8 @@ def _all_layouts(rank: int) -> None:
         layouts = [case for case in CASES if case[0] <= spec.num_kv_heads]
         for number, (tp, pp, engine_tp) in enumerate(layouts):
             actor = ParallelLayout.for_world("actor", 4, tp, pp)
-            options = {"verify": number % 3 == 0, "shared_memory": number % 4 > 0}
-            resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, **options)
+            options = replace(OPTIONS, verify=number % 3 == 0, shared_memory=number % 4 > 0)
+            resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, options)
 
             # The second run brings new weights into the same storage.
             for scale in (1.0, -2.0):
@@ -129,7 +130,7 @@ def _all_layouts(rank: int) -> None:
                 _assert_shared(slots, engine)
                 assert stats.bytes_moved == stats.peak_extra_bytes == 0
             else:
-                kind = SharedRings if options["shared_memory"] else LinkBuckets
+                kind = SharedRings if options.shared_memory else LinkBuckets
                 assert isinstance(resharder.carrier, kind)
 
     assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
@@ -158,7 +159,8 @@ def _storage_may_change(rank: int) -> None:
 def _a_rank_that_does_not_come_is_named(rank: int) -> None:
     spec = tiny_spec("llama")
     actor = ParallelLayout(2, 2, 1)
-    resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, timeout_s=0.5)
+    options = replace(OPTIONS, timeout_s=0.5)
+    resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, options)
     fill(slots, full_tensors(spec))
     if rank != 2:
         with pytest.raises(
@@ -229,9 +231,8 @@ def _damage_is_noticed(rank: int) -> None:
     moves = _plan_of(spec, actor, 1, 4).moves
     for shared in (False, True):
         for verify in (False, True):
-            resharder, slots, engine = _make(
-                spec, actor, 1, rank, torch.float32, verify=verify, shared_memory=shared
-            )
+            options = replace(OPTIONS, verify=verify, shared_memory=shared)
+            resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, options)
             assert resharder.carrier is not None
             resharder.carrier = DamagingCarrier(resharder.carrier, moves, rank)
             fill(slots, full)
@@ -266,7 +267,8 @@ def _one_group_alone(rank: int) -> None:
             fill(slots, full_tensors(spec))
 
             part = plan(source, target, 4)
-            Resharder(part, slots, engine, rank, 10**6, verify=True, group=group).run()
+            options = TransferOptions(bucket_bytes=10**6, verify=True)
+            Resharder(part, slots, engine, rank, options, group).run()
             _assert_holds(engine, full_tensors(spec))
 
 
@@ -293,7 +295,7 @@ def _native_engine(rank: int) -> None:
             slots = make_slots(role_pieces(spec, actor, rank))
             fill(slots, full_tensors(spec))
             reshard_plan = _plan_of(spec, actor, tp, 4)
-            Resharder(reshard_plan, slots, engine, rank, BUCKET_BYTES, verify=True).run()
+            Resharder(reshard_plan, slots, engine, rank, replace(OPTIONS, verify=True)).run()
 
             held = [piece for pieces in engine.parameter_pieces().values() for piece in pieces]
             assert held == engine_pieces(spec, EngineLayout.inside(actor, tp), rank)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +37,12 @@ def torchrun(
         ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", *arguments],
         timeout,
     )
+
+
+def python_command(page: str) -> list[str]:
+    """The arguments of the one `python ...` command of a page, whose lines may end with a `\\`."""
+    (command,) = re.findall(r"^python ((?:.+\\\n)*.+)$", page, re.MULTILINE)
+    return shlex.split(command.replace("\\\n", " "))
 
 
 def succeed(done: subprocess.CompletedProcess[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +25,7 @@ from mrlhf.rl.names import (
     Statistic,
     WeightLevel,
 )
-from tests.e2e.programs import ROOT, run_program, succeed
+from tests.e2e.programs import ROOT, python_command, run_program, succeed
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTIONS = {section.split("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
@@ -69,8 +68,7 @@ def plain(default: str) -> object:
 
 
 def test_its_command_checks_the_combination() -> None:
-    (command,) = re.findall(r"^python (.+)$", PAGE, re.MULTILINE)
-    output = succeed(run_program(shlex.split(command)))
+    output = succeed(run_program(python_command(PAGE)))
     assert "no critic: grpo needs none" in output and "configuration fits" in output
 
 

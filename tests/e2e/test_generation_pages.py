@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,14 @@ from mrlhf.config import PPOConfig
 from mrlhf.config.schema import keys
 from mrlhf.inference.base import EngineStats
 from mrlhf.rollout.generator import engine_metrics
-from tests.e2e.programs import ROOT, run_program, succeed
+from tests.e2e.programs import ROOT, python_command, run_program, succeed
 
 PAGE = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.timeout(300)
 
 
 def test_its_command_says_what_a_sequence_takes() -> None:
-    (command,) = re.findall(r"^python (.+)$", PAGE, re.MULTILINE)
-    output = succeed(run_program(shlex.split(command)))
+    output = succeed(run_program(python_command(PAGE)))
     # 13 tokens take one block of 16.
     factors = "2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens"
     assert f"a sample at full length: {factors} = 8192 bytes" in output

@@ -17,7 +17,7 @@ from mrlhf.errors import WeightError
 from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.reshard.chunks import Chunk, chunks_of
+from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Move, ReshardPlan, plan, split
 from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
 from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
@@ -116,8 +116,8 @@ def _check_bytes(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> N
     assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
 
     total = itemsize * sum(len(_numbers(pieces, full)) for pieces in target.values())
-    filled = reshard_plan.bytes_moved + reshard_plan.bytes_local + reshard_plan.bytes_aliased
-    assert filled == total
+    aliased = itemsize * sum(len(_numbers(alias.pieces, full)) for alias in reshard_plan.aliases)
+    assert reshard_plan.bytes_moved + reshard_plan.bytes_local + aliased == total
     assert all(move.source_rank != move.target_rank for move in reshard_plan.moves)
     assert all(copy.source_rank == copy.target_rank for copy in reshard_plan.copies)
 
@@ -263,16 +263,16 @@ def _move(name: str, start: int, stop: int, source_rank: int, target_rank: int) 
     return Move(source_rank, target_rank, piece, piece, start, stop)
 
 
-def _described(chunk: Chunk) -> list[tuple[int, str, int, int]]:
+def _described(parcel: Parcel) -> list[tuple[int, str, int, int]]:
     """Offset, tensor, first row and number of receivers of each slice."""
     described: list[tuple[int, str, int, int]] = []
-    for packed in chunk.slices:
+    for packed in parcel.slices:
         move = packed.moves[0]
         described.append((packed.offset, move.source.name, move.start, len(packed.moves)))
     return described
 
 
-def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
+def test_a_slice_that_several_ranks_need_is_in_one_parcel_once() -> None:
     moves = [
         _move("a", 0, 6, 0, 1),
         _move("b", 0, 2, 0, 1),
@@ -280,17 +280,17 @@ def test_a_slice_that_several_ranks_need_is_in_one_chunk_once() -> None:
         _move("b", 2, 3, 0, 2),
     ]
 
-    chunks = chunks_of(moves, capacity=8)
-    assert [chunk.readers for chunk in chunks] == [(1, 3), (1, 3), (2,)]
-    assert [_described(chunk) for chunk in chunks] == [
+    parcels = parcels_of(moves, capacity=8)
+    assert [parcel.readers for parcel in parcels] == [(1, 3), (1, 3), (2,)]
+    assert [_described(parcel) for parcel in parcels] == [
         [(0, "a", 0, 2)],
         [(0, "a", 4, 2), (4, "b", 0, 1)],
         [(0, "b", 2, 1)],
     ]
-    assert [chunk.elements for chunk in chunks] == [8, 8, 2]
-    assert chunks_of([], capacity=8) == []
+    assert [parcel.elements for parcel in parcels] == [8, 8, 2]
+    assert parcels_of([], capacity=8) == []
 
 
-def test_a_row_longer_than_a_chunk_is_a_chunk() -> None:
-    chunks = chunks_of([_move("a", 0, 3, 0, 1)], capacity=1)
-    assert [chunk.elements for chunk in chunks] == [2, 2, 2]
+def test_a_row_longer_than_a_parcel_is_a_parcel() -> None:
+    parcels = parcels_of([_move("a", 0, 3, 0, 1)], capacity=1)
+    assert [parcel.elements for parcel in parcels] == [2, 2, 2]

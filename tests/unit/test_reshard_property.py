@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.reshard.chunks import Chunk, chunks_of
+from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Move, plan
 from mrlhf.weights.shard import Piece, Rule, local_shape, pieces_of
 
@@ -54,11 +54,13 @@ class Model:
             first += tensors[name].size
         return tensors
 
-    def rules(self, interleaved: bool, shares: int | None) -> dict[str, Rule]:
+    def rules(self, interleaved: bool, shared_kv_heads: int | None) -> dict[str, Rule]:
         return {
             "embedding": Rule(("e",), 0),
             "norm": Rule(("n",), None),
-            "qkv": Rule(("q", "k", "v"), 0, self.kv_heads if interleaved else None, shares),
+            "qkv": Rule(
+                ("q", "k", "v"), 0, self.kv_heads if interleaved else None, shared_kv_heads
+            ),
             "fc1": Rule(("gate", "up"), 0),
             "proj": Rule(("o",), 1),
         }
@@ -215,10 +217,10 @@ def _sent(have: Mapping[int, Arrays], move: Move) -> np.ndarray:
     return array[_index(array, move.source, move.start, move.stop)]
 
 
-def _pack(chunk: Chunk, have: Mapping[int, Arrays]) -> np.ndarray:
-    """The numbers of a chunk; each place is filled once."""
-    packed = np.full(chunk.elements, -2)
-    for packed_slice in chunk.slices:
+def _pack(parcel: Parcel, have: Mapping[int, Arrays]) -> np.ndarray:
+    """The numbers of a parcel; each place is filled once."""
+    packed = np.full(parcel.elements, -2)
+    for packed_slice in parcel.slices:
         values = _sent(have, packed_slice.moves[0])
         place = slice(packed_slice.offset, packed_slice.offset + values.size)
         assert (packed[place] == -2).all()
@@ -247,9 +249,9 @@ def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
     elements_received = dict.fromkeys(ranks.want, 0)
     for sender in ranks.source:
         moves = [move for move in reshard_plan.moves if move.source_rank == sender]
-        for chunk in chunks_of(moves, case.capacity):
-            packed = _pack(chunk, ranks.have)
-            for packed_slice in chunk.slices:
+        for parcel in parcels_of(moves, case.capacity):
+            packed = _pack(parcel, ranks.have)
+            for packed_slice in parcel.slices:
                 for move in packed_slice.moves:
                     flat = packed[packed_slice.offset :][: move.elements]
                     received.write(move, flat.reshape(move.source.shape(move.start, move.stop)))

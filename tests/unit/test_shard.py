@@ -152,7 +152,7 @@ QKV = {"q": (24, 2), "k": (4, 2), "v": (4, 2)}  # two KV heads of 2 rows
 def test_kv_heads_are_shared_by_neighbouring_ranks(
     periods: int | None, tp: int, expected: list
 ) -> None:
-    rule = Rule(("q", "k", "v"), 0, periods, shares=2)
+    rule = Rule(("q", "k", "v"), 0, periods, shared_kv_heads=2)
     for tp_rank in range(tp):
         pieces = pieces_of("qkv", rule, QKV, tp_rank, tp)
         assert [(p.name, p.start, p.stop, p.offset, p.block, p.period) for p in pieces] == expected[
@@ -192,9 +192,9 @@ def test_what_does_not_divide_is_refused() -> None:
         WeightError,
         match="size 6; use a tp that divides 4, or a multiple of 4 that divides the rows",
     ):
-        pieces_of("qkv", replace(qkv, shares=4), tensor_shapes(spec), 0, 6)
+        pieces_of("qkv", replace(qkv, shared_kv_heads=4), tensor_shapes(spec), 0, 6)
     with pytest.raises(WeightError, match="size 64; use a tp that divides 4, or a multiple of 4"):
-        local_shape(replace(qkv, shares=4), tensor_shapes(spec), 64)
+        local_shape(replace(qkv, shared_kv_heads=4), tensor_shapes(spec), 64)
 
     fc1 = _rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight")
     with pytest.raises(WeightError, match="tensor-parallel size 16; use a smaller tp"):

@@ -14,7 +14,7 @@ from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.reshard.execute import Resharder
+from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import plan
 from tests.engine_models import answer
 from tests.ranks import run_ranks
@@ -54,7 +54,8 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
         target = {r: vllm_pieces(spec, engines, r) for r in range(world_size)}
         slots = make_slots(source[rank])
         way = plan(source, target, 4)
-        resharder = Resharder(way, slots, engine, rank, 50_000, verify=True)
+        options = TransferOptions(bucket_bytes=50_000, verify=True)
+        resharder = Resharder(way, slots, engine, rank, options)
         assert [
             piece for pieces in engine.parameter_pieces().values() for piece in pieces
         ] == target[rank]

@@ -5,6 +5,8 @@
     gate_up_proj    all gate rows of the rank, then its up rows
     embed_tokens    the vocabulary, padded to a multiple of 64, in equal shares of rows
 
+All dense families have these parameters in vLLM. A family with other layers needs a map of its own.
+
 This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 """
 

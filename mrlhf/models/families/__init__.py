@@ -1,6 +1,6 @@
 """The model families that mrlhf knows, and the one reader and writer of `config.json`.
 
-A new family is a file of its own and a line in `FAMILIES`.
+A new family is a file of its own, and is listed in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from mrlhf.models.spec import Head, ModelSpec
 __all__ = ["FAMILIES", "Chunk", "Family", "family_of", "load_spec", "save_config"]
 
 FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)
 }
 
 

@@ -38,6 +38,9 @@ class Family:
     Attributes:
         model_type: the value of that key in `config.json`.
         class_stem: how the names of its transformers classes begin; "Llama" in "LlamaForCausalLM".
+        language_head: the tensor of a language model's output layer. Where the output layer is the
+            embedding the model has no such tensor, but some checkpoints store a copy.
+        scalar_head: the tensor of a scalar model's output layer.
         required_keys: what a `config.json` of the family must state. transformers would replace a
             missing number by that of a model which the file does not describe.
         read_config: (config, head) -> the spec. `config` is the `config.json` as transformers
@@ -56,6 +59,8 @@ class Family:
 
     model_type: str
     class_stem: str
+    language_head: str
+    scalar_head: str
     required_keys: tuple[str, ...]
     read_config: Callable[[dict[str, Any], Head], ModelSpec]
     megatron_options: Callable[[ModelSpec], dict[str, Any]]

@@ -20,6 +20,8 @@ from mrlhf.weights.shard import Rule, Shape
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+_LANGUAGE_HEAD = "lm_head.weight"
+_SCALAR_HEAD = "score.weight"
 _REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -37,6 +39,8 @@ def dense_family(
     return Family(
         model_type=model_type,
         class_stem=class_stem,
+        language_head=_LANGUAGE_HEAD,
+        scalar_head=_SCALAR_HEAD,
         required_keys=_REQUIRED_KEYS,
         read_config=read_config,
         megatron_options=megatron_options,
@@ -163,9 +167,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
     shapes["model.norm.weight"] = (hidden,)
     if spec.head == "scalar":
-        shapes["score.weight"] = (1, hidden)
+        shapes[_SCALAR_HEAD] = (1, hidden)
     elif not spec.tied_embeddings:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+        shapes[_LANGUAGE_HEAD] = (spec.vocab_size, hidden)
     return shapes
 
 
@@ -221,11 +225,11 @@ def _layer_parameters(spec: ModelSpec) -> list[str]:
 def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
     embedding = Rule(("model.embed_tokens.weight",), dim=0)
     if spec.head == "scalar":
-        output = Rule(("score.weight",), dim=None)
+        output = Rule((_SCALAR_HEAD,), dim=None)
     elif spec.tied_embeddings:
         output = embedding
     else:
-        output = Rule(("lm_head.weight",), dim=0)
+        output = Rule((_LANGUAGE_HEAD,), dim=0)
 
     return {
         "embedding.word_embeddings.weight": embedding,

@@ -1,6 +1,6 @@
-"""Cuts what one rank sends into chunks that several ranks unpack.
+"""Cuts what one rank sends into parcels that several ranks unpack.
 
-Pure arithmetic on moves. It does not know tensors, memory or how a chunk travels.
+Pure arithmetic on moves. It does not know tensors, memory or how a parcel travels.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from mrlhf.reshard.plan import Move, split
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """One slice in a chunk.
+    """One slice in a parcel.
 
     Attributes:
-        offset: numbers before it in the chunk.
+        offset: numbers before it in the parcel.
         moves: the moves that send this slice, one for each rank that needs it.
     """
 
@@ -30,7 +30,7 @@ class PackedSlice:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Parcel:
     """What one rank packs at a time.
 
     Attributes:
@@ -43,19 +43,19 @@ class Chunk:
 
     @property
     def elements(self) -> int:
-        """Numbers in the chunk."""
+        """Numbers in the parcel."""
         return self.slices[-1].offset + self.slices[-1].elements
 
 
-def chunks_of(moves: Sequence[Move], capacity: int) -> list[Chunk]:
-    """Cut the moves of one sending rank into chunks, tensor by tensor.
+def parcels_of(moves: Sequence[Move], capacity: int) -> list[Parcel]:
+    """Cut the moves of one sending rank into parcels, tensor by tensor.
 
     A slice that several ranks need is packed once. Going tensor by tensor keeps all receivers busy
     at the same time.
 
     Args:
         moves: all moves from one rank.
-        capacity: the most numbers of a chunk, unless one row of a tensor is larger.
+        capacity: the most numbers of a parcel, unless one row of a tensor is larger.
     """
     tensor_order: dict[str, int] = {}
     moves_of_slice: dict[tuple[str, int, int, int], list[Move]] = {}
@@ -65,18 +65,18 @@ def chunks_of(moves: Sequence[Move], capacity: int) -> list[Chunk]:
             key = (part.source.name, part.source.dim, part.start, part.stop)
             moves_of_slice.setdefault(key, []).append(part)
 
-    chunks: list[list[PackedSlice]] = []
+    parcels: list[list[PackedSlice]] = []
     filled = capacity
     for key in sorted(moves_of_slice, key=lambda key: (tensor_order[key[0]], *key[1:])):
         same_slice = moves_of_slice[key]
         elements = same_slice[0].elements
-        if not chunks or filled + elements > capacity:
-            chunks.append([])
+        if not parcels or filled + elements > capacity:
+            parcels.append([])
             filled = 0
-        chunks[-1].append(PackedSlice(filled, tuple(same_slice)))
+        parcels[-1].append(PackedSlice(filled, tuple(same_slice)))
         filled += elements
 
-    return [Chunk(tuple(slices), _readers(slices)) for slices in chunks]
+    return [Parcel(tuple(slices), _readers(slices)) for slices in parcels]
 
 
 def _readers(slices: Sequence[PackedSlice]) -> tuple[int, ...]:
