@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mrlhf.preflight import check, describe
-from mrlhf.preflight.method_checks import LOSS_READERS, POLICY_LOSS_READERS
 from mrlhf.preflight.method_description import describe_method
+from mrlhf.rl.names import POLICY_LOSS_TRAITS
 from mrlhf.rl.policy_losses import (
     POLICY_LOSSES,
     PolicyLossInputs,
@@ -318,14 +318,14 @@ TRUNCATED = (
                 "reward__terms": [{"name": "format"}],
             },
             "algorithm.filter_groups.metric acc needs to know which responses are right, but no "
-            "reward term tells; add {name: exact_match, weight: 0}, gsm8k, or a function that "
-            "returns acc, to reward.terms",
+            "reward term says whether a response is right; add {name: exact_match, weight: 0}, "
+            "gsm8k, or a function that returns acc, to reward.terms",
         ),
         (
             {"actor__positive_lm_coef": 0.1, "reward__terms": [{"name": "gsm8k_flexible"}]},
             "actor.positive_lm_coef 0.1 needs to know which responses are right, but no reward "
-            "term tells; add {name: exact_match, weight: 0}, gsm8k, or a function that returns "
-            "acc, to reward.terms",
+            "term says whether a response is right; add {name: exact_match, weight: 0}, gsm8k, or "
+            "a function that returns acc, to reward.terms",
         ),
     ],
 )
@@ -434,9 +434,9 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         selected=torch.rand(shape, generator=generator) < 0.5,
     )
 
-    table = LOSS_READERS | POLICY_LOSS_READERS
+    keys = {key for traits in POLICY_LOSS_TRAITS.values() for key in traits.reads}
     # the covariance losses choose tokens by the others, before the loss is computed
-    assert set(table) - set(OPTIONS) == {
+    assert keys - set(OPTIONS) == {
         "clip_ratio",
         "clip_cov_ratio",
         "clip_cov_lb",
@@ -449,7 +449,7 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         for key, option in OPTIONS.items():
             moved = replace(PolicyLossOptions(), **{option: 1.5})
             read = not torch.equal(policy_loss(function, inputs, moved).per_token, loss)
-            assert read == (name in table[key]), (name, key)
+            assert read == (key in POLICY_LOSS_TRAITS[name].reads), (name, key)
 
 
 def test_the_method_in_words():
