@@ -130,7 +130,7 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
     """The KL in the reward, and rewards that are rescaled one by one."""
     algorithm = config.algorithm
     traits = estimator_traits(algorithm.adv_estimator)
-    if algorithm.whiten_rewards and not traits.takes_token_rewards:
+    if algorithm.whiten_rewards and not traits.allows_whitened_rewards:
         yield (
             "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator "
             f"{algorithm.adv_estimator} compares sums over responses; turn whiten_rewards off or "

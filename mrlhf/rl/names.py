@@ -35,10 +35,9 @@ class EstimatorTraits:
         needs_values: whether it needs a critic.
         needs_greedy_answer: whether it needs the score of a greedy answer to each prompt.
         compares_answers: whether it needs at least two answers to a prompt.
-        takes_token_rewards: whether it takes the reward of each token, so that these may be
-            rescaled one by one.
-        sums_later_rewards: whether a token's advantage is the sum of the rewards from it on, so
-            that the tokens of one response may have different advantages.
+        allows_whitened_rewards: whether the rewards of the tokens may be rescaled one by one.
+        sums_later_rewards: whether a token's advantage depends on the rewards from it on, so that
+            the tokens of one response may have different advantages.
     """
 
     reads: frozenset[str] = frozenset()
@@ -46,7 +45,7 @@ class EstimatorTraits:
     needs_values: bool = False
     needs_greedy_answer: bool = False
     compares_answers: bool = False
-    takes_token_rewards: bool = False
+    allows_whitened_rewards: bool = False
     sums_later_rewards: bool = False
 
 
@@ -55,7 +54,7 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
         reads=frozenset({"gamma", "lam", "lam_critic", "lam_length_alpha"}),
         whitened=True,
         needs_values=True,
-        takes_token_rewards=True,
+        allows_whitened_rewards=True,
     ),
     "grpo": EstimatorTraits(reads=frozenset({"norm_adv_by_std_in_grpo"}), compares_answers=True),
     "grpo_passk": EstimatorTraits(
@@ -82,7 +81,7 @@ OWN_ESTIMATOR = EstimatorTraits(
             "f_norm",
         }
     ),
-    takes_token_rewards=True,
+    allows_whitened_rewards=True,
 )
 """The traits of a user's estimator. It is given all numbers, and nothing is asked of the run."""
 
