@@ -33,6 +33,7 @@ from mrlhf.config.sections import (
     RoleSection,
     TrainerSection,
 )
+from mrlhf.rl.names import estimator_traits
 
 
 class Root(Section):
@@ -120,7 +121,8 @@ class PPOConfig(Root):
     @property
     def needs_critic(self) -> bool:
         """Whether the advantages need values."""
-        return self.algorithm.adv_estimator == "gae" or self.algorithm.use_critic
+        traits = estimator_traits(self.algorithm.adv_estimator)
+        return traits.needs_values or self.algorithm.use_critic
 
     @property
     def needs_reference(self) -> bool:

@@ -19,7 +19,7 @@ from mrlhf.config.fields import (
     Positive,
     Section,
 )
-from mrlhf.rl.names import SEQUENCE_LEVEL, KlKind, LossAggMode, LossMode, RewardName
+from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RewardName, policy_loss_traits
 from mrlhf.user_code import check_name
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -202,7 +202,7 @@ class ActorSection(RoleSection):
         """How the losses of the tokens become one number; if not set, as the loss defines it."""
         if self.loss_agg_mode is not None:
             return self.loss_agg_mode
-        if self.policy_loss.loss_mode in SEQUENCE_LEVEL:
+        if policy_loss_traits(self.policy_loss.loss_mode).sequence_level:
             return "seq-mean-token-mean"
         return "token-mean"
 

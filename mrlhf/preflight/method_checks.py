@@ -15,39 +15,23 @@ can switch the part off with one line: a KL (`use_kl_in_reward`, `use_kl_loss`, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from mrlhf.config.correction import RolloutCorrectionSection
+from mrlhf.config.fields import Section
 from mrlhf.config.roots import PPOConfig
-from mrlhf.config.sections import CLIP_RATIO, ActorSection, CriticSection, PolicyLossSection
-from mrlhf.rl.names import CLIPPED, COMPARES_ANSWERS, CORRECTNESS_TERMS, DISCOUNTED
+from mrlhf.config.sections import CLIP_RATIO, CriticSection
+from mrlhf.rl.names import (
+    CORRECTNESS_TERMS,
+    ESTIMATOR_TRAITS,
+    POLICY_LOSS_TRAITS,
+    EstimatorTraits,
+    PolicyLossTraits,
+    estimator_traits,
+    policy_loss_traits,
+)
 from mrlhf.roles.policy_loss import configured_loss
-from mrlhf.user_code import is_reference
 
 NORMALISED = "seq-mean-token-sum-norm"
-
-# the policy losses that read a key, for each key of `actor` and of `actor.policy_loss` that not
-# all of them read; a test compares them with the losses themselves
-LOSS_READERS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "clip_ratio": CLIPPED,
-        "clip_ratio_low": CLIPPED,
-        "clip_ratio_high": CLIPPED,
-        "clip_ratio_c": ("vanilla", "dppo_tv", "dppo_kl"),
-        "tau_pos": ("sapo",),
-        "tau_neg": ("sapo",),
-    }
-)
-POLICY_LOSS_READERS: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "clip_cov_ratio": ("clip_cov",),
-        "clip_cov_lb": ("clip_cov",),
-        "clip_cov_ub": ("clip_cov",),
-        "kl_cov_ratio": ("kl_cov",),
-        "ppo_kl_coef": ("kl_cov",),
-    }
-)
-SELECTION_KEYS = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")
 
 
 def method_problems(config: PPOConfig) -> Iterator[str]:
@@ -82,26 +66,13 @@ def objective(config: PPOConfig) -> tuple[str, str]:
 
 
 def _estimator_problems(config: PPOConfig) -> Iterator[str]:
-    """Keys that the advantage estimator does not read, or that contradict each other.
-
-    An estimator of the user's own is given all of them.
-    """
+    """Keys that the advantage estimator does not read, or that contradict each other."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
-    is_own = is_reference(name)
-    readers: list[tuple[str, object, object, tuple[str, ...]]] = [
-        ("gamma", algorithm.gamma, 1.0, DISCOUNTED),
-        ("lam", algorithm.lam, 1.0, ("gae",)),
-        ("lam_critic", algorithm.lam_critic, None, ("gae",)),
-        ("lam_length_alpha", algorithm.lam_length_alpha, None, ("gae",)),
-        ("norm_adv_by_std_in_grpo", algorithm.norm_adv_by_std_in_grpo, True, COMPARES_ANSWERS),
-        ("f_norm", algorithm.f_norm, 1.0, ("gpg",)),
-    ]
-    for key, value, default, estimators in readers:
-        if value != default and name not in estimators and not is_own:
-            chosen = f"algorithm.adv_estimator {name}"
-            yield _no_effect(f"algorithm.{key}", value, default, chosen, estimators)
-    if algorithm.use_critic and not is_own:
+    reads = estimator_traits(name).reads
+    chosen = f"algorithm.adv_estimator {name}"
+    yield from _unread_keys("algorithm", algorithm, reads, chosen, ESTIMATOR_TRAITS)
+    if algorithm.use_critic and "use_critic" not in reads:
         yield (
             f"algorithm.use_critic true has no effect with algorithm.adv_estimator {name}; leave "
             "it at false, or use an estimator of your own (path/to/file.py:function)"
@@ -109,7 +80,7 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
 
     alpha = algorithm.lam_length_alpha
     longest = config.data.max_response_length
-    reads_lambda = name == "gae" or is_own
+    reads_lambda = "lam_length_alpha" in reads
     if reads_lambda and alpha is not None and algorithm.lam != 1.0:
         yield (
             f"algorithm.lam {algorithm.lam} and algorithm.lam_length_alpha {alpha} both set the "
@@ -131,9 +102,11 @@ def _estimator_problems(config: PPOConfig) -> Iterator[str]:
 def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
     """What compares the answers to one prompt, although there is only one answer."""
     algorithm = config.algorithm
+    name = algorithm.adv_estimator
+    traits = estimator_traits(name)
     users = []
-    if algorithm.adv_estimator in COMPARES_ANSWERS:
-        users.append(f"algorithm.adv_estimator {algorithm.adv_estimator}")
+    if traits.compares_answers:
+        users.append(f"algorithm.adv_estimator {name}")
     if algorithm.filter_groups.enable:
         users.append("algorithm.filter_groups.enable")
     if algorithm.reward_norm == "group":
@@ -145,9 +118,9 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
                 "at least 2"
             )
 
-    if algorithm.reward_norm is not None and algorithm.adv_estimator == "remax":
+    if algorithm.reward_norm is not None and traits.needs_greedy_answer:
         yield (
-            f"algorithm.reward_norm {algorithm.reward_norm} with algorithm.adv_estimator remax: "
+            f"algorithm.reward_norm {algorithm.reward_norm} with algorithm.adv_estimator {name}: "
             "the greedy answer's score, which is taken off, would stay on another scale; set "
             "algorithm.reward_norm to null"
         )
@@ -156,8 +129,8 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
 def _reward_problems(config: PPOConfig) -> Iterator[str]:
     """The KL in the reward, and rewards that are rescaled one by one."""
     algorithm = config.algorithm
-    takes_single_rewards = algorithm.adv_estimator == "gae" or is_reference(algorithm.adv_estimator)
-    if algorithm.whiten_rewards and not takes_single_rewards:
+    traits = estimator_traits(algorithm.adv_estimator)
+    if algorithm.whiten_rewards and not traits.allows_whitened_rewards:
         yield (
             "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator "
             f"{algorithm.adv_estimator} compares sums over responses; turn whiten_rewards off or "
@@ -187,13 +160,15 @@ def _differ_within_a_response(config: PPOConfig) -> str | None:
     """Why the tokens of one response have different advantages; None if they are all the same."""
     algorithm = config.algorithm
     name = algorithm.adv_estimator
-    if name == "gae":
+    traits = estimator_traits(name)
+    if traits.needs_values:
         return f"algorithm.adv_estimator {name}"
-    if name == "reinforce_plus_plus" and algorithm.gamma != 1.0:
-        return f"algorithm.adv_estimator {name} with algorithm.gamma {algorithm.gamma}"
+    if not traits.sums_later_rewards:
+        return None
 
-    kl_of_each_token = algorithm.use_kl_in_reward and algorithm.kl_placement == "token"
-    if name in ("reinforce_plus_plus", "remax") and kl_of_each_token:
+    if "gamma" in traits.reads and algorithm.gamma != 1.0:
+        return f"algorithm.adv_estimator {name} with algorithm.gamma {algorithm.gamma}"
+    if algorithm.use_kl_in_reward and algorithm.kl_placement == "token":
         return (
             f"algorithm.adv_estimator {name} with the KL in the reward at algorithm.kl_placement "
             "token"
@@ -213,7 +188,8 @@ def _loss_problems(config: PPOConfig) -> Iterator[str]:
             "actor.policy_loss.loss_mode geo_mean is defined for one advantage a response, but "
             f"{reason} gives one a token; use another estimator, such as grpo, or another loss"
         )
-    if rollout.truncates and (mode != "gpg" or config.algorithm.rollout_correction.active):
+    uses_ratio = policy_loss_traits(mode).uses_ratio or config.algorithm.rollout_correction.active
+    if rollout.truncates and uses_ratio:
         yield (
             f"rollout.top_k {rollout.top_k}, rollout.top_p {rollout.top_p}: truncated sampling "
             "breaks PPO's probability ratio, because training uses the whole distribution; set "
@@ -222,29 +198,17 @@ def _loss_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _unread_loss_keys(config: PPOConfig) -> Iterator[str]:
-    """Keys of `actor` that the policy loss does not read.
-
-    A loss of the user's own is given all of them except those that choose tokens.
-    """
+    """Keys of `actor` that the policy loss does not read."""
     actor = config.actor
     loss, chosen = objective(config)
-    is_own = is_reference(loss)
-    for name, readers in LOSS_READERS.items():
-        value = getattr(actor, name)
-        default = ActorSection.model_fields[name].default
-        if value != default and loss not in readers and not is_own:
-            yield _no_effect(f"actor.{name}", value, default, chosen, readers)
-    for name, readers in POLICY_LOSS_READERS.items():
-        value = getattr(actor.policy_loss, name)
-        default = PolicyLossSection.model_fields[name].default
-        is_given = is_own and name not in SELECTION_KEYS
-        if value != default and loss not in readers and not is_given:
-            yield _no_effect(f"actor.policy_loss.{name}", value, default, chosen, readers)
+    traits = policy_loss_traits(loss)
+    sections: dict[str, Section] = {"actor": actor, "actor.policy_loss": actor.policy_loss}
+    for path, section in sections.items():
+        yield from _unread_keys(path, section, traits.reads, chosen, POLICY_LOSS_TRAITS)
 
     low = actor.clip_ratio_low
     high = actor.clip_ratio_high
-    reads_clip = loss in CLIPPED or is_own
-    if reads_clip and actor.clip_ratio != CLIP_RATIO and low is not None and high is not None:
+    if traits.clips and actor.clip_ratio != CLIP_RATIO and low is not None and high is not None:
         yield (
             f"actor.clip_ratio {actor.clip_ratio} has no effect beside actor.clip_ratio_low {low} "
             f"and actor.clip_ratio_high {high}; leave it at {CLIP_RATIO}, or set one of these to "
@@ -360,7 +324,7 @@ def _length_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _correctness_problems(config: PPOConfig) -> Iterator[str]:
-    """What asks whether a response is right, although no reward term can tell."""
+    """What asks whether a response is right, although no reward term says it."""
     if tells_right_from_wrong(config):
         return
     users = []
@@ -371,9 +335,33 @@ def _correctness_problems(config: PPOConfig) -> Iterator[str]:
         users.append(f"actor.positive_lm_coef {config.actor.positive_lm_coef}")
     for user in users:
         yield (
-            f"{user} needs to know which responses are right, but no reward term tells; add "
-            "{name: exact_match, weight: 0}, gsm8k, or a function that returns acc, to reward.terms"
+            f"{user} needs to know which responses are right, but no reward term says whether a "
+            "response is right; add {name: exact_match, weight: 0}, gsm8k, or a function that "
+            "returns acc, to reward.terms"
         )
+
+
+def _unread_keys(
+    path: str,
+    section: Section,
+    reads: frozenset[str],
+    chosen: str,
+    table: Mapping[str, EstimatorTraits] | Mapping[str, PolicyLossTraits],
+) -> Iterator[str]:
+    """Keys of `section` that have another value than the default, though only others read them.
+
+    Args:
+        path: the key of the section.
+        section: where the keys stand.
+        reads: the keys that the method in use reads.
+        chosen: the method in use, in words.
+        table: all methods of this kind; the keys that none of them reads are not looked at.
+    """
+    for key, field in type(section).model_fields.items():
+        readers = [name for name, traits in table.items() if key in traits.reads]
+        value = getattr(section, key)
+        if readers and key not in reads and value != field.default:
+            yield _no_effect(f"{path}.{key}", value, field.default, chosen, readers)
 
 
 def _no_effect(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
 from mrlhf.preflight.method_checks import objective
-from mrlhf.rl.names import CLIPPED, COMPARES_ANSWERS
+from mrlhf.rl.names import estimator_traits, policy_loss_traits
 from mrlhf.roles.policy_loss import (
     configured_bypass,
     configured_loss,
@@ -101,17 +101,20 @@ def _estimator(config: PPOConfig) -> str:
     name = algorithm.adv_estimator
     if is_reference(name):
         return f"{name}, your own, not whitened"
-    if name == "gae":
-        return f"{name}, gamma {algorithm.gamma}, {_lambdas(config)}"
-    if name == "reinforce_plus_plus":
-        return f"{name}, gamma {algorithm.gamma}"
-    if name == "remax":
-        return f"{name}, against a greedy answer to each prompt"
-    if name == "gpg":
-        return f"{name}, divided by {algorithm.f_norm}"
-    if name in COMPARES_ANSWERS and not algorithm.norm_adv_by_std_in_grpo:
-        return f"{name}, not divided by the standard deviation"
-    return name
+
+    traits = estimator_traits(name)
+    words = name
+    if "gamma" in traits.reads:
+        words += f", gamma {algorithm.gamma}"
+    if "lam" in traits.reads:
+        words += f", {_lambdas(config)}"
+    if "f_norm" in traits.reads:
+        words += f", divided by {algorithm.f_norm}"
+    if "norm_adv_by_std_in_grpo" in traits.reads and not algorithm.norm_adv_by_std_in_grpo:
+        words += ", not divided by the standard deviation"
+    if traits.needs_greedy_answer:
+        words += ", against a greedy answer to each prompt"
+    return words
 
 
 def _lambdas(config: PPOConfig) -> str:
@@ -128,12 +131,13 @@ def _lambdas(config: PPOConfig) -> str:
 def _loss(config: PPOConfig) -> str:
     """The policy loss and what is added to it."""
     actor = config.actor
-    words, _ = objective(config)
+    loss, _ = objective(config)
+    words = loss
     clip = f"clip -{actor.clip_low:g} +{actor.clip_high:g}"
-    if is_reference(words):
+    if is_reference(loss):
         words += f", your own, given {clip}"
-    elif words in CLIPPED:
-        dual_clip = f", dual clip {actor.clip_ratio_c:g}" if words == "vanilla" else ""
+    elif policy_loss_traits(loss).clips:
+        dual_clip = f", dual clip {actor.clip_ratio_c:g}" if loss == "vanilla" else ""
         words += f", {clip}{dual_clip}"
 
     if actor.entropy_coeff:

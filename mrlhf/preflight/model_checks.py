@@ -1,4 +1,4 @@
-"""What must hold between a layout and its model, of which the `config.json` is read.
+"""Checks that each layout fits its model, using only the model's `config.json`.
 
 `mrlhf.models.families` reads that file, and what it refuses is refused here too. This file computes
 with the numbers that it returns, and builds no model.

@@ -1,8 +1,8 @@
-"""From rewards to advantages and returns, by the estimator that a name stands for.
+"""Computes advantages and returns from rewards, with the estimator chosen by name.
 
-The advantages are not yet whitened. Whitening (for the estimators in `WHITENED`) needs the moments
-of the whole batch and is the caller's second step. This file does not know how the rewards were
-made. The estimators that need no critic are in `group_advantages`.
+The advantages are not yet whitened. Whitening (for the estimators whose traits say `whitened`)
+needs the moments of the whole batch and is the caller's second step. This file does not know how
+the rewards were made. The estimators that need no critic are in `group_advantages`.
 """
 
 from __future__ import annotations

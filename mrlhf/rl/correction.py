@@ -158,8 +158,8 @@ def _clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-# Of KL(engine || trainer), from the log-ratio trainer minus engine;
-# http://joschu.net/blog/kl-approx.html.
+# Estimators of KL(engine || trainer). Their argument is the log-ratio, trainer minus engine.
+# http://joschu.net/blog/kl-approx.html
 _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda x: -x,
     "k2": lambda x: 0.5 * x.square(),
@@ -169,6 +169,6 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "seq_sum": lambda values, mask: masked_sum(values, mask, dim=1)[:, None],
     "seq_mean": lambda values, mask: masked_mean(values, mask, dim=1)[:, None],
-    # k2 and k3 are nowhere below the 0 that they are outside the mask.
+    # k2 and k3 are at least 0, and 0 outside the mask, so the maximum needs no mask.
     "seq_max": lambda values, mask: values.amax(dim=1, keepdim=True),
 }

@@ -1,12 +1,15 @@
-"""Every name that a method can be chosen by, once, for the configuration and the mathematics alike.
+"""The names of all methods. Both the configuration and the mathematics use them.
 
-A new method is a function, a name in this file and a line in the table beside the function. This
-file imports no torch, so that the configuration can be read without it. It does not know what a
-name computes.
+Beside the names of estimators and losses stand their traits: what the rest of the program must
+know of a method without calling it. A built-in method is a function, a line in the table beside the
+function, and here a name and its traits. This file imports no torch, so that the configuration can
+be read without it. It does not know what a name computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 AdvantageEstimator = Literal[
@@ -20,12 +23,73 @@ AdvantageEstimator = Literal[
     "reinforce_plus_plus_baseline",
     "remax",
 ]
-WHITENED: frozenset[str] = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""The estimators whose advantages are whitened over the batch."""
-DISCOUNTED: tuple[AdvantageEstimator, ...] = ("gae", "reinforce_plus_plus")
-"""The estimators that read gamma."""
-COMPARES_ANSWERS: tuple[AdvantageEstimator, ...] = ("grpo", "grpo_passk")
-"""The estimators that need at least two answers to a prompt, and may divide by their std."""
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """What the rest of the program must know of an advantage estimator.
+
+    Attributes:
+        reads: the keys of `algorithm` that it reads and that not all estimators read.
+        whitened: whether its advantages are whitened over the batch.
+        needs_values: whether it needs a critic.
+        needs_greedy_answer: whether it needs the score of a greedy answer to each prompt.
+        compares_answers: whether it needs at least two answers to a prompt.
+        allows_whitened_rewards: whether the rewards of the tokens may be rescaled one by one.
+        sums_later_rewards: whether a token's advantage depends on the rewards from it on, so that
+            the tokens of one response may have different advantages.
+    """
+
+    reads: frozenset[str] = frozenset()
+    whitened: bool = False
+    needs_values: bool = False
+    needs_greedy_answer: bool = False
+    compares_answers: bool = False
+    allows_whitened_rewards: bool = False
+    sums_later_rewards: bool = False
+
+
+ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
+    "gae": EstimatorTraits(
+        reads=frozenset({"gamma", "lam", "lam_critic", "lam_length_alpha"}),
+        whitened=True,
+        needs_values=True,
+        allows_whitened_rewards=True,
+    ),
+    "grpo": EstimatorTraits(reads=frozenset({"norm_adv_by_std_in_grpo"}), compares_answers=True),
+    "grpo_passk": EstimatorTraits(
+        reads=frozenset({"norm_adv_by_std_in_grpo"}), compares_answers=True
+    ),
+    "rloo": EstimatorTraits(),
+    "opo": EstimatorTraits(),
+    "gpg": EstimatorTraits(reads=frozenset({"f_norm"})),
+    "reinforce_plus_plus": EstimatorTraits(
+        reads=frozenset({"gamma"}), whitened=True, sums_later_rewards=True
+    ),
+    "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True),
+    "remax": EstimatorTraits(needs_greedy_answer=True, sums_later_rewards=True),
+}
+OWN_ESTIMATOR = EstimatorTraits(
+    reads=frozenset(
+        {
+            "use_critic",
+            "gamma",
+            "lam",
+            "lam_critic",
+            "lam_length_alpha",
+            "norm_adv_by_std_in_grpo",
+            "f_norm",
+        }
+    ),
+    allows_whitened_rewards=True,
+)
+"""The traits of a user's estimator. It is given all numbers, and nothing is asked of the run."""
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """The traits of the estimator `name`, which is built in or a user's function."""
+    return ESTIMATOR_TRAITS.get(name, OWN_ESTIMATOR)
+
 
 LossMode = Literal[
     "vanilla",
@@ -42,20 +106,61 @@ LossMode = Literal[
 ]
 PolicyLossName = Literal[LossMode, "reinforce"]
 """All policy losses; `reinforce` is chosen by the loss type of the rollout correction alone."""
-SEQUENCE_LEVEL: frozenset[str] = frozenset({"gspo", "sapo", "geo_mean"})
-"""The losses that are aggregated as seq-mean-token-mean unless configured otherwise."""
-COVARIANCE: frozenset[str] = frozenset({"clip_cov", "kl_cov"})
-"""The losses that choose tokens by a statistic of the whole mini-batch."""
-CLIPPED: tuple[LossMode, ...] = (
-    "vanilla",
-    "gspo",
-    "cispo",
-    "geo_mean",
-    "clip_cov",
-    "dppo_tv",
-    "dppo_kl",
+
+
+@dataclass(frozen=True)
+class PolicyLossTraits:
+    """What the rest of the program must know of a policy loss.
+
+    Attributes:
+        reads: the keys of `actor` and `actor.policy_loss` that it reads and that not all losses
+            read.
+        sequence_level: whether it is aggregated as seq-mean-token-mean unless configured otherwise.
+        selects_tokens: whether it needs tokens that are chosen by a statistic of the whole
+            mini-batch.
+        uses_ratio: whether it uses the ratio of two policies, which truncated sampling breaks.
+    """
+
+    reads: frozenset[str] = frozenset()
+    sequence_level: bool = False
+    selects_tokens: bool = False
+    uses_ratio: bool = True
+
+    @property
+    def clips(self) -> bool:
+        """Whether it reads the clip distances."""
+        return "clip_ratio" in self.reads
+
+
+_CLIP = frozenset({"clip_ratio", "clip_ratio_low", "clip_ratio_high"})
+_COVARIANCE_CLIP = frozenset({"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"})
+
+POLICY_LOSS_TRAITS: Mapping[str, PolicyLossTraits] = {
+    "vanilla": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
+    "gspo": PolicyLossTraits(reads=_CLIP, sequence_level=True),
+    "cispo": PolicyLossTraits(reads=_CLIP),
+    "sapo": PolicyLossTraits(reads=frozenset({"tau_pos", "tau_neg"}), sequence_level=True),
+    "gpg": PolicyLossTraits(uses_ratio=False),
+    "geo_mean": PolicyLossTraits(reads=_CLIP, sequence_level=True),
+    "clip_cov": PolicyLossTraits(reads=_CLIP | _COVARIANCE_CLIP, selects_tokens=True),
+    "kl_cov": PolicyLossTraits(
+        reads=frozenset({"kl_cov_ratio", "ppo_kl_coef"}), selects_tokens=True
+    ),
+    "dppo_tv": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
+    "dppo_kl": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
+    "surrogate": PolicyLossTraits(),
+    "reinforce": PolicyLossTraits(uses_ratio=False),
+}
+OWN_POLICY_LOSS = PolicyLossTraits(
+    reads=_CLIP | {"clip_ratio_c", "tau_pos", "tau_neg", "ppo_kl_coef"}
 )
-"""The losses that read the clip distances."""
+"""The traits of a user's loss. It is given all numbers but those that choose tokens."""
+
+
+def policy_loss_traits(name: str) -> PolicyLossTraits:
+    """The traits of the policy loss `name`, which is built in or a user's function."""
+    return POLICY_LOSS_TRAITS.get(name, OWN_POLICY_LOSS)
+
 
 LossAggMode = Literal[
     "token-mean",

@@ -102,7 +102,7 @@ def make_policy_loss(
     clipped: Tensor | None = None,
     clipped_lower: Tensor | None = None,
 ) -> PolicyLoss:
-    """The result of a policy loss; where a clip is left out, it was taken nowhere.
+    """The result of a policy loss; a clip that is left out counts as never taken.
 
     Args:
         inputs: what the loss was given.

@@ -17,7 +17,7 @@ from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.sections import ActorSection
 from mrlhf.methods import find_method
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
-from mrlhf.rl.names import COVARIANCE
+from mrlhf.rl.names import policy_loss_traits
 from mrlhf.rl.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -161,7 +161,7 @@ class PolicyLossSettings:
             logprobs: [sequences, response_len], under the current policy.
         """
         batch = self.corrected(batch, logprobs)
-        if self.name not in COVARIANCE:
+        if not policy_loss_traits(self.name).selects_tokens:
             return batch
 
         section = self.section.policy_loss
@@ -225,7 +225,7 @@ def needs_mini_batch_pass(name: str, bypass: Correction | None) -> bool:
     """
     if bypass is not None and (bypass.criteria or bypass.normalise):
         return True
-    return name in COVARIANCE
+    return policy_loss_traits(name).selects_tokens
 
 
 def make_correction(section: RolloutCorrectionSection) -> Correction:

@@ -28,7 +28,7 @@ from mrlhf.rl.group_advantages import AdvantagesAndReturns
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
 from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
-from mrlhf.rl.names import WHITENED
+from mrlhf.rl.names import estimator_traits
 from mrlhf.rl.shaping import token_rewards
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
@@ -162,7 +162,7 @@ def _advantages(
     estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
     options = _advantage_options(algorithm, inputs.mask)
     advantages, returns = estimate_advantages(estimator, inputs, options)
-    if name in WHITENED:
+    if estimator_traits(name).whitened:
         advantages = whiten(advantages, kept, local_moments(advantages, kept))
     return advantages, returns
 

@@ -19,6 +19,7 @@ from mrlhf.errors import ConfigError, DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import check_vocabulary
+from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
@@ -183,7 +184,7 @@ def _collector(
         shaper=shaper,
         prompts=prompts,
         dynamic_sampler=dynamic_sampler,
-        greedy_baseline=algorithm.adv_estimator == "remax",
+        greedy_baseline=estimator_traits(algorithm.adv_estimator).needs_greedy_answer,
     )
 
 

@@ -18,7 +18,7 @@ from mrlhf.rl.advantages import (
     gae,
     length_adaptive_lam,
 )
-from mrlhf.rl.names import WHITENED, AdvantageEstimator
+from mrlhf.rl.names import ESTIMATOR_TRAITS, AdvantageEstimator
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
@@ -202,7 +202,47 @@ def test_inputs_that_do_not_fit_are_refused():
 def test_each_named_estimator_exists():
     assert set(ADVANTAGE_ESTIMATORS) == set(get_args(AdvantageEstimator))
     assert len(ADVANTAGE_ESTIMATORS) == 9
-    assert {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"} == WHITENED
+    whitened = {name for name, traits in ESTIMATOR_TRAITS.items() if traits.whitened}
+    assert whitened == {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+
+
+@pytest.mark.parametrize("name", get_args(AdvantageEstimator))
+def test_an_estimator_does_what_its_traits_say(name):
+    estimator = ADVANTAGE_ESTIMATORS[name]
+    traits = ESTIMATOR_TRAITS[name]
+    generator = torch.Generator().manual_seed(5)
+    inputs = AdvantageInputs(
+        rewards=torch.randn(4, 3, generator=generator),
+        mask=torch.ones(4, 3, dtype=torch.bool),
+        prompt_groups=torch.tensor([0, 0, 1, 1]),
+        values=torch.randn(4, 3, generator=generator),
+        greedy_scores=torch.randn(4, generator=generator),
+    )
+    result = torch.stack(estimate_advantages(estimator, inputs, AdvantageOptions()))
+
+    options = {  # by the key that sets them
+        "gamma": {"gamma": 0.5},
+        "lam": {"lam": 0.5},
+        "lam_critic": {"critic_lam": 0.5},
+        "lam_length_alpha": {"lam": torch.full((4,), 0.5)},
+        "norm_adv_by_std_in_grpo": {"norm_by_std": False},
+        "f_norm": {"f_norm": 2.0},
+    }
+    for key, option in options.items():
+        moved = estimate_advantages(estimator, inputs, AdvantageOptions(**option))
+        assert (not torch.equal(torch.stack(moved), result)) == (key in traits.reads), key
+
+    needs = {"values": traits.needs_values, "greedy_scores": traits.needs_greedy_answer}
+    for field, needed in needs.items():
+        without = replace(inputs, **{field: None})
+        if needed:
+            with pytest.raises(ValueError, match=f"needs {field}"):
+                estimate_advantages(estimator, without, AdvantageOptions())
+        else:
+            estimate_advantages(estimator, without, AdvantageOptions())
+
+    differ = bool((result[0] != result[0][:, :1]).any())
+    assert differ == (traits.needs_values or traits.sums_later_rewards)
 
 
 def _by_name(name, batch):

@@ -1,13 +1,12 @@
-"""What must hold between the keys of the method, and the method in words."""
+"""What must hold between the keys of the method: each mistake is refused, and nothing else is."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from mrlhf.preflight import check, describe
-from mrlhf.preflight.method_checks import LOSS_READERS, POLICY_LOSS_READERS
-from mrlhf.preflight.method_description import describe_method
+from mrlhf.preflight import check
+from mrlhf.rl.names import POLICY_LOSS_TRAITS
 from mrlhf.rl.policy_losses import (
     POLICY_LOSSES,
     PolicyLossInputs,
@@ -318,14 +317,14 @@ TRUNCATED = (
                 "reward__terms": [{"name": "format"}],
             },
             "algorithm.filter_groups.metric acc needs to know which responses are right, but no "
-            "reward term tells; add {name: exact_match, weight: 0}, gsm8k, or a function that "
-            "returns acc, to reward.terms",
+            "reward term says whether a response is right; add {name: exact_match, weight: 0}, "
+            "gsm8k, or a function that returns acc, to reward.terms",
         ),
         (
             {"actor__positive_lm_coef": 0.1, "reward__terms": [{"name": "gsm8k_flexible"}]},
             "actor.positive_lm_coef 0.1 needs to know which responses are right, but no reward "
-            "term tells; add {name: exact_match, weight: 0}, gsm8k, or a function that returns "
-            "acc, to reward.terms",
+            "term says whether a response is right; add {name: exact_match, weight: 0}, gsm8k, or "
+            "a function that returns acc, to reward.terms",
         ),
     ],
 )
@@ -434,9 +433,9 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         selected=torch.rand(shape, generator=generator) < 0.5,
     )
 
-    table = LOSS_READERS | POLICY_LOSS_READERS
+    keys = {key for traits in POLICY_LOSS_TRAITS.values() for key in traits.reads}
     # the covariance losses choose tokens by the others, before the loss is computed
-    assert set(table) - set(OPTIONS) == {
+    assert keys - set(OPTIONS) == {
         "clip_ratio",
         "clip_cov_ratio",
         "clip_cov_lb",
@@ -449,142 +448,4 @@ def test_a_key_is_refused_exactly_where_the_loss_does_not_read_it():
         for key, option in OPTIONS.items():
             moved = replace(PolicyLossOptions(), **{option: 1.5})
             read = not torch.equal(policy_loss(function, inputs, moved).per_token, loss)
-            assert read == (name in table[key]), (name, key)
-
-
-def test_the_method_in_words():
-    config = ppo(
-        algorithm__lam_length_alpha=0.05,
-        algorithm__lam_critic=1.0,
-        actor__clip_ratio_high=0.28,
-        actor__positive_lm_coef=0.1,
-        actor__use_kl_loss=True,
-        actor__entropy_coeff=0.01,
-        actor__target_kl_stop=0.05,
-        actor__optim={"skip_grad_norm": 20.0},
-        critic__optim={"skip_grad_norm": 30.0},
-        algorithm__rollout_correction={
-            "preset": "decoupled_geo_rs_seq_tis",
-            "rollout_is_batch_normalize": True,
-        },
-    )
-
-    assert list(describe_method(config)) == [
-        "the method",
-        "  rewards: scores",
-        "  advantages: gae, gamma 1.0, lambda 1 - 1 / (0.05 x length), of the critic's targets 1.0",
-        "  policy loss: vanilla, clip -0.2 +0.28, dual clip 3, - 0.01 x entropy, + 0.1 x negative "
-        "log-likelihood of right responses",
-        "  KL in the loss: + 0.001 x KL low_var_kl to the reference",
-        "  aggregation: token-mean",
-        "  rollout correction: decoupled, sequence weights cut off at 2, divided by their mean, "
-        "kept where seq_mean_k1 in 0.999..1.001",
-        "  an update stops before the step whose actor/ppo_kl is above 0.05",
-        "  actor: steps with a gradient norm above 20 are skipped",
-        "  critic: steps with a gradient norm above 30 are skipped",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "scores"),
-        (
-            {
-                "reward_norm": "running",
-                "reward_clip": 5.0,
-                "overlong_buffer": {"enable": True, "len": 20, "penalty_factor": 0.5},
-                "missing_eos_penalty": 2.0,
-                "use_kl_in_reward": True,
-                "kl_penalty": "k3",
-                "kl_ctrl": {"type": "adaptive", "kl_coef": 0.02},
-                "whiten_rewards": True,
-            },
-            "scores normalised (running), clipped to -/+ 5, up to -0.5 in the last 20 of 60 "
-            "tokens, -2 where cut off, minus 0.02 (adaptive, target 0.1, horizon 10000) x KL k3 "
-            "of each token, whitened",
-        ),
-        (
-            {"use_kl_in_reward": True, "kl_placement": "terminal"},
-            "scores, minus 0.001 x KL kl of the response off its last token",
-        ),
-    ],
-)
-def test_what_becomes_of_the_scores_in_words(changes, expected):
-    config = ppo(**{f"algorithm__{key}": value for key, value in changes.items()})
-    assert f"  rewards: {expected}" in describe_method(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            {
-                **GRPO,
-                "algorithm__norm_adv_by_std_in_grpo": False,
-                "actor__policy_loss__loss_mode": "gspo",
-            },
-            [
-                "  no critic: grpo needs none",
-                "  rewards: scores",
-                "  advantages: grpo, not divided by the standard deviation",
-                "  policy loss: gspo, clip -0.2 +0.2",
-                "  aggregation: seq-mean-token-mean",
-                "  rollout correction: none, the mismatch is only measured",
-            ],
-        ),
-        (
-            {"algorithm__adv_estimator": "gpg", CORRECTION: {"preset": "bypass_pg_token_icepop"}},
-            [
-                "  no critic: gpg needs none",
-                "  rewards: scores",
-                "  advantages: gpg, divided by 1.0",
-                "  policy loss: reinforce",
-                "  aggregation: token-mean",
-                "  rollout correction: bypass, old = the engine's log-probs, token weights 0 "
-                "outside 0.5..5",
-            ],
-        ),
-        (
-            {"algorithm__adv_estimator": "remax", "actor__policy_loss__loss_mode": "gpg"},
-            [
-                "  no critic: remax needs none",
-                "  rewards: scores",
-                "  advantages: remax, against a greedy answer to each prompt",
-                "  policy loss: gpg",
-                "  aggregation: token-mean",
-                "  rollout correction: none, the mismatch is only measured",
-            ],
-        ),
-        (
-            {
-                "algorithm__adv_estimator": "reinforce_plus_plus",
-                "actor__policy_loss__loss_mode": "kl_cov",
-                CORRECTION: {"preset": "decoupled_k3_rs"},
-            },
-            [
-                "  no critic: reinforce_plus_plus needs none",
-                "  rewards: scores",
-                "  advantages: reinforce_plus_plus, gamma 1.0",
-                "  policy loss: kl_cov",
-                "  aggregation: token-mean",
-                "  rollout correction: decoupled, kept where seq_mean_k3 <= 0.01",
-                "  one more forward pass a mini-batch: a statistic of the current policy over all "
-                "of it comes first",
-            ],
-        ),
-    ],
-)
-def test_other_methods_in_words(changes, expected):
-    assert list(describe_method(ppo(**changes))) == ["the method", *expected]
-
-
-def test_dynamic_sampling_in_words():
-    config = ppo(
-        data__gen_batch_size=96, algorithm__filter_groups={"enable": True, "max_num_gen_batches": 5}
-    )
-    line = (
-        "  prompts whose answers all have the same score are replaced: <= 5 x 96 prompts are "
-        "generated"
-    )
-    assert line in describe(config, 8).splitlines()
+            assert read == (key in POLICY_LOSS_TRAITS[name].reads), (name, key)

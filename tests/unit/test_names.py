@@ -1,4 +1,8 @@
-"""Each table of functions has exactly the names that the configuration accepts for it."""
+"""Each table of functions or traits has exactly the names that the configuration accepts for it.
+
+A `Literal` has to be written out for the type checker. So its names cannot be taken from a table,
+and a test compares the two.
+"""
 
 import subprocess
 import sys
@@ -6,6 +10,8 @@ from typing import get_args
 
 import torch
 
+from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.sections import ActorSection, PolicyLossSection
 from mrlhf.rewards.combine import EXTERNAL_TERMS
 from mrlhf.rewards.rules import RULES
 from mrlhf.rl import names
@@ -18,18 +24,28 @@ from tests.unit.configurations import ppo
 
 
 def test_tables_have_the_names_of_their_literals():
-    assert tuple(ADVANTAGE_ESTIMATORS) == get_args(names.AdvantageEstimator)
-    assert tuple(POLICY_LOSSES) == get_args(names.PolicyLossName)
+    estimators = get_args(names.AdvantageEstimator)
+    assert tuple(ADVANTAGE_ESTIMATORS) == tuple(names.ESTIMATOR_TRAITS) == estimators
+    losses = get_args(names.PolicyLossName)
+    assert tuple(POLICY_LOSSES) == tuple(names.POLICY_LOSS_TRAITS) == losses
     assert tuple(RULES) == get_args(names.RewardRule)
     assert {*RULES, *EXTERNAL_TERMS} == set(get_args(names.RewardName))
 
 
-def test_sets_of_names_hold_known_names():
-    estimators = set(get_args(names.AdvantageEstimator))
-    losses = set(get_args(names.LossMode))
-    assert {*names.WHITENED, *names.DISCOUNTED, *names.COMPARES_ANSWERS} <= estimators
-    assert losses >= names.SEQUENCE_LEVEL | names.COVARIANCE | set(names.CLIPPED)
+def test_methods_read_keys_that_exist():
+    for estimator in (*names.ESTIMATOR_TRAITS.values(), names.OWN_ESTIMATOR):
+        assert estimator.reads <= set(AlgorithmSection.model_fields)
+    for loss in (*names.POLICY_LOSS_TRAITS.values(), names.OWN_POLICY_LOSS):
+        assert loss.reads <= {*ActorSection.model_fields, *PolicyLossSection.model_fields}
     assert set(names.CORRECTNESS_TERMS) <= set(RULES)
+
+
+def test_a_users_function_is_given_every_number_that_it_can_use():
+    every_estimator = frozenset().union(*(it.reads for it in names.ESTIMATOR_TRAITS.values()))
+    assert names.estimator_traits("my.py:f").reads == every_estimator | {"use_critic"}
+    every_loss = frozenset().union(*(it.reads for it in names.POLICY_LOSS_TRAITS.values()))
+    choosing_tokens = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio"}
+    assert names.policy_loss_traits("my.py:f").reads == every_loss - choosing_tokens
 
 
 def test_every_name_of_a_number_computes_one():

@@ -1,0 +1,227 @@
+"""What cannot be read as a configuration: one-line errors that name the key or the file."""
+
+import pytest
+
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.errors import ConfigError
+from tests.unit.config_files import PPO, load_text, message, write
+
+
+@pytest.mark.parametrize("text", ["1_000", "1:30", "010"])
+def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
+    assert message(tmp_path, PPO, f"seed={text}") == (
+        f"bad value '{text}' for 'seed': input should be a valid integer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("actor.clip_rato=1", "unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?"),
+        (
+            "actor.optim.weight_deca=1",
+            "unknown key 'actor.optim.weight_deca'; did you mean 'actor.optim.weight_decay'?",
+        ),
+        ("actr.tp=2", "unknown key 'actr.tp'; did you mean 'actor.tp'?"),
+        ("actor.lr=1", "unknown key 'actor.lr'; did you mean 'actor.optim.lr'?"),
+        ("kl_coef=1", "unknown key 'kl_coef'; did you mean 'algorithm.kl_ctrl.kl_coef'?"),
+        (
+            "reward.terms.0.wait=1",
+            "unknown key 'reward.terms.0.wait'; did you mean 'reward.terms.0.weight'?",
+        ),
+        ("zzzzzz=1", "unknown key 'zzzzzz'; --help lists all keys"),
+        (
+            "reward.terms.3.weight=1",
+            "cannot set 'reward.terms.3.weight': the file's list has 1 items, numbered from 0",
+        ),
+        ("actor.tp", "argument 'actor.tp' is not of the form key.path=value"),
+        (
+            "b.yaml",
+            "argument 'b.yaml' is not of the form key.path=value; to read it as a file, write "
+            "--config b.yaml",
+        ),
+        (
+            "actor.loss_mode=gspo",
+            "unknown key 'actor.loss_mode'; did you mean 'actor.policy_loss.loss_mode'?",
+        ),
+        (
+            "actor.loss_aggmode=a",
+            "unknown key 'actor.loss_aggmode'; did you mean 'actor.loss_agg_mode'?",
+        ),
+        (
+            "actor_rollout_ref.actor.clip_ratio=0.1",
+            "unknown key 'actor_rollout_ref.actor.clip_ratio'; verl's "
+            "'actor_rollout_ref.actor.clip_ratio' is 'actor.clip_ratio' here",
+        ),
+        (
+            "actor_rollout_ref.rollout.n=4",
+            "unknown key 'actor_rollout_ref.rollout.n'; verl's 'actor_rollout_ref.rollout.n' is "
+            "'rollout.n' here",
+        ),
+        (
+            "actor_rollout_ref.ref.dtype=bfloat16",
+            "unknown key 'actor_rollout_ref.ref.dtype'; verl's 'actor_rollout_ref.ref.dtype' is "
+            "'reference.dtype' here",
+        ),
+        (
+            "actor_rollout_ref.actor.lr=1",
+            "unknown key 'actor_rollout_ref.actor.lr'; verl's 'actor_rollout_ref.actor' is "
+            "'actor' here; did you mean 'actor.optim.lr'?",
+        ),
+        (
+            "actor_rollout_ref.model.path=m",
+            "unknown key 'actor_rollout_ref.model.path'; verl's 'actor_rollout_ref.actor', "
+            "'.rollout' and '.ref' are 'actor', 'rollout' and 'reference' here",
+        ),
+    ],
+)
+def test_wrong_arguments(tmp_path, override, expected):
+    assert message(tmp_path, PPO, override) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "clip_ratio:",
+            "clip_rato:",
+            "unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?",
+        ),
+        ("{lr: 1e-4}", "{l: 1}", "unknown key 'actor.optim.l'; did you mean 'actor.optim.lr'?"),
+        ("critic:", "critics:", "unknown key 'critics'; did you mean 'critic'?"),
+        (
+            "{name: gsm8k}",
+            "{name: gsm8k, wait: 1}",
+            "unknown key 'reward.terms.0.wait'; did you mean 'reward.terms.0.weight'?",
+        ),
+    ],
+)
+def test_unknown_keys_in_the_file(tmp_path, old, new, expected):
+    assert message(tmp_path, PPO.replace(old, new)) == f"{tmp_path / 'config.yaml'}: {expected}"
+
+
+def test_verls_section_of_actor_rollout_and_reference_is_told(tmp_path):
+    said = message(tmp_path, PPO + "actor_rollout_ref: {actor: {ppo_epochs: 2}}\n")
+    assert said == (
+        f"{tmp_path / 'config.yaml'}: unknown key 'actor_rollout_ref'; verl's "
+        f"'actor_rollout_ref.actor', '.rollout' "
+        "and '.ref' are 'actor', 'rollout' and 'reference' here"
+    )
+
+
+def test_an_unknown_key_names_its_file(tmp_path):
+    first = write(tmp_path / "ppo.yaml", PPO)
+    second = write(tmp_path / "second.yaml", "actor: {clip_rato: 1}\nalgoritm: {}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, [first, second])
+    assert str(caught.value).splitlines() == [
+        f"{second}: unknown key 'actor.clip_rato'; did you mean 'actor.clip_ratio'?",
+        f"{second}: unknown key 'algoritm'; did you mean 'algorithm'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "actor.dtype=fp8",
+            "bad value 'fp8' for 'actor.dtype': input should be 'auto', 'float32' or 'bfloat16'",
+        ),
+        ("actor.tp=0", "bad value 0 for 'actor.tp': input should be greater than or equal to 1"),
+        ("actor.tp=two", "bad value 'two' for 'actor.tp': input should be a valid integer"),
+        ("actor.tp=true", "bad value True for 'actor.tp': input should be a valid integer"),
+        (
+            "actor.use_kl_loss=1",
+            "bad value 1 for 'actor.use_kl_loss': input should be a valid boolean",
+        ),
+        (
+            "actor.clip_ratio_c=1.0",
+            "bad value 1.0 for 'actor.clip_ratio_c': input should be greater than 1",
+        ),
+        (
+            "actor.optim.lr=.nan",
+            "bad value nan for 'actor.optim.lr': input should be a finite number",
+        ),
+        ("critic=3", "bad value 3 for 'critic': should be a section with keys of its own"),
+        ("rollout.top_k=0", "'rollout': top_k 0 is neither -1 (off) nor at least 1"),
+        ("seed=", "bad value None for 'seed': input should be a valid integer"),
+        (
+            "actor.policy_loss={clip_cov_lb: 5, clip_cov_ub: 5}",
+            "'actor.policy_loss': clip_cov_lb 5.0 is not below clip_cov_ub 5.0; lower the first "
+            "or raise the second",
+        ),
+    ],
+)
+def test_bad_values_name_key_value_and_what_is_allowed(tmp_path, override, expected):
+    assert message(tmp_path, PPO, override) == expected
+
+
+def test_reward_term_names(tmp_path):
+    bad = message(tmp_path, PPO, "reward.terms=[{name: exactmatch}]")
+    assert bad.startswith(
+        "bad value 'exactmatch' for 'reward.terms.0.name': should be exact_match, gsm8k, "
+    )
+    assert bad.endswith("did you mean 'exact_match'?")
+    assert "\n" not in bad
+    assert (
+        load_text(tmp_path, PPO, "reward.terms=[{name: 'my/r.py:score'}]").reward.terms[0].name
+        == "my/r.py:score"
+    )
+    for malformed in ("my/r.py", "my/r.py:", "my/r.txt:score", "my/r.py:1x"):
+        assert "for 'reward.terms.0.name'" in message(
+            tmp_path, PPO, f"reward.terms=[{{name: '{malformed}'}}]"
+        )
+
+
+def test_every_missing_key_is_named_once_with_its_meaning():
+    with pytest.raises(ConfigError) as caught:
+        load_config(PPOConfig, None, [])
+    lines = str(caught.value).splitlines()
+    assert [line.split("'")[1] for line in lines] == [
+        "actor.path",
+        "reward.terms",
+        "data.train_files",
+        "trainer.output_dir",
+    ]
+    assert lines[0] == (
+        "missing key 'actor.path' (Hugging Face directory: config.json, with or without "
+        "safetensors); set it in the file or as actor.path=..."
+    )
+
+
+def test_an_inherited_mistake_is_told_once(tmp_path):
+    assert message(tmp_path, PPO, "actor.tp=0").count("\n") == 0
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml' does not exist"):
+        load_config(PPOConfig, tmp_path / "absent.yaml", [])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(PPOConfig, tmp_path, [])
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(PPOConfig, tmp_path / "latin.yaml", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "seed: 1\nactor:\n  tp: 1\n  tp: 2\n",
+            "line 4: key 'tp' is given twice; keep one of them",
+        ),
+        ("1: 2\n", "line 1: key 1 is not text; quote it or remove it"),
+        ("[1, 2]\n", "holds a list, not sections with keys"),
+        ("actor: [\n", "not YAML: "),
+    ],
+)
+def test_files_that_are_not_sections(tmp_path, text, expected):
+    said = message(tmp_path, text)
+    assert expected in said
+    assert "config.yaml" in said
+    assert "\n" not in said
+
+
+def test_a_scalar_is_no_section(tmp_path):
+    said = message(tmp_path, PPO.replace("critic: {pp: 2}", "critic: 3"), "critic.tp=2")
+    assert said == "cannot set 'critic.tp': the file has the value 3 where a section should be"
