@@ -162,12 +162,16 @@ class NativeEngine:
         if not any(request.samples for request in requests):
             return
 
-        if self._batch is None:
+        batch = self._batch
+        if batch is None:
             runner = self._ready_runner(self._decoder)
             sampling = requests[0].sampling
-            self._batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
+            batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
+
+        # If the batch cannot take the requests, they are not in flight.
+        batch.add(requests)
+        self._batch = batch
         self._in_flight.add(requests)
-        self._batch.add(requests)
 
     @torch.inference_mode()
     def step(self) -> None:
