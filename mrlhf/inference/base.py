@@ -7,6 +7,7 @@ This file knows no backend, no model and no batch of the trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,7 +83,8 @@ class Request:
         prompt: token ids, at least one.
         uid: the prompt's number, on which the random numbers depend: equal uids draw equal numbers.
         samples: the sample indices to draw.
-        sampling: how to draw them; its `n` is not read.
+        sampling: how to draw them. `requests_for` reads its `n`; an engine draws `samples` and does
+            not read it.
     """
 
     id: int
@@ -322,7 +324,8 @@ def generate(engine: InferenceEngine, requests: Sequence[Request]) -> Finished:
             samples += finished.samples
             stats += finished.stats
     except BaseException:
-        engine.cancel()
+        with suppress(Exception):  # the first error is the one to report
+            engine.cancel()
         raise
 
     places = {request.id: place for place, request in enumerate(requests)}

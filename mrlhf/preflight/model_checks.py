@@ -12,6 +12,7 @@ from pathlib import Path
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
+from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head, ModelSpec
 
@@ -23,28 +24,23 @@ class CacheNeeds:
     """How much of one rank's KV cache a sequence of full length takes.
 
     Attributes:
-        num_layers: transformer layers.
-        kv_heads: key and value heads on a rank.
-        head_dim: width of one head.
-        itemsize: bytes of a number.
+        shape: sizes of the rank's cache.
         tokens: length of the longest sequence, in whole blocks.
     """
 
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
+    shape: CacheShape
     tokens: int
 
     @property
     def bytes(self) -> int:
         """Bytes that the keys and values of the sequence take on the rank."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize * self.tokens
+        return self.shape.token_bytes * self.tokens
 
     def __str__(self) -> str:
+        shape = self.shape
         return (
-            f"2 x {self.num_layers} layers x {self.kv_heads} KV heads x {self.head_dim} x "
-            f"{self.itemsize} bytes x {self.tokens} tokens = {self.bytes} bytes"
+            f"2 x {shape.num_layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} x "
+            f"{shape.itemsize} bytes x {self.tokens} tokens = {self.bytes} bytes"
         )
 
 
@@ -133,20 +129,13 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     float32 = config.actor.dtype == "float32" or config.distributed.device == "cpu"
     vllm_on_cpu = rollout.engine == "vllm" and config.distributed.device != "cuda"
 
-    block = rollout.cache_block
-    if vllm_on_cpu:
-        block = -(-block // 32) * 32
+    block = vllm_cpu_block(rollout.block_size) if vllm_on_cpu else rollout.cache_block
     blocks = -(-config.data.max_length // block)
     if vllm_on_cpu:
         blocks += 1
 
-    return CacheNeeds(
-        num_layers=spec.num_layers,
-        kv_heads=max(1, spec.num_kv_heads // rollout.tp),
-        head_dim=spec.head_dim,
-        itemsize=4 if float32 else 2,
-        tokens=blocks * block,
-    )
+    shape = CacheShape.on_rank(spec, rollout.tp, itemsize=4 if float32 else 2, block_size=block)
+    return CacheNeeds(shape, tokens=blocks * block)
 
 
 def check_model(

@@ -8,6 +8,7 @@ import torch
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.cache_size import CacheShape
 from mrlhf.inference.native import kv_cache
 from mrlhf.inference.native.graphs import bucket_sizes
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
@@ -65,20 +66,14 @@ def test_no_memory_is_an_error_with_the_size_and_the_key(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(kv_cache, "_zeros", refuse)
+    shape = CacheShape(num_layers=2, kv_heads=2, head_dim=32, itemsize=4, block_size=16)
     with pytest.raises(EngineError, match=r"1024 blocks = 16 MiB: lower rollout.kv_cache_mb"):
-        KVCache(
-            num_layers=2,
-            blocks=1024,
-            block_size=16,
-            kv_heads=2,
-            head_dim=32,
-            dtype=torch.float32,
-            device=CPU,
-        )
+        KVCache(shape, 1024, torch.float32, CPU)
 
 
 def test_copied_blocks_are_whole():
-    cache = KVCache(2, 4, 2, 1, 3, torch.float32, CPU)
+    shape = CacheShape(num_layers=2, kv_heads=1, head_dim=3, itemsize=4, block_size=2)
+    cache = KVCache(shape, 4, torch.float32, CPU)
     for keys, values in cache.layers:
         keys.copy_(torch.arange(24.0).view(4, 2, 1, 3))
         values.copy_(-keys)

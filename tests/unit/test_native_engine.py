@@ -14,7 +14,7 @@ from mrlhf.inference.base import (
     generate,
     requests_for,
 )
-from mrlhf.inference.native import kernels
+from mrlhf.inference.native import kernels, sampler, sequences
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
 from tests.engine_models import (
@@ -439,6 +439,48 @@ def test_an_error_in_the_middle_leaves_an_engine_that_works():
             SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",)),
         )
     assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before)
+
+
+@pytest.mark.parametrize("older", [0, 2])
+def test_a_submit_that_fails_leaves_nothing(monkeypatch, older):
+    engine = make_engine(hf_model("llama"))
+    requests = requests_for(PROMPTS, UIDS, SAMPLED)
+    before = generate(engine, requests[:older]).samples
+    engine.submit(requests[:older])
+
+    def refuse(*_):
+        raise MemoryError("no room")
+
+    for owner, function in ((sequences, "enlarged"), (sampler, "sample_keys")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, function, refuse)
+            with pytest.raises(MemoryError, match="no room"):
+                engine.submit(requests[older:])
+        assert engine.in_flight == 3 * older
+
+    samples = []
+    while engine.in_flight:
+        engine.step()
+        samples += engine.collect().samples
+    samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
+    assert_same(samples, before)
+    # The next batch may draw in another way than the one that was refused.
+    assert len(answer(engine, PROMPTS, UIDS, GREEDY)) == len(PROMPTS)
+
+
+def test_generate_reports_the_first_error(monkeypatch):
+    engine = make_engine(hf_model("llama"))
+
+    def fail(message):
+        def raise_it():
+            raise RuntimeError(message)
+
+        return raise_it
+
+    monkeypatch.setattr(engine, "step", fail("the first"))
+    monkeypatch.setattr(engine, "cancel", fail("a later one"))
+    with pytest.raises(RuntimeError, match="the first"):
+        answer(engine, PROMPTS, UIDS, GREEDY)
 
 
 def test_a_stop_string_around_tokens_without_text_is_found():

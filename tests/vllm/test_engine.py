@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -182,6 +183,46 @@ def _steps(engine: VllmEngine) -> None:
     assert [sample.token_ids for sample in generate(engine, requests).samples] == whole
 
 
+def _survives_failures(engine: VllmEngine) -> None:
+    """A submit that fails leaves the samples in flight; a sample that vLLM loses is an error."""
+    requests = requests_for(PROMPTS, UIDS, GREEDY)
+    whole = [sample.token_ids for sample in generate(engine, requests).samples]
+    llm_engine = engine._llm.llm_engine
+    add_request = llm_engine.add_request
+    calls = []
+
+    def fail_at_the_second(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError("no room")
+        add_request(*args)
+
+    engine.submit(requests[:2])
+    engine.step()
+    with (
+        patch.object(llm_engine, "add_request", fail_at_the_second),
+        pytest.raises(ValueError, match="no room"),
+    ):
+        engine.submit(requests[2:])
+    assert engine.in_flight == 2
+    samples: list[Sample] = []
+    while engine.in_flight:
+        engine.step()
+        samples += engine.collect().samples
+    assert sorted(sample.request_id for sample in samples) == [0, 1]
+    assert all(sample.token_ids == whole[sample.request_id] for sample in samples)
+
+    from vllm.v1.request import RequestStatus
+
+    engine.submit(requests[:3])
+    scheduler = llm_engine.engine_core.engine_core.scheduler
+    scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    with pytest.raises(EngineError, match="vLLM has lost 3 samples"):
+        engine.step()
+    assert engine.in_flight == 0
+    assert [sample.token_ids for sample in generate(engine, requests).samples] == whole
+
+
 def _host_environment() -> dict[str, str]:
     # torch's own compiler names its cache where the sampler is compiled.
     return {
@@ -232,6 +273,7 @@ def _body(rank: int, world_size: int) -> None:
             _draws_follow_the_distribution(engine, model)
             _stops(engine)
             _steps(engine)
+            _survives_failures(engine)
             _refuses_prompts(engine)
             _leaves_the_host_alone(before)
         del engine

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request
+from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, CacheShape
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.batch import Batch
@@ -28,9 +29,6 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
-
-# Two vectors of 8 numbers: small enough to share prefixes, large enough for the attention kernel.
-_HOST_BLOCK = 16
 
 
 class NativeEngine:
@@ -65,11 +63,16 @@ class NativeEngine:
         self._limits = limits
         self._decode = decode
         self._dtype = compute_dtype(dtype, device)
-        self._block_size = limits.block_size or (PAGE if device.type == "cuda" else _HOST_BLOCK)
 
         self._parallel = TensorParallel(tp_group)
         _check_vocabulary(spec, self._parallel.size)
-        self._kv_heads = max(1, spec.num_kv_heads // self._parallel.size)
+        default_block = PAGE if device.type == "cuda" else NATIVE_CPU_BLOCK
+        self._cache_shape = CacheShape.on_rank(
+            spec,
+            self._parallel.size,
+            self._dtype.itemsize,
+            limits.block_size or default_block,
+        )
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
         self._operators = make_operators(spec, self._dtype, device, limits.max_length)
         compiled = kernels.load(self._dtype) if device.type == "cpu" else None
@@ -162,12 +165,16 @@ class NativeEngine:
         if not any(request.samples for request in requests):
             return
 
-        if self._batch is None:
+        batch = self._batch
+        if batch is None:
             runner = self._ready_runner(self._decoder)
             sampling = requests[0].sampling
-            self._batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
+            batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
+
+        # If the batch cannot take the requests, they are not in flight.
+        batch.add(requests)
+        self._batch = batch
         self._in_flight.add(requests)
-        self._batch.add(requests)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -203,7 +210,7 @@ class NativeEngine:
             computed_prompt_tokens=counts.computed_prompt_tokens,
             preemptions=counts.preemptions,
             cache_bytes=self._cache.nbytes,
-            peak_cache_bytes=counts.peak_blocks * self._block_bytes,
+            peak_cache_bytes=counts.peak_blocks * self._cache_shape.block_bytes,
         )
         return Finished(finished.samples, finished.stats + stats)
 
@@ -241,11 +248,9 @@ class NativeEngine:
         if self._cache is not None:
             return
         spare = int(self._device.type == "cuda")
-        blocks = blocks_for(self._limits, self._block_size, self._block_bytes, self._device, spare)
-        self._cache = KVCache(
-            self._spec.num_layers, blocks, self._block_size, self._kv_heads, self._spec.head_dim,
-            self._dtype, self._device,
-        )  # fmt: skip
+        shape = self._cache_shape
+        blocks = blocks_for(self._limits, shape.block_size, shape.block_bytes, self._device, spare)
+        self._cache = KVCache(shape, blocks, self._dtype, self._device)
 
     def _ready_runner(self, decoder: Decoder) -> Runner:
         """The runner of these weights; all ranks make it together."""
@@ -254,11 +259,6 @@ class NativeEngine:
             assert self._cache is not None
             self._runner = Runner(decoder, self._cache, self._parallel, self._limits, self._device)
         return self._runner
-
-    @property
-    def _block_bytes(self) -> int:
-        tokens = self._spec.num_layers * self._block_size
-        return 2 * tokens * self._kv_heads * self._spec.head_dim * self._dtype.itemsize
 
 
 def _check_vocabulary(spec: ModelSpec, tp: int) -> None:

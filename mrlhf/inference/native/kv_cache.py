@@ -14,6 +14,7 @@ from torch import Tensor
 from mrlhf.device import processes_on_this_machine
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
+from mrlhf.inference.cache_size import CacheShape
 from mrlhf.inference.native.operators import Layer
 
 
@@ -28,25 +29,25 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: CacheShape, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Take the memory; a host gives it as blocks are first written to.
+
+        Args:
+            shape: sizes of the cache.
+            blocks: the number of blocks.
+            dtype: of keys and values; `shape.itemsize` is its size.
+            device: where they are.
 
         Raises:
             EngineError: there is not enough memory.
         """
-        shape = (2, blocks, block_size, kv_heads, head_dim)
+        assert shape.itemsize == dtype.itemsize, f"{dtype} does not have {shape.itemsize} bytes"
+        pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         try:
-            pairs = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+            pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
         except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-            wanted = num_layers * int(np.prod(shape)) * dtype.itemsize
+            wanted = blocks * shape.block_bytes
             raise EngineError(
                 f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower "
                 f"rollout.kv_cache_mb (on a CPU) or rollout.gpu_memory_utilization (on a GPU)"
@@ -54,7 +55,7 @@ class KVCache:
 
         self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
         self.blocks = blocks
-        self.block_size = block_size
+        self.block_size = shape.block_size
         self.nbytes = sum(pair.nbytes for pair in pairs)
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.inference.cache_size import kv_heads_on_rank
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.linear import Linear, linear
 from mrlhf.inference.native.operators import (
@@ -66,7 +67,7 @@ class Decoder:
         self._parallel = parallel
         self._operators = operators
         self._head_dim = spec.head_dim
-        self._kv_heads = max(1, spec.num_kv_heads // parallel.size)
+        self._kv_heads = kv_heads_on_rank(spec, parallel.size)
         self._heads_per_kv_head = spec.num_heads // parallel.size // self._kv_heads
 
         def tensor(name: str) -> Tensor:

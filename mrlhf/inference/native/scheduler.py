@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,19 +67,19 @@ class Counts:
     peak_blocks: int = 0
 
 
-@dataclass
-class _Forks:
-    """Rows that start with the prompt that another row has just computed.
+@dataclass(frozen=True)
+class _Fork:
+    """Rows that start with the prompt that another row, the leader, has just computed.
 
     Attributes:
-        rows: those that start.
-        sources: for each of them, the place in the pass of the row whose prompt it has.
+        place: the leader's place in the pass.
+        rows: the rows that start, in order.
         copies: (from, to) blocks to be copied for them.
     """
 
-    rows: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
+    place: int
+    rows: list[int]
+    copies: list[tuple[int, int]]
 
 
 class Scheduler:
@@ -169,9 +169,9 @@ class Scheduler:
         starts = self._computed[rows]
         self._computed[rows] += counts
 
-        forks = _Forks()
+        forks: list[_Fork] = []
         for place in np.flatnonzero(starts < self.prompt_lengths[rows]).tolist():
-            self._share_prompt(int(rows[place]), int(starts[place]), place, forks)
+            forks.append(self._share_prompt(int(rows[place]), int(starts[place]), place))
 
         # What is left of the budget goes to rows that start now.
         started: list[tuple[int, int, int]] = []
@@ -180,7 +180,7 @@ class Scheduler:
             count = min(int(self.lengths[row]) - start, budget)
             budget -= count
             self._computed[row] += count
-            self._share_prompt(row, start, len(rows) + len(started), forks)
+            forks.append(self._share_prompt(row, start, len(rows) + len(started)))
             started.append((row, start, count))
         if started:
             new_rows, new_starts, new_counts = np.array(started, dtype=np.int64).T
@@ -192,10 +192,13 @@ class Scheduler:
         complete = np.flatnonzero(starts + counts == self.lengths[rows])
         draws = rows[complete]
         sources = np.arange(len(complete))
-        if forks.rows:
-            draws = np.append(draws, forks.rows)
-            sources = np.append(sources, np.searchsorted(complete, forks.sources))
-        return Step(rows, starts, counts, complete, draws, sources, forks.copies)
+        forked = [row for fork in forks for row in fork.rows]
+        if forked:
+            leaders = [fork.place for fork in forks for _ in fork.rows]
+            draws = np.append(draws, forked)
+            sources = np.append(sources, np.searchsorted(complete, leaders))
+        copies = [copy for fork in forks for copy in fork.copies]
+        return Step(rows, starts, counts, complete, draws, sources, copies)
 
     def record(self, draws: Ints, ended: Sequence[int]) -> None:
         """Give each of `draws` one token more, and let go of those of them in `ended`."""
@@ -230,14 +233,16 @@ class Scheduler:
         self._counted = enlarged(self._counted, rows)
         self._held = enlarged(self._held, rows)
 
-    def _share_prompt(self, row: int, start: int, place: int, forks: _Forks) -> None:
+    def _share_prompt(self, row: int, start: int, place: int) -> _Fork:
         """Let other rows use what `row` has computed of its prompt after this pass.
 
         Args:
             row: computed from `start` on.
             start: tokens that were in the cache before.
             place: the row's place in the pass.
-            forks: gets the rows that start with the prompt, if it is complete.
+
+        Returns:
+            The rows that start with the prompt; none if it is not complete.
         """
         prompt_length = int(self.prompt_lengths[row])
         computed = int(self._computed[row])
@@ -249,23 +254,23 @@ class Scheduler:
 
         held = self.block_tables[row, : self._held[row]].tolist()
         self._manager.publish(self._prompts[row][:computed], held)
-        if computed == self.lengths[row] and row in self._followers:
-            started = self._fork(row, self._followers.pop(row), forks.copies)
-            forks.rows.extend(started)
-            forks.sources.extend([place] * len(started))
+        if computed < self.lengths[row]:
+            return _Fork(place, [], [])
+        return self._fork(row, place, self._followers.pop(row, []))
 
-    def _fork(self, leader: int, followers: list[int], copies: list[tuple[int, int]]) -> list[int]:
-        """Start `followers` with the computed prompt of `leader`, and return those that started.
+    def _fork(self, leader: int, place: int, followers: list[int]) -> _Fork:
+        """Start `followers` with the computed prompt of `leader`, whose place is `place`.
 
-        Those for whom there is no block go on waiting.
+        Followers for whom there is no block go on waiting, and are not in the result.
         """
+        copies: list[tuple[int, int]] = []
         full, rest = divmod(int(self.lengths[leader]), self._block_size)
         shared = self.block_tables[leader, :full].tolist()
-        for place, row in enumerate(followers):
+        for number, row in enumerate(followers):
             own = self._manager.take(1 if rest else 0)
             if own is None:
-                self._waiting.appendleft(followers[place:])
-                return followers[:place]
+                self._waiting.appendleft(followers[number:])
+                return _Fork(place, followers[:number], copies)
 
             self._manager.share(shared)
             if own:
@@ -273,7 +278,7 @@ class Scheduler:
             self._hold(row, shared + own)
             self._computed[row] = self.lengths[row]
             self._running.append(row)
-        return followers
+        return _Fork(place, followers, copies)
 
     def _grow(self) -> bool:
         """Give every running row a block for its newest token.

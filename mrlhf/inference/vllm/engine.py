@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Finished, Request
+from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block, vllm_gpu_block
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.installed import require_engine
 from mrlhf.inference.stopping import Decode
@@ -28,8 +29,6 @@ from mrlhf.inference.vllm.requests import Requests
 from mrlhf.models.families import family_of, save_config
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Slot
-
-_CPU_BLOCK = 32
 
 
 class VllmEngine:
@@ -79,12 +78,11 @@ class VllmEngine:
         self._has_weights = False
         self._awake = True
 
-        self._block_size = _block_size(limits.block_size, device)
-        kv_heads = max(1, spec.num_kv_heads // tp_size)
-        block_bytes = (
-            2 * spec.num_layers * kv_heads * spec.head_dim * dtype.itemsize * self._block_size
+        choose_block = vllm_gpu_block if device.type == "cuda" else vllm_cpu_block
+        self._cache_shape = CacheShape.on_rank(
+            spec, tp_size, dtype.itemsize, choose_block(limits.block_size)
         )
-        self._cache_bytes = self._choose_cache_bytes(block_bytes)
+        self._cache_bytes = self._choose_cache_bytes()
 
         # The tensor-parallel ranks of a replica draw alike, replicas do not.
         replica = ranks[0] // tp_size
@@ -101,7 +99,7 @@ class VllmEngine:
             self._llm.llm_engine,
             worker.model_runner.sampler,
             blocks,
-            block_bytes,
+            self._cache_shape.block_bytes,
             self._in_flight,
             decode,
         )
@@ -260,7 +258,7 @@ class VllmEngine:
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": batched_tokens,
             "enable_chunked_prefill": not on_cpu,
-            "block_size": self._block_size,
+            "block_size": self._cache_shape.block_size,
             "kv_cache_memory_bytes": self._cache_bytes,
             "gpu_memory_utilization": self._share_of_memory(),
             # Compiling on a CPU takes tens of seconds and gains a few per cent.
@@ -289,14 +287,16 @@ class VllmEngine:
             )
         return share
 
-    def _choose_cache_bytes(self, block_bytes: int) -> int | None:
+    def _choose_cache_bytes(self) -> int | None:
         """The size of the KV cache; None lets vLLM choose it.
 
         Without a limit it is, on a CPU, what all sequences need, up to half of this rank's free
         memory.
         """
         limits = self._limits
-        one = (-(-limits.max_length // self._block_size) + 1) * block_bytes  # one long sequence
+        shape = self._cache_shape
+        # One sequence of full length, and the block that vLLM leaves unused.
+        one = (-(-limits.max_length // shape.block_size) + 1) * shape.block_bytes
         if limits.cache_bytes is not None:
             if limits.cache_bytes < one:
                 raise ConfigError(
@@ -311,13 +311,6 @@ class VllmEngine:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (2 * dist.get_world_size())
         return max(one, min(limits.max_num_seqs * one, share))
-
-
-def _block_size(wanted: int | None, device: torch.device) -> int:
-    """The tokens in a block: what is wanted, on a CPU rounded up to what its attention can do."""
-    if device.type == "cuda":
-        return wanted or 16
-    return -(-(wanted or _CPU_BLOCK) // _CPU_BLOCK) * _CPU_BLOCK
 
 
 def check_support(spec: ModelSpec, tp: int, device: torch.device) -> None:

@@ -70,37 +70,49 @@ class Requests:
         self._names = itertools.count()
         self._steps = 0
         self._cached_tokens = 0  # prompt tokens of ended samples that vLLM had in its cache
-        self._tally = _count(llm_engine.engine_core.engine_core.scheduler)
+        self._scheduler = llm_engine.engine_core.engine_core.scheduler
+        self._counts = _count(self._scheduler)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Give every sample of `requests` to vLLM.
 
         Raises:
-            EngineError: a request cannot be answered now.
+            EngineError: a request cannot be answered now. After any error none of `requests` is
+                queued, and the samples that were in flight before are still there.
         """
         self._in_flight.check(requests)
-        self._in_flight.add(requests)
+        if not requests:
+            return
+
+        # The log-probs that vLLM would report are before temperature or after truncation; ours are
+        # in between. All requests in flight have one temperature.
+        temperature = requests[0].sampling.temperature or 1.0
+        self._sampler.compute_logprobs = _logprobs_at(temperature)
+
+        before = set(self._running)
         try:
             for request in requests:
-                # The log-probs that vLLM would report are before temperature or after truncation;
-                # ours are in between. All requests in flight have one temperature.
-                temperature = request.sampling.temperature or 1.0
-                self._sampler.compute_logprobs = _logprobs_at(temperature)
                 self._add_samples(request)
         except BaseException:
-            self.drop_all()
+            self._abort([name for name in self._running if name not in before])
             raise
+        self._in_flight.add(requests)
 
     def step(self) -> None:
         """Run one pass through the model, and note the samples that it ends.
 
         Raises:
-            EngineError: the model's logits are not finite. After any error everything in flight is
-                dropped.
+            EngineError: the model's logits are not finite, or vLLM has dropped samples. After any
+                error everything in flight is dropped.
         """
         if not self._running:
             return
         try:
+            if not self._scheduler.has_unfinished_requests():
+                raise EngineError(
+                    f"vLLM has lost {len(self._running)} samples: it has nothing left to compute, "
+                    f"and they have not ended; set rollout.engine=native, or use vLLM 0.32"
+                )
             self._steps += 1
             for output in self._engine.step():
                 if output.request_id in self._running:
@@ -115,27 +127,27 @@ class Requests:
         stats = EngineStats(
             steps=self._steps,
             computed_prompt_tokens=finished.stats.prompt_tokens - self._cached_tokens,
-            preemptions=self._tally.preemptions,
+            preemptions=self._counts.preemptions,
             cache_bytes=self._cache_bytes,
-            peak_cache_bytes=self._tally.peak_blocks * self._block_bytes,
+            peak_cache_bytes=self._counts.peak_blocks * self._block_bytes,
         )
         self._steps = 0
         self._cached_tokens = 0
-        self._tally.preemptions = 0
-        self._tally.peak_blocks = 0
+        self._counts.preemptions = 0
+        self._counts.peak_blocks = 0
         return Finished(finished.samples, finished.stats + stats)
 
     def cancel(self) -> Finished:
         """Drop the samples that have not ended, and hand over those that have."""
-        self._abort_running()
+        self._abort(list(self._running))
         self._in_flight.drop_unfinished()
         return self.collect()
 
     def drop_all(self) -> None:
-        """Drop every sample; what is left over would be answered in the name of a later one."""
+        """Drop every sample, so that none is taken for a sample of a later request."""
         self._in_flight.clear()
         self._cached_tokens = 0
-        self._abort_running()
+        self._abort(list(self._running))
 
     def _add_samples(self, request: Request) -> None:
         sampling = request.sampling
@@ -168,14 +180,15 @@ class Requests:
         self._in_flight.finish([_sample(running, answer, end)])
         self._cached_tokens += output.num_cached_tokens or 0
 
-    def _abort_running(self) -> None:
-        names = list(self._running)
-        self._running.clear()
+    def _abort(self, names: list[str]) -> None:
+        """Let vLLM forget these running samples."""
+        for name in names:
+            del self._running[name]
         self._engine.abort_request(names)
 
 
 @dataclass
-class _Tally:
+class _Counts:
     """What vLLM's scheduler did since this was last reset.
 
     Attributes:
@@ -187,29 +200,29 @@ class _Tally:
     peak_blocks: int = 0
 
 
-def _count(scheduler: Any) -> _Tally:
+def _count(scheduler: Any) -> _Counts:
     """Count what `scheduler` does from this call on.
 
     What vLLM holds must not refer to our engine, or Python would never free it.
     """
-    tally = _Tally()
+    counts = _Counts()
     preempt: Callable[..., None] = scheduler._preempt_request
     schedule: Callable[..., Any] = scheduler.schedule
     pool = scheduler.kv_cache_manager.block_pool
 
     def counted_preempt(*args: Any, **kwargs: Any) -> None:
-        tally.preemptions += 1
+        counts.preemptions += 1
         preempt(*args, **kwargs)
 
     def counted_schedule(*args: Any, **kwargs: Any) -> Any:
         scheduled = schedule(*args, **kwargs)
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is the null block
-        tally.peak_blocks = max(tally.peak_blocks, used)
+        counts.peak_blocks = max(counts.peak_blocks, used)
         return scheduled
 
     scheduler._preempt_request = counted_preempt
     scheduler.schedule = counted_schedule
-    return tally
+    return counts
 
 
 def _request_params(sampling: SamplingParams, seed: int | None) -> Any:
