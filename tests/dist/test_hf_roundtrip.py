@@ -6,18 +6,24 @@ One spawn of ranks does all models and layouts.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mrlhf.config.sections import ReferenceSection
+from mrlhf.device import Device
 from mrlhf.errors import WeightError
+from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import role_pieces
+from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from tests.ranks import run_ranks
 from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
@@ -27,6 +33,7 @@ LAYOUTS = [
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
 ]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
+CPU = Device("cpu", torch.device("cpu"), "gloo")
 DTYPES = {"llama": torch.bfloat16}
 
 
@@ -52,6 +59,7 @@ def _body(rank: int, world_size: int, root: str) -> None:
 
     _overwrite_and_cast(rank, Path(root))
     _incomplete(rank, Path(root))
+    _engine_passes_over_a_copy_of_the_embedding(Path(root))
 
 
 def _overwrite_and_cast(rank: int, root: Path) -> None:
@@ -75,9 +83,16 @@ def _incomplete(rank: int, root: Path) -> None:
     lost = "model.layers.3.mlp.up_proj.weight"
     kept = [slot for slot in slots if rank < 2 or slot.piece.name != lost]
     with pytest.raises(WeightError, match=r"layers.3.mlp.up_proj.weight: .* do not hold the whole"):
-        write_weights(
-            root / "holes", kept, tensor_shapes(spec), dist.group.WORLD, FileOptions()
-        )
+        write_weights(root / "holes", kept, tensor_shapes(spec), dist.group.WORLD, FileOptions())
+
+
+def _engine_passes_over_a_copy_of_the_embedding(root: Path) -> None:
+    """It has no place for the output layer that a tied model's checkpoint may have."""
+    section = ReferenceSection(path=str(root / "copied"), tp=2, pp=2, dtype="float32")
+    groups = GroupFactory(timeout_s=60.0).role_groups(LAYOUTS[3])
+    engine = ModelEngine(section, load_spec(section.path, "lm"), groups, CPU)
+    engine.load(section.path, seed=0)
+    engine.export(root / "exported", 10**9)
 
 
 def _load(directory: Path) -> dict[str, torch.Tensor]:
@@ -111,12 +126,21 @@ def _assert_files_in_order(directory: Path, names: list[str], max_shard_bytes: i
     assert index["metadata"]["total_size"] == sum(map(sum, sizes))
 
 
+def _copy_embedding(source: Path, target: Path) -> None:
+    """Write the checkpoint with an output layer, as some tools do for models that have none."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
 @pytest.mark.timeout(280)
 def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(11)
     for model in MODELS:
         theirs = AutoModelForCausalLM.from_config(tiny_config(model))
         theirs.to(DTYPES.get(model, torch.float32)).save_pretrained(tmp_path / model)
+    _copy_embedding(tmp_path / "qwen2_tied", tmp_path / "copied")
     run_ranks(4, _body, str(tmp_path))
 
     for model in MODELS:
@@ -138,6 +162,7 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
         assert handle.metadata() == {"format": "pt", "step": "7"}
 
     _assert_same(tmp_path / "regrown", again)
+    _assert_same(tmp_path / "exported", load_file(tmp_path / "qwen2_tied" / "model.safetensors"))
     assert not list((tmp_path / "holes").iterdir())
 
 
