@@ -19,6 +19,7 @@ from torch import Tensor
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Finished, Request
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block, vllm_gpu_block
+from mrlhf.inference.checks import committed
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.installed import require_engine
 from mrlhf.inference.stopping import Decode
@@ -111,11 +112,7 @@ class VllmEngine:
         Raises:
             EngineError: none was.
         """
-        if self._version is None:
-            raise EngineError(
-                "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"
-            )
-        return self._version
+        return committed(self._version)
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """Which named slices each parameter of this rank holds."""
