@@ -51,7 +51,7 @@ class NativeEngine:
             tp_group: the ranks of this replica in tensor-parallel order; None if this rank is the
                 whole replica.
             device: where weights, cache and sampling are.
-            dtype: of the parameters.
+            dtype: the dtype of the parameters.
             limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
 
