@@ -1,6 +1,7 @@
-"""What an engine refuses: requests that it cannot answer, and tensors that do not fit a parameter.
+"""What an engine refuses: requests that it cannot answer, tensors that do not fit, missing weights.
 
-Every engine checks the same things, here. It knows token ids, limits and shapes, and no engine.
+All engines use these checks, so all refuse the same things. This file knows token ids, limits and
+shapes, and no engine.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ def check_prompts(requests: Sequence[Request], max_length: int, vocab_size: int)
     """Refuse prompts that are empty, too long, or of another vocabulary.
 
     Args:
-        requests: whose prompts to check.
-        max_length: longest prompt and response together, in tokens.
-        vocab_size: the model's.
+        requests: the requests whose prompts are checked.
+        max_length: length of the longest prompt and response together, in tokens.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
         EngineError: naming the first such request.
@@ -79,11 +80,11 @@ def check_tensor(
     """Refuse a tensor that cannot become the parameter `name`.
 
     Args:
-        name: of the parameter.
-        tensor: offered for it.
-        shapes: of all parameters.
-        dtype: of all parameters.
-        device: where they are.
+        name: the parameter's name.
+        tensor: the tensor that is to become the parameter.
+        shapes: the shape of each parameter, by name.
+        dtype: the dtype of all parameters.
+        device: where the parameters are.
 
     Raises:
         EngineError: there is no such parameter, or shape, dtype or device differ.
@@ -97,3 +98,32 @@ def check_tensor(
             f"{name}: a tensor {given} cannot be bound where the engine needs {wanted}; "
             f"copy it instead"
         )
+
+
+def check_complete(missing: Sequence[str]) -> None:
+    """Refuse to use weights while the parameters `missing` have none.
+
+    Raises:
+        EngineError: `missing` is not empty.
+    """
+    if missing:
+        raise EngineError(
+            f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in "
+            f"weight_slots()"
+        )
+
+
+def committed(version: int | None) -> int:
+    """The version of the weights that were last committed.
+
+    Args:
+        version: that version; None if no weights were committed.
+
+    Raises:
+        EngineError: it is None.
+    """
+    if version is None:
+        raise EngineError(
+            "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"
+        )
+    return version

@@ -1,7 +1,7 @@
 """Keeps the requests between `submit` and `collect`, and the samples that have ended.
 
-Every engine keeps this book, so what is refused and counted is the same for all. It knows no model,
-and not how a sample is computed.
+Every engine uses this class, so all engines refuse and count the same things. This file does not
+know models or how a sample is computed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mrlhf.inference.stopping import Decode
 
 
 class InFlight:
-    """The book of one engine; its length is the number of samples not collected yet."""
+    """The requests and samples of one engine; `len()` counts the samples not collected yet."""
 
     def __init__(self, limits: EngineLimits, vocab_size: int, decode: Decode | None) -> None:
         """Start with nothing in flight.
 
         Args:
-            limits: the engine's.
-            vocab_size: the model's.
+            limits: how much the engine may take at once.
+            vocab_size: size of the model's vocabulary.
             decode: token ids to text, without which stop strings are refused.
         """
         self._limits = limits

@@ -38,7 +38,7 @@ class ReplicaSamples:
     logprobs: Tensor
 
 
-def pack(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats) -> Tensor:
+def to_bytes(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats) -> Tensor:
     """A replica's statistics and samples as uint8 [bytes]; `rows` are the samples' rows."""
     header: list[int] = []
     tokens: list[int] = []
@@ -57,11 +57,11 @@ def pack(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats) -> 
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
-def unpack(packed: Tensor, samples: int) -> ReplicaSamples:
-    """The inverse of `pack`, for a known number of samples."""
+def from_bytes(sent: Tensor, samples: int) -> ReplicaSamples:
+    """The inverse of `to_bytes`, for a known number of samples."""
     header_bytes = 8 * (_STATS + _HEADER * samples)
-    numbers = packed[:header_bytes].view(torch.int64)
-    by_token = packed[header_bytes:]
+    numbers = sent[:header_bytes].view(torch.int64)
+    by_token = sent[header_bytes:]
     half = len(by_token) // 2
 
     rows, lengths, stopped = numbers[_STATS:].view(samples, _HEADER).unbind(dim=1)

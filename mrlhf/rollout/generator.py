@@ -29,7 +29,7 @@ from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import ReplicaSamples, pack, unpack
+from mrlhf.rollout.exchange import ReplicaSamples, from_bytes, to_bytes
 
 _SEED_BITS = 63
 _NO_MEMORY = (
@@ -61,9 +61,9 @@ class Generator:
         engine: the replica that this rank is part of.
         groups: the process groups of all replicas.
         resharder: brings the policy's weights into the engine.
-        seed: the run's.
-        lengths: the lengths of the responses so far, by stream. Where a prompt's are known, they
-            balance the replicas.
+        seed: the seed of the run.
+        lengths: the lengths of the responses so far, by stream. The known lengths of a prompt's
+            responses help to give each replica the same amount of work.
     """
 
     engine: InferenceEngine
@@ -71,6 +71,11 @@ class Generator:
     resharder: Resharder
     seed: int
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
+
+    @property
+    def version(self) -> int:
+        """The version of the engine's weights."""
+        return self.engine.version
 
     def take_weights(self, version: int) -> ReshardStats:
         """Bring the policy's weights into the engine as `version`, and wake it.
@@ -177,10 +182,10 @@ class Generator:
         rows = [
             mine[sample.request_id].prompt * n + sample.sample_index for sample in finished.samples
         ]
-        packed = pack(rows, finished.samples, finished.stats)
-        gathered = all_gather_ragged(packed, self.groups.replicas)
+        sent = to_bytes(rows, finished.samples, finished.stats)
+        gathered = all_gather_ragged(sent, self.groups.replicas)
         counts = [sum(len(part.samples) for part in share) for share in shares]
-        return [unpack(part, count) for part, count in zip(gathered, counts, strict=True)]
+        return [from_bytes(part, count) for part, count in zip(gathered, counts, strict=True)]
 
     def _gather(self, prompts: Prompts, n: int, parts: Sequence[ReplicaSamples]) -> Rollout:
         """Merge the replicas' samples into one rollout, in the order of the prompts."""
@@ -223,7 +228,7 @@ class Generator:
             response_mask=mask,
             loss_mask=mask,
             rollout_logprobs=rollout_logprobs,
-            versions=versions_of_one_policy(mask, self.engine.version),
+            versions=versions_of_one_policy(mask, self.version),
             stopped=torch.zeros(total, dtype=torch.bool).index_put((rows,), stopped.bool()),
         )
 

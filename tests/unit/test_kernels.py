@@ -66,7 +66,7 @@ def test_attention_from_a_paged_cache_equals_torch(
     old = StepInputs(
         tokens=old_positions,
         positions=old_positions,
-        slots=old_slots + old_positions % block_size,
+        cache_places=old_slots + old_positions % block_size,
         query_starts=step.query_starts,
         lengths=step.query_starts,
         block_tables=step.block_tables,

@@ -94,7 +94,7 @@ def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it():
     inputs = StepInputs(
         tokens=numbers,
         positions=numbers,
-        slots=numbers,
+        cache_places=numbers,
         query_starts=torch.tensor([0, 1, 3], dtype=torch.int32),
         lengths=torch.tensor([9, 7], dtype=torch.int32),
         block_tables=torch.zeros(2, 1, dtype=torch.int32),

@@ -36,7 +36,7 @@ class Batch:
             runner: runs the passes, and has the cache.
             sampler: draws tokens.
             sampling: how tokens are drawn and what ends a response.
-            limits: the engine's.
+            limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
         """
         self._runner = runner
@@ -90,13 +90,14 @@ class Batch:
         longest = int(lengths.max())
         used = -(-longest // self._block_size)
         block_tables = self._scheduler.block_tables[step.rows, :used]
-        slots = block_tables[place, positions // self._block_size] * np.int64(self._block_size)
+        blocks = block_tables[place, positions // self._block_size].astype(np.int64)
+        cache_places = blocks * self._block_size + positions % self._block_size
 
         send = self._runner.send
         return StepInputs(
             tokens=send(self._sequences.tokens_at(rows, positions)),
             positions=send(positions),
-            slots=send(slots + positions % self._block_size),
+            cache_places=send(cache_places),
             query_starts=send(query_starts),
             lengths=send(lengths.astype(np.int32)),
             block_tables=send(np.ascontiguousarray(block_tables)),

@@ -1,7 +1,7 @@
-"""The native engine: generates with the weights where they lie, on any device that torch has.
+"""The native engine: it generates on any device that torch has, and copies no weights to do so.
 
-This file is the engine's life: weights come, requests are answered, memory goes. How samples are
-decoded is in `batch`. It does not know where weights come from, nor what the samples are for.
+This file takes weights, answers requests and frees memory. The file `batch` decodes the samples.
+This file does not know where weights come from, nor what the samples are for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request
 from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, CacheShape
+from mrlhf.inference.checks import check_complete, committed
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.batch import Batch
@@ -50,7 +51,7 @@ class NativeEngine:
             tp_group: the ranks of this replica in tensor-parallel order; None if this rank is the
                 whole replica.
             device: where weights, cache and sampling are.
-            dtype: of the parameters.
+            dtype: the dtype of the parameters.
             limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
 
@@ -78,8 +79,8 @@ class NativeEngine:
         compiled = kernels.load(self._dtype) if device.type == "cpu" else None
         self._sampler = Sampler(self._parallel, compiled)
 
-        # What comes and goes: the weights laid out for this machine, the cache, both together, and
-        # the samples that are being decoded.
+        # These are None while the engine does not have them: the weights laid out for this machine,
+        # the cache, the runner that uses both, and the samples that are being decoded.
         self._version: int | None = None
         self._awake = True
         self._decoder: Decoder | None = None
@@ -95,11 +96,7 @@ class NativeEngine:
         Raises:
             EngineError: none was.
         """
-        if self._version is None:
-            raise EngineError(
-                "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"
-            )
-        return self._version
+        return committed(self._version)
 
     @property
     def cache_bytes(self) -> int:
@@ -133,11 +130,7 @@ class NativeEngine:
             EngineError: a parameter has no storage, or samples are in flight.
         """
         self._in_flight.require_none("commit")
-        if missing := self._parameters.missing:
-            raise EngineError(
-                f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in "
-                f"weight_slots()"
-            )
+        check_complete(self._parameters.missing)
         self._decoder = Decoder(
             self._spec, self._parameters, self._parallel, self._operators, self._dtype
         )

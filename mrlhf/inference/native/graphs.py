@@ -29,7 +29,7 @@ class DecodeGraphs:
     def __init__(
         self, forward: Forward, most: int, table_width: int, spare_block: int, block_size: int
     ) -> None:
-        """Capture nothing yet.
+        """Keep what a capture needs; the first use of a batch size captures it.
 
         Args:
             forward: computes one decode step; its weights and cache stay where they are.
@@ -56,7 +56,7 @@ class DecodeGraphs:
 
         static.tokens[:batch] = inputs.tokens
         static.positions[:batch] = inputs.positions
-        static.slots[:batch] = inputs.slots
+        static.cache_places[:batch] = inputs.cache_places
         static.lengths[:batch] = inputs.lengths
         static.block_tables[:batch, : inputs.block_tables.shape[1]] = inputs.block_tables
         self._fill_padding(static, batch)
@@ -71,7 +71,7 @@ class DecodeGraphs:
         static = StepInputs(
             tokens=torch.zeros(size, dtype=torch.int64, device=device),
             positions=torch.zeros(size, dtype=torch.int64, device=device),
-            slots=torch.zeros(size, dtype=torch.int64, device=device),
+            cache_places=torch.zeros(size, dtype=torch.int64, device=device),
             query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
             lengths=torch.ones(size, dtype=torch.int32, device=device),
             block_tables=torch.zeros(size, self._width, dtype=torch.int32, device=device),
@@ -99,5 +99,5 @@ class DecodeGraphs:
         static.tokens[batch:] = 0
         static.positions[batch:] = 0
         static.lengths[batch:] = 1
-        static.slots[batch:] = self._spare * self._block_size
+        static.cache_places[batch:] = self._spare * self._block_size
         static.block_tables[batch:] = self._spare

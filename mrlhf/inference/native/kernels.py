@@ -89,7 +89,7 @@ class Kernels:
 
         Args:
             hidden: [tokens, hidden].
-            delta: likewise; None adds nothing.
+            delta: [tokens, hidden]; None adds nothing.
             weight: the norm's weight, [hidden].
             eps: added to the mean square.
 
@@ -127,7 +127,7 @@ class Kernels:
         eps: float,
         tables: tuple[Tensor, Tensor],
         positions: Tensor,
-        slots: Tensor,
+        cache_places: Tensor,
         cache: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Rotate q and k, and write k and v into the cache.
@@ -140,8 +140,8 @@ class Kernels:
             eps: added to the mean square in those norms.
             tables: cosines and sines, float32 [positions, head_dim / 2] each.
             positions: the position of each token in its sequence, int64 [tokens].
-            slots: where each token's k and v go: block number x block_size + place in the block,
-                int64 [tokens].
+            cache_places: where each token's k and v go: block number x block_size + place in the
+                block, int64 [tokens].
             cache: keys and values, [blocks, block_size, kv_heads, head_dim] each. Within a block
                 the keys are stored transposed, so only `attend` can read them.
 
@@ -160,7 +160,7 @@ class Kernels:
         q = torch.empty((tokens, kv_heads * per_kv_head, dim), dtype=qkv.dtype, device=qkv.device)
         self._rotate_store(
             qkv.data_ptr(), q_norm, k_norm, eps,
-            cosines.data_ptr(), sines.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            cosines.data_ptr(), sines.data_ptr(), positions.data_ptr(), cache_places.data_ptr(),
             q.data_ptr(), keys.data_ptr(), values.data_ptr(),
             tokens, kv_heads, per_kv_head, dim, keys.shape[1], _threads(qkv.numel()),
         )  # fmt: skip
@@ -213,8 +213,8 @@ class Kernels:
 
         Returns:
             The highest scaled logit of each block, float32 [batch, blocks]; the sum of exp(scaled
-            logit - that highest) over each block, likewise; and the first column that has the
-            highest scaled logit of the whole row, int64 [batch].
+            logit - that highest) over each block, float32 [batch, blocks]; and the first column
+            that has the highest scaled logit of the whole row, int64 [batch].
         """
         rows, columns = logits.shape
         blocks = -(-columns // _COLUMNS)
@@ -243,8 +243,8 @@ class Kernels:
         Args:
             logits: [batch, vocab_shard].
             scale: every logit is multiplied by it.
-            highest: what `logit_blocks` returned for each block.
-            sums: likewise.
+            highest: the highest scaled logits that `logit_blocks` returned.
+            sums: the sums that `logit_blocks` returned.
             tops: the row's highest scaled logit, over all ranks, float32 [batch].
             targets: float64 [batch]; a row with a negative target is skipped.
 

@@ -33,8 +33,8 @@ class StepInputs:
     Attributes:
         tokens: the token ids, int64 [tokens].
         positions: the number of tokens before each in its sequence, int64 [tokens].
-        slots: where each token's keys and values go: block number x block_size + place in the
-            block, int64 [tokens].
+        cache_places: where each token's keys and values go: block number x block_size + place in
+            the block, int64 [tokens].
         query_starts: where each sequence's tokens begin, int32 [sequences + 1].
         lengths: how many tokens of each sequence are in the cache after this pass, int32
             [sequences].
@@ -46,7 +46,7 @@ class StepInputs:
 
     tokens: Tensor
     positions: Tensor
-    slots: Tensor
+    cache_places: Tensor
     query_starts: Tensor
     lengths: Tensor
     block_tables: Tensor
@@ -136,7 +136,7 @@ class TorchOperators:
 
         Args:
             cosines: float32 [positions, head_dim / 2].
-            sines: likewise.
+            sines: float32 [positions, head_dim / 2].
             eps: added to the mean square in every norm.
             window: how many tokens a token sees, itself included; None for all.
         """
@@ -170,8 +170,8 @@ class TorchOperators:
             k = self._norm(k, norms[1])
 
         keys, values = layer
-        keys.flatten(0, 1).index_copy_(0, inputs.slots, self._rotate(k, inputs)[:, :, 0])
-        values.flatten(0, 1).index_copy_(0, inputs.slots, v)
+        keys.flatten(0, 1).index_copy_(0, inputs.cache_places, self._rotate(k, inputs)[:, :, 0])
+        values.flatten(0, 1).index_copy_(0, inputs.cache_places, v)
         return self._rotate(q, inputs).flatten(1, 2)
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
@@ -272,7 +272,7 @@ class HostOperators:
     ) -> Tensor:
         """Write rotated k and plain v into the cache, and return rotated q [tokens, heads, dim]."""
         return self._kernels.rotate_store(
-            qkv, norms, self._eps, self._tables, inputs.positions, inputs.slots, layer
+            qkv, norms, self._eps, self._tables, inputs.positions, inputs.cache_places, layer
         )
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:

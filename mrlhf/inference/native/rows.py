@@ -1,4 +1,7 @@
-"""Numbers for rows that come and go, and arrays that grow with them. It knows no row's content."""
+"""The numbers of rows, and arrays that grow with the number of rows.
+
+This file does not know what a row holds.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from numpy.typing import NDArray
 
 
 class RowNumbers:
-    """Hands out numbers from 0, and those first that were given back longest ago."""
+    """Hands out row numbers from 0; the one that was given back first is handed out again first."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
         self._used = 0
 
     def take(self, count: int) -> list[int]:
-        """`count` numbers that nobody has."""
+        """Hand out `count` numbers that are not in use."""
         taken = self._free[:count]
         del self._free[:count]
         new = count - len(taken)
@@ -25,7 +28,7 @@ class RowNumbers:
         return taken
 
     def give_back(self, number: int) -> None:
-        """The number may be taken again."""
+        """Let `number` be handed out again."""
         self._free.append(number)
 
 

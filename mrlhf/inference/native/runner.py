@@ -40,11 +40,11 @@ class Runner:
         """Agree with the other ranks on the number of blocks; all of them call it.
 
         Args:
-            decoder: the weights.
-            cache: of this rank; nothing in it is used.
+            decoder: computes a pass with the current weights.
+            cache: this rank's KV cache; no sequence uses it yet.
             parallel: the ranks of the replica.
-            limits: the engine's.
-            device: of weights and cache.
+            limits: how much the engine may take at once.
+            device: where weights and cache are.
         """
         self.cache = cache
         self.vocab_start = decoder.vocab_start

@@ -71,11 +71,12 @@ class Sampler:
     """
 
     def __init__(self, parallel: TensorParallel, kernels: Kernels | None) -> None:
-        """Keep what draws.
+        """Draw for the ranks of one replica.
 
         Args:
             parallel: the ranks of the replica.
-            kernels: compiled ones for the dtype of host logits; None for torch's operators.
+            kernels: compiled kernels for logits on the host, of their dtype; None to use torch's
+                operators.
         """
         self._parallel = parallel
         self._kernels = kernels
@@ -204,7 +205,7 @@ def truncate(weights: Tensor, top_k: int, top_p: float) -> Tensor:
     Args:
         weights: unnormalised probabilities, [batch, vocab].
         top_k: as in `SamplingParams`.
-        top_p: likewise.
+        top_p: as in `SamplingParams`.
     """
     if 0 < top_k < weights.shape[-1]:
         kth = weights.topk(top_k, dim=-1).values[:, -1:]

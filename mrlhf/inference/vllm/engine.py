@@ -19,6 +19,7 @@ from torch import Tensor
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Finished, Request
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block, vllm_gpu_block
+from mrlhf.inference.checks import committed
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.installed import require_engine
 from mrlhf.inference.stopping import Decode
@@ -43,16 +44,16 @@ class VllmEngine:
         limits: EngineLimits,
         decode: Decode | None = None,
     ) -> None:
-        """Build the engine with meaningless weights and take its memory.
+        """Build the engine with placeholder weights, and take its memory.
 
-        Every rank of the job calls it.
+        All ranks of the job call it together.
 
         Args:
             spec: a language model.
             tp_group: the ranks of this replica: consecutive ranks of the job, the first of which is
                 a multiple of their number.
             device: where weights, cache and sampling are.
-            dtype: of parameters and cache.
+            dtype: the dtype of parameters and cache.
             limits: how much the engine may take; on a CPU a block has a multiple of 32 tokens.
             decode: token ids to text; needed for stop strings.
 
@@ -84,7 +85,7 @@ class VllmEngine:
         )
         self._cache_bytes = self._choose_cache_bytes()
 
-        # The tensor-parallel ranks of a replica draw alike, replicas do not.
+        # The ranks of one replica draw the same random numbers; other replicas draw other numbers.
         replica = ranks[0] // tp_size
         self._randomness = guards.SeparateRandomness(device, seed=replica)
         self._llm = self._build(tp_size, seed=replica)
@@ -111,11 +112,7 @@ class VllmEngine:
         Raises:
             EngineError: none was.
         """
-        if self._version is None:
-            raise EngineError(
-                "the engine has no weights yet: fill weight_slots() or bind(), then commit(version)"
-            )
-        return self._version
+        return committed(self._version)
 
     def parameter_pieces(self) -> dict[str, tuple[Piece, ...]]:
         """Which named slices each parameter of this rank holds."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mrlhf.errors import EngineError
-from mrlhf.inference.checks import check_tensor
+from mrlhf.inference.checks import check_complete, check_tensor
 from mrlhf.inference.vllm import guards
 from mrlhf.weights.shard import Piece, Shape, Slot
 
@@ -38,11 +38,11 @@ class VllmParameters:
         """Compare the model with what we expect; nothing is allocated.
 
         Args:
-            model: vLLM's.
+            model: the model that vLLM has built.
             pieces: the named slices that each parameter should hold.
-            shapes: the shape that each should have.
-            device: where they are.
-            dtype: theirs.
+            shapes: the shape that each parameter should have.
+            device: where the parameters are.
+            dtype: the dtype of the parameters.
 
         Raises:
             EngineError: the model has other parameters than `pieces`, or other shapes.
@@ -113,11 +113,7 @@ class VllmParameters:
         Raises:
             EngineError: a parameter has no new weights.
         """
-        if missing := self.missing:
-            raise EngineError(
-                f"{len(missing)} parameters, {missing[0]} first, are neither bound nor in "
-                f"weight_slots()"
-            )
+        check_complete(self.missing)
 
         for prefix, module in self._model.named_modules():
             own = [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]

@@ -52,10 +52,10 @@ class Requests:
 
         Args:
             llm_engine: vLLM's engine, its core in this process.
-            sampler: vLLM's sampler, reporting raw log-probs.
+            sampler: vLLM's sampler, which reports raw log-probs.
             blocks: number of blocks of the KV cache.
-            block_bytes: size of one of them.
-            in_flight: the engine's book of requests.
+            block_bytes: size of one block, in bytes.
+            in_flight: the requests and samples of the engine, which this class fills.
             decode: token ids to text; needed for stop strings.
         """
         assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
