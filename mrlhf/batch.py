@@ -150,11 +150,6 @@ class Rollout:
         """
         return torch.tensor(self.sample_index, dtype=torch.int64).eq(0).cumsum(0) - 1
 
-    @property
-    def newest_version(self) -> int:
-        """The newest version of the policy that drew any of the tokens."""
-        return int(self.versions.max())
-
     def select(self, rows: Sequence[int]) -> Rollout:
         """The samples at `rows`, in that order."""
         index = torch.tensor(rows, dtype=torch.int64)

@@ -104,7 +104,7 @@ class Collector:
         was_put_to_sleep = drawn.scores is not None and self.scorer.has_model
         if was_put_to_sleep:
             with timer("reshard"):
-                self.generator.take_weights(version=drawn.rollout.newest_version)
+                self.generator.take_weights(version=self.generator.version)
 
         first_samples = range(0, len(drawn.rollout), sampling.n)
         prompts = drawn.rollout.prompts.select(first_samples)

@@ -66,9 +66,8 @@ class DynamicSampler:
             sum(differs) < self.train_batch_size and len(batches) < self.filters.max_num_gen_batches
         ):
             if batches and self.scorer.has_model:
-                version = batches[0].rollout.newest_version
                 with timer("reshard"):
-                    self.generator.take_weights(version=version)
+                    self.generator.take_weights(version=self.generator.version)
 
             batch, batch_scores = self._draw_one_batch(step, len(batches), sampling, timer)
             batches.append(batch)

@@ -83,7 +83,6 @@ def test_tokens_keep_the_version_that_drew_them():
         [4, none, none, none],
         [4, 4, 4, 4],
     ]
-    assert joined.newest_version == 4
     assert joined.select([1, 0]).versions.tolist() == [[3, 3, none, none], [3, none, 3, none]]
 
 

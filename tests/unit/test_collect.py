@@ -61,6 +61,8 @@ def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen)
 class _Generator:
     """Answers prompt u with the token u; if `informative` divides u, sample 1 is u + 1 instead."""
 
+    version = 0
+
     def __init__(self, informative: int) -> None:
         self.informative = informative
         self.calls = []
