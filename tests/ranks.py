@@ -7,6 +7,7 @@ new process does, except that all ranks of a test run hash strings alike.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -69,6 +70,7 @@ def _main(
             "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
         queue.put((rank, True, body(rank, world_size, *args)))
+        gc.collect()  # a fork leaves without destructors, and an engine may hold shared memory
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
