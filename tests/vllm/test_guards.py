@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,10 +153,11 @@ def test_guards_of_one_rank() -> None:
     }
 
 
-def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
+def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str], list[str]]:
     """Whether two ranks agree with transformers, and how two jobs name their shared memory.
 
-    The names are those with the guard and those without it.
+    The names are those with the guard and those without it; the last are those that a process could
+    leave behind.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
@@ -167,20 +169,25 @@ def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
     equal = True
     names = []
     names_without = []
+    left_behind: list[str] = []
     for _ in range(2):
         engine = _engine(model)
         answers = [s.token_ids for s in answer(engine, prompts, [0] * 6, GREEDY)]
         equal = equal and answers == hf_greedy(model, prompts, 6)
         names.append(shared.make_group_name(communicator))
         names_without.append(unguarded(communicator))
+        left_behind += [path.name for path in Path("/dev/shm").glob(f"{names[-1]}*")]
         del engine
         gc.collect()
-    return equal, names, names_without
+    return equal, names, names_without, left_behind
 
 
 def test_shared_memory_has_a_name_of_its_own() -> None:
     """If two jobs share a name, the second fails, where vLLM exchanges data in shared memory."""
-    (equal, names, names_without), (equal_too, names_too, _) = run_ranks(2, _two_ranks)
+    first, second = run_ranks(2, _two_ranks)
+    equal, names, names_without, left_behind = first
+    equal_too, names_too, _, _ = second
     assert equal and equal_too
     assert names == names_too and names[0] != names[1]
     assert names_without[0] == names_without[1]
+    assert left_behind == []

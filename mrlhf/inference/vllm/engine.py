@@ -226,7 +226,7 @@ class VllmEngine:
             guards.name_shared_memory(job)
             guards.keep_default_group()
             save_config(self._spec, directory, self._dtype, pad_token_id=0)
-            return LLM(
+            llm = LLM(
                 model=directory,
                 hf_overrides={"architectures": [family_of(self._spec).class_name("lm")]},
                 load_format="dummy",
@@ -239,6 +239,8 @@ class VllmEngine:
                 logprobs_mode="raw_logprobs",
                 **self._size_arguments(),
             )
+            guards.remove_memory_names(job)
+            return llm
 
     def _size_arguments(self) -> dict[str, Any]:
         """vLLM's arguments for how much it takes at once, and how."""

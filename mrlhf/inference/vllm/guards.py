@@ -7,6 +7,7 @@ here prevents one kind:
     request_seed            every replica draws the same numbers
     keep_default_group      a dropped engine destroys the job's default process group
     name_shared_memory      all jobs on a machine use the same names of shared memory
+    remove_memory_names     a process that ends without destructors leaves its shared memory behind
     repack_output_layer     a tied output layer keeps an old packed copy of its weights
     drop_prefix_cache       prompts are answered with keys and values of older weights
 
@@ -24,6 +25,7 @@ import random
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ import torch.distributed as dist
 from mrlhf.errors import EngineError
 
 _SEED_BITS = 62
+_SHARED_MEMORY = Path("/dev/shm")
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler reports log-probs by other rules
@@ -153,6 +156,16 @@ def name_shared_memory(job: str) -> None:
         return f"mrlhf-{job}-{communicator.unique_name.replace('/', '_')}-{ranks}"
 
     cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+def remove_memory_names(job: str) -> None:
+    """Remove the names of the job's shared memory; every rank of the job calls this.
+
+    All ranks have opened the memory by then, and it goes with the last of them.
+    """
+    dist.barrier()
+    for file in _SHARED_MEMORY.glob(f"mrlhf-{job}-*"):
+        file.unlink(missing_ok=True)
 
 
 def repack_output_layer(model: Any) -> None:
