@@ -314,7 +314,7 @@ def test_the_engine_answers() -> None:
     chance = math.log(math.e / (math.e + VOCABULARY - 1))
     for sample in finished.samples:
         assert sample.token_ids == [5] * 4 and not sample.stopped
-        assert sample.logprobs == pytest.approx([chance] * 4)
+        assert sample.logprobs == pytest.approx([chance] * 4) and sample.version == 3
     assert finished.stats == EngineStats(steps=4, prompt_tokens=6, generated_tokens=16)
     assert engine.version == 3
 
