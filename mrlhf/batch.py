@@ -195,20 +195,6 @@ class Rollout:
         return [prompt + response[:length] for prompt, response, length in rows]
 
 
-def versions_of_one_policy(loss_mask: Tensor, version: int) -> Tensor:
-    """`Rollout.versions` where one version of the policy drew every token that trains.
-
-    Args:
-        loss_mask: bool [batch, response_len].
-        version: at least 0.
-
-    Returns:
-        int32 [batch, response_len]
-    """
-    assert version >= 0, f"version {version} of the policy"
-    return torch.full_like(loss_mask, NO_VERSION, dtype=torch.int32).masked_fill(loss_mask, version)
-
-
 @dataclass(frozen=True)
 class Experience:
     """A rollout with everything that the updates need.

@@ -28,13 +28,13 @@ def response(seed: int, uid: int, sample: int, max_tokens: int) -> list[int]:
     ]
 
 
-def answer(request: Request, index: int) -> Sample:
+def answer(request: Request, index: int, version: int) -> Sample:
     """The sample `index` of a request, whose log-probs are numbers that float32 holds exactly."""
     sampling = request.sampling
     tokens = response(sampling.seed, request.uid, index, sampling.max_tokens)
     logprobs = [-(token % 1024) / 1024 for token in tokens]
     stopped = len(tokens) < sampling.max_tokens
-    return Sample(request.id, index, tokens, logprobs, stopped)
+    return Sample(request.id, index, tokens, logprobs, stopped, version)
 
 
 class FakeEngine:
@@ -77,7 +77,9 @@ class FakeEngine:
 
     def collect(self) -> Finished:
         samples = [
-            answer(request, index) for request in self._requests for index in request.samples
+            answer(request, index, self._version)
+            for request in self._requests
+            for index in request.samples
         ]
 
         prompts = [request.prompt for request in self._requests]

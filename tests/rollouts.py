@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout, versions_of_one_policy
+from mrlhf.batch import NO_VERSION, Prompts, Rollout
 
 
 def make_rollout(
@@ -19,6 +20,7 @@ def make_rollout(
     version: int = 0,
 ) -> Rollout:
     """A rollout whose response tokens were all drawn by one version of the policy."""
+    versions = torch.full(response_mask.shape, NO_VERSION, dtype=torch.int32)
     return Rollout(
         prompts=prompts,
         sample_index=sample_index,
@@ -26,7 +28,7 @@ def make_rollout(
         response_mask=response_mask,
         loss_mask=response_mask,
         rollout_logprobs=rollout_logprobs,
-        versions=versions_of_one_policy(response_mask, version),
+        versions=versions.masked_fill(response_mask, version),
         stopped=stopped,
     )
 

@@ -105,6 +105,7 @@ class Sample:
         logprobs: the log-probability of each token, at the sampling temperature (1 if greedy), over
             the whole vocabulary, before top-k and top-p.
         stopped: whether a stop token or stop string ended it; otherwise the length limit did.
+        version: the version of the weights that drew it.
     """
 
     request_id: int
@@ -112,6 +113,7 @@ class Sample:
     token_ids: list[int]
     logprobs: list[float]
     stopped: bool
+    version: int
 
 
 @dataclass(frozen=True, kw_only=True)

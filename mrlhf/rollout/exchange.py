@@ -14,7 +14,7 @@ from torch import Tensor
 from mrlhf.inference.base import EngineStats, Sample
 
 _STATS = len(fields(EngineStats))
-_HEADER = 3  # row, tokens, stopped
+_HEADER = 4  # row, tokens, stopped, version
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class ReplicaSamples:
         rows: int64 [samples], the row of the batch that each sample is.
         lengths: int64 [samples], its number of tokens.
         stopped: int64 [samples], 1 if a stop token or stop string ended it.
+        versions: int64 [samples], the version of the weights that drew it.
         tokens: int32 [tokens], sample after sample.
         logprobs: float32 [tokens].
     """
@@ -34,6 +35,7 @@ class ReplicaSamples:
     rows: Tensor
     lengths: Tensor
     stopped: Tensor
+    versions: Tensor
     tokens: Tensor
     logprobs: Tensor
 
@@ -44,7 +46,7 @@ def to_bytes(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats)
     tokens: list[int] = []
     logprobs: list[float] = []
     for row, sample in zip(rows, samples, strict=True):
-        header += (row, len(sample.token_ids), int(sample.stopped))
+        header += (row, len(sample.token_ids), int(sample.stopped), sample.version)
         tokens += sample.token_ids
         logprobs += sample.logprobs
 
@@ -64,12 +66,13 @@ def from_bytes(sent: Tensor, samples: int) -> ReplicaSamples:
     by_token = sent[header_bytes:]
     half = len(by_token) // 2
 
-    rows, lengths, stopped = numbers[_STATS:].view(samples, _HEADER).unbind(dim=1)
+    rows, lengths, stopped, versions = numbers[_STATS:].view(samples, _HEADER).unbind(dim=1)
     return ReplicaSamples(
         stats=EngineStats(*numbers[:_STATS].tolist()),
         rows=rows,
         lengths=lengths,
         stopped=stopped,
+        versions=versions,
         tokens=by_token[:half].view(torch.int32),
         logprobs=by_token[half:].view(torch.float32),
     )

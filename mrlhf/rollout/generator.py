@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrlhf.batch import Prompts, Rollout, versions_of_one_policy
+from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
     EngineStats,
@@ -192,6 +192,7 @@ class Generator:
         rows = torch.cat([part.rows for part in parts])
         lengths = torch.cat([part.lengths for part in parts])
         stopped = torch.cat([part.stopped for part in parts])
+        versions = torch.cat([part.versions for part in parts])
         tokens = torch.cat([part.tokens for part in parts])
         logprobs = torch.cat([part.logprobs for part in parts])
         total = len(prompts) * n
@@ -207,9 +208,11 @@ class Generator:
         shape = (total, max(1, int(lengths.max())))
         response_ids = torch.zeros(shape, dtype=torch.int64)
         mask = torch.zeros(shape, dtype=torch.bool)
+        token_versions = torch.full(shape, NO_VERSION, dtype=torch.int32)
         rollout_logprobs = torch.zeros(shape, dtype=torch.float32)
         response_ids[row_of, position] = tokens.long()
         mask[row_of, position] = True
+        token_versions[row_of, position] = versions.repeat_interleave(lengths).int()
         rollout_logprobs[row_of, position] = logprobs
 
         if not torch.isfinite(rollout_logprobs).all():
@@ -228,7 +231,7 @@ class Generator:
             response_mask=mask,
             loss_mask=mask,
             rollout_logprobs=rollout_logprobs,
-            versions=versions_of_one_policy(mask, self.version),
+            versions=token_versions,
             stopped=torch.zeros(total, dtype=torch.bool).index_put((rows,), stopped.bool()),
         )
 

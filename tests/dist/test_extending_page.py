@@ -6,8 +6,10 @@ All runs share one spawn of ranks, since starting those is what costs time.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,15 @@ from torch import Tensor
 from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
-from mrlhf.errors import ConfigError
-from mrlhf.inference.base import InferenceEngine
+from mrlhf.errors import ConfigError, EngineError
+from mrlhf.inference.base import (
+    EngineLimits,
+    EngineStats,
+    InferenceEngine,
+    SamplingParams,
+    generate,
+    requests_for,
+)
 from mrlhf.methods import find_method
 from mrlhf.models.families import Family, load_spec
 from mrlhf.parallel.groups import GroupFactory
@@ -43,6 +52,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extending.md"
 NOT_ON_THE_PAGE = {"class_name", "version"}
 WORLD_SIZE = 2
+VOCABULARY = 8  # of the page's engine
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 LOSS = "actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
@@ -86,6 +96,12 @@ def write_examples(directory: Path) -> dict[str, str]:
 
 def _code_blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def _code_block(text: str) -> str:
+    """The example that has `text` in it."""
+    (block,) = [block for block in _code_blocks() if text in block]
+    return block
 
 
 def _configuration(root: Path, reward: str) -> dict[str, Any]:
@@ -261,7 +277,7 @@ def test_the_reward_prefers_a_right_and_a_short_answer(references: dict[str, str
 
 def test_the_family_reads_a_configuration(root: Path) -> None:
     example: dict[str, Any] = {}
-    exec(_code_blocks()[-1], example)
+    exec(_code_block("MY_MODEL ="), example)
     family = example["MY_MODEL"]
     assert (family.model_type, family.class_name("lm")) == ("my_model", "MyModelForCausalLM")
 
@@ -272,6 +288,75 @@ def test_the_family_reads_a_configuration(root: Path) -> None:
     assert "model.layers.0.self_attn.q_proj.bias" in family.tensor_shapes(spec)
     with pytest.raises(ConfigError, match="use_sliding_window"):
         family.read_config({**config, "use_sliding_window": True}, "lm")
+
+
+def _my_engine(likeliest: int) -> InferenceEngine:
+    """The page's engine, with weights under which `likeliest` is drawn."""
+    example: dict[str, Any] = {}
+    exec(_code_block("class MyEngine"), example)
+    limits = EngineLimits(max_num_seqs=4, max_length=10, max_prefill_tokens=10)
+    engine: InferenceEngine = example["MyEngine"](VOCABULARY, limits)
+
+    engine.wake()
+    engine.take_cache()
+    (slot,) = engine.weight_slots()
+    slot.parameter[likeliest] = 1.0
+    engine.commit(3)
+    return engine
+
+
+def test_the_engine_answers() -> None:
+    engine = _my_engine(likeliest=5)
+    sampling = SamplingParams(n=2, temperature=0.0, max_tokens=4, seed=0)
+    finished = generate(engine, requests_for([[1], [2, 3]], [0, 1], sampling))
+    assert [(sample.request_id, sample.sample_index) for sample in finished.samples] == [
+        (0, 0), (0, 1), (1, 0), (1, 1),
+    ]  # fmt: skip
+    chance = math.log(math.e / (math.e + VOCABULARY - 1))
+    for sample in finished.samples:
+        assert sample.token_ids == [5] * 4 and not sample.stopped
+        assert sample.logprobs == pytest.approx([chance] * 4) and sample.version == 3
+    assert finished.stats == EngineStats(steps=4, prompt_tokens=6, generated_tokens=16)
+    assert engine.version == 3
+
+    stopping = replace(sampling, stop_token_ids=(5,))
+    (first, _) = generate(engine, requests_for([[1]], [0], stopping)).samples
+    assert first.token_ids == [5] and first.stopped
+    engine.sleep()
+
+
+def test_the_engine_takes_late_requests_and_a_cancel() -> None:
+    engine = _my_engine(likeliest=5)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, seed=0)
+    early, late = requests_for([[1], [2]], [0, 1], sampling)
+    engine.submit([early])
+    engine.step()
+    engine.step()
+    engine.submit([late])
+    engine.step()
+    with pytest.raises(EngineError, match="2 samples are in flight"):
+        engine.commit(4)
+
+    engine.step()
+    assert [sample.request_id for sample in engine.collect().samples] == [0]
+    assert engine.in_flight == 1
+    assert engine.cancel().samples == [] and engine.in_flight == 0
+    engine.step()
+    assert [sample.request_id for sample in generate(engine, [late]).samples] == [1]
+
+
+def test_the_engine_refuses_bad_weights_and_requests() -> None:
+    engine = _my_engine(likeliest=5)
+    with pytest.raises(EngineError, match="cannot be bound"):
+        engine.bind("logits", torch.zeros(VOCABULARY + 1))
+    weights = torch.zeros(VOCABULARY)
+    weights[6] = 1.0
+    engine.bind("logits", weights)
+    engine.commit(4)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+    assert generate(engine, requests_for([[1]], [0], sampling)).samples[0].token_ids == [6]
+    with pytest.raises(EngineError, match="vocabulary is 8"):
+        generate(engine, requests_for([[8]], [0], sampling))
 
 
 def test_the_page_names_files_fields_and_methods_that_exist() -> None:

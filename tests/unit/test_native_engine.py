@@ -203,6 +203,7 @@ def test_commit_serves_the_new_weights():
     engine.commit(2)
     new = answer(engine, PROMPTS, UIDS, GREEDY)
     assert engine.version == 2
+    assert {sample.version for sample in new} == {2}
     assert_same(new, answer(make_engine(second), PROMPTS, UIDS, GREEDY), tolerance=0)
     assert [sample.token_ids for sample in new] != [sample.token_ids for sample in old]
 
@@ -488,7 +489,7 @@ def test_a_stop_string_around_tokens_without_text_is_found():
         return "".join({0: "EN", 1: "D"}.get(token, "") for token in token_ids)
 
     sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=0, stop=("END",))
-    sequences = Sequences(sampling, decode)
+    sequences = Sequences(sampling, decode, version=1)
     assert sequences.add(requests_for([[5]], [0], sampling)) == [[0]]
     zero = np.zeros(1, dtype=np.float32)
     drawn = [0, *[9] * 30, 1]

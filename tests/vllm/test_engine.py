@@ -266,6 +266,7 @@ def _body(rank: int, world_size: int) -> None:
         fill(engine.weight_slots(), model.state_dict())
         engine.commit(1)
         greedy = answer(engine, PROMPTS, UIDS, GREEDY)
+        assert {sample.version for sample in greedy} == {1}
         assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8), name
         assert hf_difference(model, PROMPTS, greedy) < 1e-4, name
         if name == "llama":

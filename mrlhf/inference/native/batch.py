@@ -29,6 +29,7 @@ class Batch:
         sampling: SamplingParams,
         limits: EngineLimits,
         decode: Decode | None,
+        version: int,
     ) -> None:
         """Start without rows.
 
@@ -38,6 +39,7 @@ class Batch:
             sampling: how tokens are drawn and what ends a response.
             limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
+            version: the version of the weights that the runner has.
         """
         self._runner = runner
         self._sampler = sampler
@@ -46,7 +48,7 @@ class Batch:
         self._scheduler = Scheduler(
             runner.manager, self._block_size, limits.max_num_seqs, limits.max_prefill_tokens
         )
-        self._sequences = Sequences(sampling, decode)
+        self._sequences = Sequences(sampling, decode, version)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the samples of `requests`."""

@@ -151,7 +151,7 @@ class NativeEngine:
                 differently from those in flight, or has the id of one of them; the engine sleeps or
                 has no weights; there is no memory for the cache. Then none is queued.
         """
-        _ = self.version  # raises where there are no weights
+        version = self.version  # raises where there are no weights
         if not self._awake or self._decoder is None:
             raise EngineError("the engine sleeps: call wake() and commit() before submit()")
         self._in_flight.check(requests)
@@ -162,7 +162,7 @@ class NativeEngine:
         if batch is None:
             runner = self._ready_runner(self._decoder)
             sampling = requests[0].sampling
-            batch = Batch(runner, self._sampler, sampling, self._limits, self._decode)
+            batch = Batch(runner, self._sampler, sampling, self._limits, self._decode, version)
 
         # If the batch cannot take the requests, they are not in flight.
         batch.add(requests)

@@ -24,15 +24,17 @@ Floats = NDArray[np.float64]
 class Sequences:
     """Prompts with the tokens drawn so far."""
 
-    def __init__(self, sampling: SamplingParams, decode: Decode | None) -> None:
+    def __init__(self, sampling: SamplingParams, decode: Decode | None, version: int) -> None:
         """Start without rows.
 
         Args:
             sampling: when a response ends; `max_tokens` and the seed are each request's own.
             decode: token ids to text; needed for stop strings.
+            version: the version of the weights that draw the tokens.
         """
         assert not sampling.stop or decode is not None, "stop strings need a decoder"
         self._decode = decode
+        self._version = version
         self._stop = sampling.stop
         self._stop_tokens = np.array(sampling.stop_token_ids, dtype=np.int64)
         self._longest_stop = max(map(len, sampling.stop), default=0)
@@ -111,6 +113,7 @@ class Sequences:
             token_ids=self._response(row).tolist(),
             logprobs=self._logprobs[row, : self._counts[row]].tolist(),
             stopped=bool(self._stopped[row]),
+            version=self._version,
         )
 
     def _make_room(self, requests: Sequence[Request], rows: int) -> None:

@@ -159,13 +159,13 @@ class VllmEngine:
                 differently from those in flight, or has the id of one of them; there are stop
                 strings and no decoder; the engine sleeps or has no weights.
         """
-        _ = self.version  # raises where there are no weights
+        version = self.version  # raises where there are no weights
         if not (self._awake and self._has_weights):
             raise EngineError(
                 "the engine sleeps: call wake(), bring weights and commit() before submit()"
             )
         with self._randomness.active(), torch.inference_mode():
-            self._requests.submit(requests)
+            self._requests.submit(requests, version)
 
     def step(self) -> None:
         """Run one pass through the model; without a sample to compute, do nothing.

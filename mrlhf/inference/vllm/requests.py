@@ -28,11 +28,13 @@ class _Running:
     Attributes:
         request: the request that it answers.
         index: which of the request's samples it is.
+        version: the version of the weights that draw it.
         searched: number of its tokens in which there is no stop string.
     """
 
     request: Request
     index: int
+    version: int
     searched: int = 0
 
 
@@ -73,8 +75,8 @@ class Requests:
         self._scheduler = llm_engine.engine_core.engine_core.scheduler
         self._counts = _count(self._scheduler)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Give every sample of `requests` to vLLM.
+    def submit(self, requests: Sequence[Request], version: int) -> None:
+        """Give every sample of `requests` to vLLM, whose weights have this version.
 
         Raises:
             EngineError: a request cannot be answered now. After any error none of `requests` is
@@ -92,7 +94,7 @@ class Requests:
         before = set(self._running)
         try:
             for request in requests:
-                self._add_samples(request)
+                self._add_samples(request, version)
         except BaseException:
             self._abort([name for name in self._running if name not in before])
             raise
@@ -149,14 +151,14 @@ class Requests:
         self._cached_tokens = 0
         self._abort(list(self._running))
 
-    def _add_samples(self, request: Request) -> None:
+    def _add_samples(self, request: Request, version: int) -> None:
         sampling = request.sampling
         for index in request.samples:
             params = _request_params(
                 sampling, guards.request_seed(sampling.seed, request.uid, index)
             )
             name = str(next(self._names))
-            self._running[name] = _Running(request, index)
+            self._running[name] = _Running(request, index, version)
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
 
     def _take(self, output: Any) -> None:
@@ -272,4 +274,5 @@ def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
         token_ids=tokens,
         logprobs=logprobs,
         stopped=end is not None or answer.finish_reason == "stop",
+        version=running.version,
     )
