@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -121,3 +122,25 @@ def make_prompts(count: int = 9) -> list[list[int]]:
     return [
         torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
     ]
+
+
+PROMPTS = make_prompts()
+UIDS = [100 + 3 * i for i in range(len(PROMPTS))]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
+SAMPLED = SamplingParams(
+    n=3, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20, 33, 64, 101)
+)
+
+
+def tight(model, blocks: int, block_size: int = 4, **changes):
+    """An engine whose cache has so many blocks."""
+    spec = spec_of(model)
+    block_bytes = 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * 4
+    return make_engine(model, block_size=block_size, cache_bytes=blocks * block_bytes, **changes)
+
+
+def assert_same(samples: list[Sample], others: list[Sample], tolerance: float = 1e-5) -> None:
+    assert len(samples) == len(others)
+    for one, other in zip(samples, others, strict=True):
+        assert one.token_ids == other.token_ids and one.stopped == other.stopped
+        assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)

@@ -143,9 +143,7 @@ def cut_responses(
     role: Actor | Critic | Reference, rollout: Rollout, mini_batch_rows: int | None = None
 ) -> BatchCut:
     """The cut of the rollout for the role's model."""
-    return role.engine.cut(
-        rollout.sequences(), rollout.prompt_lengths, "response", mini_batch_rows
-    )
+    return role.engine.cut(rollout.sequences(), rollout.prompt_lengths, "response", mini_batch_rows)
 
 
 def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
@@ -230,7 +228,8 @@ def logprobs_of(actor: Actor, rollout: Rollout, mini_batch_rows: int) -> Tensor:
 
 def update_actor(actor: Actor, experience: Experience, mini_batch_rows: int) -> dict[str, float]:
     """Train the actor, and return the metrics."""
-    return actor.update(experience, cut_responses(actor, experience.rollout, mini_batch_rows)).metrics
+    cut = cut_responses(actor, experience.rollout, mini_batch_rows)
+    return actor.update(experience, cut).metrics
 
 
 def fingerprint(actor: Actor) -> list[float]:

@@ -9,31 +9,28 @@ import torch
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
     InferenceEngine,
-    Sample,
     SamplingParams,
     generate,
     requests_for,
 )
-from mrlhf.inference.native import kernels, sampler, sequences
+from mrlhf.inference.native import kernels
 from mrlhf.inference.native.sampler import sample_keys, uniforms
 from mrlhf.inference.native.sequences import Sequences
 from tests.engine_models import (
+    GREEDY,
     MODELS,
+    PROMPTS,
+    SAMPLED,
+    UIDS,
     VOCABULARY,
     answer,
+    assert_same,
     empty_engine,
     fill,
     hf_model,
     make_engine,
     make_prompts,
-    spec_of,
-)
-
-PROMPTS = make_prompts()
-UIDS = [100 + 3 * i for i in range(len(PROMPTS))]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=14, seed=0)
-SAMPLED = SamplingParams(
-    n=3, temperature=0.8, max_tokens=14, seed=5, stop_token_ids=(7, 20, 33, 64, 101)
+    tight,
 )
 
 
@@ -57,13 +54,6 @@ def hf_greedy(model, prompt: list[int]) -> list[int]:
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
-
-
-def assert_same(samples: list[Sample], others: list[Sample], tolerance: float = 1e-5) -> None:
-    assert len(samples) == len(others)
-    for one, other in zip(samples, others, strict=True):
-        assert one.token_ids == other.token_ids and one.stopped == other.stopped
-        assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -263,40 +253,6 @@ def test_sleep_frees_the_cache_and_wake_changes_nothing():
     assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before, tolerance=0)
 
 
-def test_bad_requests_are_refused_in_one_line():
-    engine = make_engine(hf_model("llama"))
-    with pytest.raises(
-        EngineError,
-        match=r"request 1: a prompt of 51 tokens \+ max_tokens 14 exceed.*64.*"
-        r"data.max_prompt_length",
-    ):
-        answer(engine, [[1], [1] * 51], [0, 1], GREEDY)
-    assert len(answer(engine, [[1] * 50], [0], GREEDY)[0].token_ids) == 14
-    with pytest.raises(EngineError, match="prompt of request 0 is empty"):
-        answer(engine, [[]], [0], GREEDY)
-    with pytest.raises(EngineError, match=f"vocabulary is {VOCABULARY}"):
-        answer(engine, [[VOCABULARY]], [0], GREEDY)
-    with pytest.raises(EngineError, match="no weights yet"):
-        answer(empty_engine(hf_model("llama")), [[1]], [0], GREEDY)
-    assert answer(engine, [], [], GREEDY) == []
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_weights_that_are_not_finite_are_named(temperature):
-    engine = make_engine(hf_model("llama"))
-    engine.weight_slots()[0].parameter.fill_(float("nan"))
-    engine.commit(2)
-    with pytest.raises(EngineError, match="NaN or inf"):
-        answer(engine, PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))
-
-
-def tight(model, blocks: int, block_size: int = 4, **changes):
-    """An engine whose cache has so many blocks."""
-    spec = spec_of(model)
-    block_bytes = 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * 4
-    return make_engine(model, block_size=block_size, cache_bytes=blocks * block_bytes, **changes)
-
-
 def test_preemption_chunks_and_shared_prefixes_change_nothing():
     model = hf_model("qwen3")
     prefix = make_prompts(4)[3]
@@ -420,70 +376,6 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it():
     assert stopped[2].stopped and len(stopped[2].token_ids) <= 6
 
 
-def test_a_cache_that_is_too_small_is_refused_with_both_numbers():
-    model = hf_model("llama")
-    with pytest.raises(
-        EngineError, match=r"room for 60 tokens.*may have 64 tokens.*rollout.kv_cache_mb"
-    ):
-        answer(tight(model, 15), [[1]], [0], GREEDY)
-    assert len(answer(tight(model, 16), [[1]], [0], GREEDY)[0].token_ids) == 14
-
-
-def test_an_error_in_the_middle_leaves_an_engine_that_works():
-    engine = make_engine(hf_model("llama"), decode=lambda ids: 1 / 0)
-    before = answer(engine, PROMPTS, UIDS, SAMPLED)
-    with pytest.raises(ZeroDivisionError):
-        answer(
-            engine,
-            PROMPTS,
-            UIDS,
-            SamplingParams(temperature=0.0, max_tokens=14, seed=0, stop=("x",)),
-        )
-    assert_same(answer(engine, PROMPTS, UIDS, SAMPLED), before)
-
-
-@pytest.mark.parametrize("older", [0, 2])
-def test_a_submit_that_fails_leaves_nothing(monkeypatch, older):
-    engine = make_engine(hf_model("llama"))
-    requests = requests_for(PROMPTS, UIDS, SAMPLED)
-    before = generate(engine, requests[:older]).samples
-    engine.submit(requests[:older])
-
-    def refuse(*_):
-        raise MemoryError("no room")
-
-    for owner, function in ((sequences, "enlarged"), (sampler, "sample_keys")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, function, refuse)
-            with pytest.raises(MemoryError, match="no room"):
-                engine.submit(requests[older:])
-        assert engine.in_flight == 3 * older
-
-    samples = []
-    while engine.in_flight:
-        engine.step()
-        samples += engine.collect().samples
-    samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
-    assert_same(samples, before)
-    # The next batch may draw in another way than the one that was refused.
-    assert len(answer(engine, PROMPTS, UIDS, GREEDY)) == len(PROMPTS)
-
-
-def test_generate_reports_the_first_error(monkeypatch):
-    engine = make_engine(hf_model("llama"))
-
-    def fail(message):
-        def raise_it():
-            raise RuntimeError(message)
-
-        return raise_it
-
-    monkeypatch.setattr(engine, "step", fail("the first"))
-    monkeypatch.setattr(engine, "cancel", fail("a later one"))
-    with pytest.raises(RuntimeError, match="the first"):
-        answer(engine, PROMPTS, UIDS, GREEDY)
-
-
 def test_a_stop_string_around_tokens_without_text_is_found():
     def decode(token_ids):
         return "".join({0: "EN", 1: "D"}.get(token, "") for token in token_ids)
@@ -495,23 +387,6 @@ def test_a_stop_string_around_tokens_without_text_is_found():
     drawn = [0, *[9] * 30, 1]
     ended = [sequences.record(np.array([0]), np.array([token]), zero) for token in drawn]
     assert ended == [[]] * 31 + [[0]] and sequences.remove(0).stopped
-
-
-def test_weights_that_were_not_finite_leave_nothing_behind():
-    model = hf_model("llama")
-    engine = make_engine(model)
-    good = engine.weight_slots()[0].parameter.clone()
-    engine.weight_slots()[0].parameter.fill_(float("nan"))
-    engine.commit(2)
-    with pytest.raises(EngineError, match="NaN or inf"):
-        answer(engine, [[1] * 16] * 4, range(4), GREEDY)
-    engine.weight_slots()[0].parameter.copy_(good)
-    engine.commit(3)
-    assert_same(
-        answer(engine, PROMPTS, UIDS, GREEDY),
-        answer(make_engine(model), PROMPTS, UIDS, GREEDY),
-        0,
-    )
 
 
 def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):
