@@ -187,11 +187,11 @@ class PPOTrainer:
                 if config.needs_full_kl:
                     ref_logits = parts.reference.logits(cuts.actor)
         if not config.algorithm.rollout_correction.bypass_mode:
-            reward_logits = ref_logits if config.full_kl_in_reward else None
-            old, metrics = self.evaluate_actor(rollout, cuts.actor, reward_logits, timer)
-            del reward_logits
+            old, metrics = self.evaluate_actor(
+                rollout, cuts.actor, ref_logits if config.full_kl_in_reward else None, timer
+            )
         if not config.full_kl_in_loss:
-            ref_logits = None  # they are large, so nothing holds them longer than needed
+            ref_logits = None  # they are large, so they go as soon as nobody needs them
         if parts.critic is not None:
             assert cuts.critic is not None
             with timer("values"):
