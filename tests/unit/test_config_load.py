@@ -1,10 +1,13 @@
 """Reading configurations: precedence, inheritance, exact types, and what follows from the keys."""
 
+from typing import get_args
+
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
+from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from tests.unit.config_files import PPO, SUPERVISED, load_text, message, write
 
@@ -81,16 +84,7 @@ def test_aggregation_follows_the_loss_unless_given(ppo_file, loss_mode, given, m
     assert load_config(PPOConfig, ppo_file, overrides).actor.agg_mode == mode
 
 
-ESTIMATORS_WITHOUT_CRITIC = [
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-]
+ESTIMATORS_WITHOUT_CRITIC = [name for name in get_args(AdvantageEstimator) if name != "gae"]
 
 
 def test_critic_is_built_for_gae_alone(ppo_file):

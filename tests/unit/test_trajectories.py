@@ -7,6 +7,7 @@ tokens cut out, which must give the same numbers wherever lengths do not matter.
 import math
 from dataclasses import replace
 from statistics import fmean, variance
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.metrics import data_metrics
 from mrlhf.rl.losses import aggregate, aggregation_count
+from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.reward_shaping import RewardShaper
@@ -26,17 +28,7 @@ N = 2
 # One letter a token: d was drawn by the policy, t is a tool's.
 RESPONSES = ("ddttdd", "dtd", "tddd", "dddtt", "ddddddd", "dtdtdtd")
 KL_COEF = 0.1
-ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-)
+ESTIMATORS = get_args(AdvantageEstimator)
 CORRECTIONS = (
     {},
     {"rollout_is": "token", "rollout_is_threshold": 1.1, "rollout_is_batch_normalize": True},
