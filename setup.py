@@ -32,11 +32,15 @@ setup(
         "rich",
         "tensorboard",
         "matplotlib",
+        "xxhash",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
+        # what megatron-core's own checkpoints need, to come and go with Megatron-LM
+        "megatron-lm": ["psutil"],
         "dev": [
+            "psutil",
             "pytest",
             "pytest-timeout",
             "hypothesis",

@@ -31,3 +31,11 @@ class EngineError(MrlhfError, RuntimeError):
 
 class TrainingError(MrlhfError, RuntimeError):
     """Training cannot continue, because its gradients are not usable."""
+
+
+class CheckpointError(MrlhfError, RuntimeError):
+    """A checkpoint is missing, damaged, of another run, or could not be written."""
+
+
+class Interrupted(MrlhfError):
+    """All ranks have agreed to stop, because of a signal or a time limit; the message says why."""

@@ -293,6 +293,44 @@ class TrainerSection(Section):
     max_shard_size_mb: Count = Field(
         5000, description="largest safetensors file of the exported model, MB"
     )
+    resume: str = Field(
+        "auto",
+        description="auto: go on from the newest whole checkpoint in output_dir, if there is one; "
+        "a directory: go on from that checkpoint; never: begin anew",
+    )
+    overwrite: bool = Field(
+        False, description="delete the run that output_dir holds, and begin anew"
+    )
+    save_freq: CountOrZero = Field(
+        0, description="training steps between checkpoints; the last step has one too; 0: none"
+    )
+    save_every_minutes: Positive | None = Field(
+        30.0, description="a step that ends so long after the last checkpoint saves one; null: none"
+    )
+    max_to_keep: Count | None = Field(
+        2, description="newest checkpoints that are kept, beside the best one; null: all"
+    )
+    keep_best: str | None = Field(
+        None,
+        description="metric by which the best checkpoint is kept as well, such as "
+        "val/<data source>/acc@1; null: none",
+    )
+    keep_best_mode: Literal["max", "min"] = Field(
+        "max", description="whether a high or a low value of keep_best is best"
+    )
+    save_hf: bool = Field(
+        False, description="write the trained policy as a Hugging Face checkpoint beside each one"
+    )
+    async_save: bool = Field(
+        False,
+        description="copy the state and write it while training goes on; needs as much host memory "
+        "again as the state",
+    )
+    save_by_minutes: Positive | None = Field(
+        None,
+        description="minutes after the start of the job when it saves and ends with exit code 75; "
+        "null: two minutes before the end that Slurm tells, if it does",
+    )
 
     def steps(self, num_rows: int, batch_size: int) -> int:
         """Training steps on `num_rows` rows; the incomplete last batch of an epoch is left out."""
