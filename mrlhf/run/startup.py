@@ -1,20 +1,36 @@
-"""How a run starts: the job is joined, seeds are set, and the configuration is written down.
+"""How a run starts: the job is joined, seeds are set, and the output directory is taken.
 
 It knows no algorithm and no model.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from mrlhf.config.load import dump_yaml
+import torch.distributed as dist
+
 from mrlhf.config.roots import Root
-from mrlhf.config.sections import DistributedSection, RoleSection
-from mrlhf.device import Device, init_distributed, pick_device, read_launch, seed_everything
+from mrlhf.config.sections import DistributedSection, RoleSection, TrainerSection
+from mrlhf.device import (
+    Device,
+    init_distributed,
+    pick_device,
+    read_launch,
+    read_starts,
+    seed_everything,
+)
+from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.run.directory import FindCheckpoint, Wishes, inputs_in, open_directory
+from mrlhf.run.lock import DirectoryLock
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,8 @@ class Run:
         world_size: processes of the job.
         factory: creates the process groups, in the same order on every rank.
         output_dir: where the run writes.
+        resume_from: the checkpoint to go on from; None to begin anew.
+        lock: keeps other jobs out of `output_dir`; the main rank holds it.
     """
 
     device: Device
@@ -34,6 +52,8 @@ class Run:
     world_size: int
     factory: GroupFactory
     output_dir: Path
+    resume_from: Path | None = None
+    lock: DirectoryLock | None = None
 
     @property
     def is_main_rank(self) -> bool:
@@ -45,18 +65,78 @@ class Run:
         layout = ParallelLayout.for_world(name, self.world_size, section.tp, section.pp)
         return self.factory.role_groups(layout)
 
+    def __enter__(self) -> Run:
+        return self
 
-def start(config: Root, distributed: DistributedSection, output_dir: str, seed: int) -> Run:
-    """Join the job, set the seeds, and write the whole configuration into the output directory."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+
+def start(
+    config: Root,
+    distributed: DistributedSection,
+    trainer: TrainerSection,
+    seed: int,
+    find_checkpoint: FindCheckpoint,
+) -> Run:
+    """Join the job, set the seeds, take the output directory and write the configuration into it.
+
+    The run gives the directory back when it is left as a context.
+
+    Raises:
+        ConfigError: on every rank: another job holds the directory, or it holds a run that must not
+            be touched.
+    """
     device = pick_device(distributed.device, read_launch().local_rank)
     rank, world_size = init_distributed(device, distributed.timeout_s)
     configure_logging(rank)
     seed_everything(seed)
 
-    directory = Path(output_dir)
+    directory = Path(trainer.output_dir)
+    lock = None
+    outcome: list[Path | MrlhfError | None] = [None]
     if rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        (directory / "metrics.jsonl").unlink(missing_ok=True)
+        lock = DirectoryLock(directory, read_starts().job, _end_at_once)
+        outcome = [_take(directory, lock, config, trainer, find_checkpoint)]
 
-    return Run(device, rank, world_size, GroupFactory(distributed.timeout_s), directory)
+    dist.broadcast_object_list(outcome, src=0)
+    resume_from = outcome[0]
+    if isinstance(resume_from, MrlhfError):
+        raise resume_from
+    factory = GroupFactory(distributed.timeout_s)
+    return Run(device, rank, world_size, factory, directory, resume_from, lock)
+
+
+def _take(
+    directory: Path,
+    lock: DirectoryLock,
+    config: Root,
+    trainer: TrainerSection,
+    find_checkpoint: FindCheckpoint,
+) -> Path | MrlhfError | None:
+    """Lock and open the output directory; returns the checkpoint to go on from, or the error."""
+    starts = read_starts()
+    inputs = inputs_in(config)
+    wishes = Wishes(trainer.resume, trainer.overwrite, starts.names, starts.again, inputs)
+    try:
+        lock.acquire()
+        return open_directory(directory, config, wishes, find_checkpoint)
+    except MrlhfError as error:
+        lock.release()
+        return error
+    except OSError as error:
+        lock.release()
+        return ConfigError(f"trainer.output_dir {directory} cannot be used: {error}")
+
+
+def _end_at_once(message: str) -> None:
+    """End the process, whatever it is doing, before it writes what is no longer its own."""
+    logger.error("%s", message)
+    logging.shutdown()
+    os._exit(1)
