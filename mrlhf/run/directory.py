@@ -1,8 +1,8 @@
 """What an output directory holds of a run, and what a new job may do with it.
 
 A run is never overwritten in silence: a new job goes on from it, sets its rows aside, deletes it
-because it was told to, or refuses. One process decides for all ranks, while it holds the directory's
-lock. This file knows which files a run writes; it does not know what is in a checkpoint.
+because it was told to, or refuses. One process decides for all ranks, while it holds the lock. This
+file knows which files a run writes; it does not know what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mrlhf.checkpoint.manifest import MANIFEST, checkpoints_in
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
@@ -25,16 +25,11 @@ from mrlhf.run.summary import SUMMARY
 
 logger = logging.getLogger(__name__)
 
-FindCheckpoint = Callable[[Path], Path | None]
-"""Given a folder `checkpoints`, its newest whole checkpoint; None if there is none."""
-
 CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _CONFIG = "config.yaml"
 _BEGUN = "run.json"
-_MANIFEST = "manifest.json"
-_STEP = re.compile(r"step_(\d+)")
 
 # All that a run writes: patterns of files in the output directory, and in folders of it.
 _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
@@ -50,7 +45,7 @@ _WRITTEN = {
         "failed_step_*",
         "tensorboard.before_*",
     ),
-    CHECKPOINTS: ("step_*", ".step_*"),
+    CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*"),
     TENSORBOARD: ("events.out.tfevents.*",),
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
@@ -85,47 +80,39 @@ class Contents:
     Attributes:
         rows: whether there are metrics.
         finished: whether there is a summary, which is written last.
-        checkpoint: the newest whole one; None if there is none.
+        newest: name of the newest checkpoint; None if there is none.
     """
 
     rows: bool
     finished: bool
-    checkpoint: Path | None
+    newest: str | None
 
     @property
     def is_run(self) -> bool:
         """Whether there is anything that must not be lost."""
-        return self.rows or self.finished or self.checkpoint is not None
+        return self.rows or self.finished or self.newest is not None
 
 
-def open_directory(
-    directory: Path, config: Root, wishes: Wishes, find_checkpoint: FindCheckpoint
-) -> Path | None:
+def open_directory(directory: Path, config: Root, wishes: Wishes) -> Path | None:
     """Make `directory` ready for a run, and write the configuration into it.
 
     Returns:
-        The checkpoint to go on from, in this directory or in another one; None to begin anew.
+        What to go on from: a checkpoint, or a folder of checkpoints, of which the newest whole one
+        is meant. None to begin anew.
 
     Raises:
         ConfigError: the directory holds a run that must not be touched, or there is no checkpoint
             where `trainer.resume` says.
     """
-    found = find_checkpoint(directory / CHECKPOINTS)
-    has_rows = (directory / METRICS).is_file() and (directory / METRICS).stat().st_size > 0
-    contents = Contents(has_rows, (directory / SUMMARY).is_file(), found)
-
-    named = _named_checkpoint(wishes.resume, find_checkpoint)
-    checkpoint = _open(directory, contents, named, wishes)
+    resume_from = _open(directory, _contents(directory), wishes)
 
     _write_config(directory, config)
     begun = {
         "started_by": list(wishes.names),
-        "resumed_from": str(checkpoint) if checkpoint else None,
+        "resumed_from": str(resume_from) if resume_from else None,
     }
     (directory / _BEGUN).write_text(json.dumps(begun) + "\n", encoding="utf-8")
-    if checkpoint is not None:
-        logger.info("going on from %s", checkpoint)
-    return checkpoint
+    return resume_from
 
 
 def inputs_in(config: Root) -> list[Path]:
@@ -133,16 +120,28 @@ def inputs_in(config: Root) -> list[Path]:
     return [Path(text) for text in _texts(config.model_dump()) if os.path.exists(text)]
 
 
-def _open(directory: Path, contents: Contents, named: Path | None, wishes: Wishes) -> Path | None:
-    """Do with the run in `directory` what may be done; returns the checkpoint to go on from."""
+def _contents(directory: Path) -> Contents:
+    rows = directory / METRICS
+    newest_first = checkpoints_in(directory / CHECKPOINTS)
+    return Contents(
+        rows=rows.is_file() and rows.stat().st_size > 0,
+        finished=(directory / SUMMARY).is_file(),
+        newest=newest_first[0].name if newest_first else None,
+    )
+
+
+def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
+    """Do with the run in `directory` what may be done; returns what to go on from."""
+    own = directory / CHECKPOINTS if contents.newest else None
+    named = _named_checkpoint(wishes.resume)
+
     if contents.is_run and _was_started_by(directory, wishes.again):
         # This very job has begun the run, so what it asks for has been done to the earlier run.
-        if contents.checkpoint is not None:
-            return contents.checkpoint
-        _set_aside_rows(directory)
-        return named
+        if own is None:
+            _set_aside_rows(directory)
+        return own or named
 
-    if named is not None and named.is_relative_to(directory.resolve()):
+    if named is not None and _is_in(named, directory):
         if wishes.overwrite:
             raise ConfigError(
                 f"trainer.overwrite would delete {named}, which trainer.resume names; leave one of "
@@ -156,8 +155,8 @@ def _open(directory: Path, contents: Contents, named: Path | None, wishes: Wishe
     if wishes.overwrite:
         _delete_run(directory, wishes.inputs)
         return named
-    if wishes.resume == "auto" and contents.checkpoint is not None:
-        return contents.checkpoint
+    if wishes.resume == "auto" and own is not None:
+        return own
     if wishes.resume == "auto" and not contents.finished:
         _set_aside_rows(directory)
         return None
@@ -166,13 +165,13 @@ def _open(directory: Path, contents: Contents, named: Path | None, wishes: Wishe
 
 def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError:
     holds = "a run"
-    if contents.checkpoint is not None:
-        holds = f"a run with the checkpoint {contents.checkpoint.name}"
+    if contents.newest is not None:
+        holds = f"a run with the checkpoint {contents.newest}"
     elif contents.finished:
         holds = "a finished run without a checkpoint to go on from"
 
     go_on = ""
-    if wishes.resume != "auto" and contents.checkpoint is not None:
+    if wishes.resume != "auto" and contents.newest is not None:
         go_on = "trainer.resume=auto goes on from it, "
     return ConfigError(
         f"trainer.output_dir {directory} holds {holds}; {go_on}trainer.overwrite=true deletes it, "
@@ -180,8 +179,8 @@ def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError
     )
 
 
-def _named_checkpoint(resume: str, find_checkpoint: FindCheckpoint) -> Path | None:
-    """The checkpoint that `trainer.resume` names: itself, or the newest one of a run's directory.
+def _named_checkpoint(resume: str) -> Path | None:
+    """The checkpoint that `trainer.resume` names, or the checkpoints of the run that it names.
 
     Raises:
         ConfigError: there is none.
@@ -190,17 +189,23 @@ def _named_checkpoint(resume: str, find_checkpoint: FindCheckpoint) -> Path | No
         return None
 
     path = Path(resume)
-    if (path / _MANIFEST).is_file():
+    if (path / MANIFEST).is_file():
         return path.resolve()
     for folder in (path / CHECKPOINTS, path):
-        checkpoint = find_checkpoint(folder) if folder.is_dir() else None
-        if checkpoint is not None:
-            return checkpoint.resolve()
+        if checkpoints_in(folder):
+            return folder.resolve()
 
     what = "has no whole checkpoint" if path.is_dir() else "does not exist"
     raise ConfigError(
         f"trainer.resume names {path}, which {what}; give a checkpoint, the output directory of a "
         "run that has one, auto or never"
+    )
+
+
+def _is_in(named: Path, directory: Path) -> bool:
+    """Whether a checkpoint is one of the output directory's own; its folder may be a link."""
+    return any(
+        named.is_relative_to(place.resolve()) for place in (directory, directory / CHECKPOINTS)
     )
 
 
@@ -225,33 +230,28 @@ def _set_aside_rows(directory: Path) -> None:
     with suppress(FileNotFoundError):
         (directory / METRICS).rename(kept)
     logger.warning(
-        "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics are "
-        "kept in %s",
+        "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
+        "are kept in %s",
         directory,
         kept.name,
     )
 
 
-def _set_aside_checkpoints_after(checkpoint: Path) -> None:
-    """Rename the later checkpoints of the run, which would else be the newest ones again."""
-    last = _step(checkpoint)
-    for path in sorted(checkpoint.parent.iterdir()):
-        step = _step(path)
-        if last is None or step is None or step <= last:
-            continue
+def _set_aside_checkpoints_after(named: Path) -> None:
+    """Rename the checkpoints of the run that are newer, which would else be the newest again.
 
+    A folder of checkpoints, in place of one, stays as it is.
+    """
+    newest_first = checkpoints_in(named.parent)
+    newer = newest_first[: newest_first.index(named)] if named in newest_first else []
+    for path in newer:
         number = 1
         while (kept := path.with_name(f"before_{number}.{path.name}")).exists():
             number += 1
         path.rename(kept)
         logger.warning(
-            "going back to %s: the later %s is kept as %s", checkpoint.name, path.name, kept.name
+            "going back to %s: the later %s is kept as %s", named.name, path.name, kept.name
         )
-
-
-def _step(checkpoint: Path) -> int | None:
-    match = _STEP.fullmatch(checkpoint.name)
-    return int(match[1]) if match else None
 
 
 def _delete_run(directory: Path, inputs: Collection[Path]) -> None:

@@ -108,8 +108,8 @@ class DirectoryLock:
         """Take the directory.
 
         It returns at once if nobody holds it, or if the holder ran on this machine and is dead.
-        If the holder is on another machine, it waits for the holder's next touch, or for six touches
-        that do not come.
+        If the holder is on another machine, it waits for the holder's next touch, or for six
+        touches that do not come.
 
         Raises:
             ConfigError: another process holds the directory, and lives.
@@ -145,7 +145,8 @@ class DirectoryLock:
         other = _read(self._path(newest)) if newest else None
         whom = f"was taken by {other}" if other is not None else "lost its lock file"
         raise CheckpointError(
-            f"output directory {self._directory} {whom}; this run ends, so that two never write there"
+            f"output directory {self._directory} {whom}; this run ends, so that only one writes "
+            "there"
         )
 
     def release(self) -> None:

@@ -27,7 +27,7 @@ from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.run.directory import FindCheckpoint, Wishes, inputs_in, open_directory
+from mrlhf.run.directory import Wishes, inputs_in, open_directory
 from mrlhf.run.lock import DirectoryLock
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class Run:
         world_size: processes of the job.
         factory: creates the process groups, in the same order on every rank.
         output_dir: where the run writes.
-        resume_from: the checkpoint to go on from; None to begin anew.
+        resume_from: a checkpoint to go on from, or a folder of checkpoints, of which the newest
+            whole one is meant; None to begin anew.
         lock: keeps other jobs out of `output_dir`; the main rank holds it.
     """
 
@@ -83,7 +84,6 @@ def start(
     distributed: DistributedSection,
     trainer: TrainerSection,
     seed: int,
-    find_checkpoint: FindCheckpoint,
 ) -> Run:
     """Join the job, set the seeds, take the output directory and write the configuration into it.
 
@@ -103,7 +103,7 @@ def start(
     outcome: list[Path | MrlhfError | None] = [None]
     if rank == 0:
         lock = DirectoryLock(directory, read_starts().job, _end_at_once)
-        outcome = [_take(directory, lock, config, trainer, find_checkpoint)]
+        outcome = [_take(directory, lock, config, trainer)]
 
     dist.broadcast_object_list(outcome, src=0)
     resume_from = outcome[0]
@@ -118,15 +118,14 @@ def _take(
     lock: DirectoryLock,
     config: Root,
     trainer: TrainerSection,
-    find_checkpoint: FindCheckpoint,
 ) -> Path | MrlhfError | None:
-    """Lock and open the output directory; returns the checkpoint to go on from, or the error."""
+    """Lock and open the output directory; returns what to go on from, or the error."""
     starts = read_starts()
     inputs = inputs_in(config)
     wishes = Wishes(trainer.resume, trainer.overwrite, starts.names, starts.again, inputs)
     try:
         lock.acquire()
-        return open_directory(directory, config, wishes, find_checkpoint)
+        return open_directory(directory, config, wishes)
     except MrlhfError as error:
         lock.release()
         return error
