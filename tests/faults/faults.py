@@ -19,7 +19,7 @@ from typing import Any
 
 from mrlhf.run.watcher import STOP_SIGNALS, Watcher
 
-HAND_OVER = "mrlhf.inference.native.engine:NativeEngine.take_cache"
+HAND_OVER = "mrlhf.reshard.execute:Resharder.run"
 GENERATION = "mrlhf.inference.native.engine:NativeEngine.step"
 SCORING = "mrlhf.rewards.combine:RewardFunction.score"
 FORWARD = "mrlhf.roles.token_logprobs:TokenLogprobs.with_entropy"

@@ -3,7 +3,8 @@
 A rank is a process of its own, with its own output file, which a test may kill. It is a fork of a
 server that has imported torch already, since importing it anew in every rank of every start would
 take most of the time. In all else this file does what torchrun does: it keeps the store, and when a
-rank ends with an error it sends SIGTERM to the others. The tests of `test_torchrun` use torchrun.
+rank ends with an error it sends SIGTERM to the others, and SIGKILL soon afterwards (torchrun waits
+for 30 s). The tests of `test_torchrun` use torchrun.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.ranks import fork_server
 
 WORLD_SIZE = 2
 LIMIT_S = 120.0
+GRACE_S = 5.0
 QUEUE_AGAIN = 75
 
 # Numbers that no two runs share. The engine's own numbers count what it did for an interrupted
@@ -76,18 +78,18 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         told = False
         while alive := [process for process in self.processes if process.exitcode is None]:
+            failed = any(process.exitcode not in (None, 0) for process in self.processes)
+            if failed and not told:
+                told = True
+                deadline = time.monotonic() + GRACE_S
+                for process in alive:
+                    process.terminate()
             left = deadline - time.monotonic()
             if left <= 0:
                 for process in alive:
                     process.kill()
-                raise AssertionError(f"the job does not end:\n{self._text()}")
-            wait([process.sentinel for process in alive], timeout=left)
-            failed = any(process.exitcode not in (None, 0) for process in self.processes)
-            if failed and not told:
-                told = True
-                for process in self.processes:
-                    if process.exitcode is None:
-                        process.terminate()
+                assert told, f"the job does not end:\n{self._text()}"
+            wait([process.sentinel for process in alive], timeout=max(0.1, left))
         codes = [process.exitcode for process in self.processes]
         return Ended(codes, [log.read_text(errors="replace") for log in self.logs])
 
