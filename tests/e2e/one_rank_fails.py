@@ -26,8 +26,7 @@ class Raising(FakeEngine):
 
 def train(config: PPOConfig) -> None:
     """Generate once, for four prompts."""
-    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    with run.watched():
+    with start(config, config.distributed, config.trainer, config.seed) as run:
         _generate(config, run)
 
 
