@@ -87,6 +87,11 @@ class AgreedStop:
         return place < self._limit or place < self._stop_place()
 
     @property
+    def place(self) -> int:
+        """The place that this rank has come to; it grows."""
+        return self._place
+
+    @property
     def asked(self) -> bool:
         """Whether this rank knows that a stop is asked for."""
         return bool(self._reason)
