@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -17,20 +18,25 @@ from mrlhf.config.roots import Root
 from mrlhf.config.sections import DistributedSection, RoleSection, TrainerSection
 from mrlhf.device import (
     Device,
+    end_of_allocation,
     init_distributed,
     pick_device,
     read_launch,
     read_starts,
     seed_everything,
 )
-from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.directory import Wishes, inputs_in, open_directory
 from mrlhf.run.lock import DirectoryLock
+from mrlhf.run.watcher import Watcher
 
 logger = logging.getLogger(__name__)
+
+_TIME_TO_SAVE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Run:
         resume_from: a checkpoint to go on from, or a folder of checkpoints, of which the newest
             whole one is meant; None to begin anew.
         lock: keeps other jobs out of `output_dir`; the main rank holds it.
+        stops: the places where all ranks may stop together.
+        watcher: watches over this rank; None in a program that nobody may interrupt.
     """
 
     device: Device
@@ -55,6 +63,8 @@ class Run:
     output_dir: Path
     resume_from: Path | None = None
     lock: DirectoryLock | None = None
+    stops: StopPoints = field(default_factory=NeverStop)
+    watcher: Watcher | None = None
 
     @property
     def is_main_rank(self) -> bool:
@@ -75,6 +85,10 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Tell the other ranks if this one fails, and give the directory back."""
+        failed = error is not None and not isinstance(error, Interrupted)
+        if failed and self.watcher is not None:
+            self.watcher.tell_failure()
         if self.lock is not None:
             self.lock.release()
 
@@ -87,14 +101,18 @@ def start(
 ) -> Run:
     """Join the job, set the seeds, take the output directory and write the configuration into it.
 
-    The run gives the directory back when it is left as a context.
+    From then on a signal is a request to stop, and so is the end of the job's time, which comes
+    after `trainer.save_by_minutes` or, where that is null, when Slurm says. The run gives the
+    directory back when it is left as a context.
 
     Raises:
         ConfigError: on every rank: another job holds the directory, or it holds a run that must not
             be touched.
     """
+    began = time.time()
     device = pick_device(distributed.device, read_launch().local_rank)
-    rank, world_size = init_distributed(device, distributed.timeout_s)
+    job = init_distributed(device, distributed.timeout_s)
+    rank = job.rank
     configure_logging(rank)
     seed_everything(seed)
 
@@ -109,8 +127,28 @@ def start(
     resume_from = outcome[0]
     if isinstance(resume_from, MrlhfError):
         raise resume_from
-    factory = GroupFactory(distributed.timeout_s)
-    return Run(device, rank, world_size, factory, directory, resume_from, lock)
+
+    watcher = Watcher(job.store, rank, job.world_size, _deadline(began, trainer.save_by_minutes))
+    watcher.start()
+    return Run(
+        device=device,
+        rank=rank,
+        world_size=job.world_size,
+        factory=GroupFactory(distributed.timeout_s),
+        output_dir=directory,
+        resume_from=resume_from,
+        lock=lock,
+        stops=watcher.stops,
+        watcher=watcher,
+    )
+
+
+def _deadline(began: float, save_by_minutes: float | None) -> float | None:
+    """When to stop, in seconds since 1970; None: never."""
+    if save_by_minutes is not None:
+        return began + 60 * save_by_minutes
+    end = end_of_allocation()
+    return None if end is None else end - _TIME_TO_SAVE_S
 
 
 def _take(
