@@ -104,6 +104,14 @@ def _owner(run: Path) -> dict[str, object]:
     return owner
 
 
+def _assert_modes_follow_the_umask(run: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in [run, *run.rglob("*")]:
+        wanted = (0o777 if path.is_dir() else 0o666) & ~umask
+        assert path.stat().st_mode & 0o777 == wanted, path
+
+
 def test_a_second_job_waits_for_the_first_ones_end(
     first_job: subprocess.Popen[bytes], data: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +144,8 @@ def test_a_second_job_waits_for_the_first_ones_end(
     assert "trainer.total_steps; the earlier is config.1.yaml" in output
     assert [row["step"] for row in read_lines(run / "metrics.jsonl")] == [1, 2]
     assert _owner(run)["released"]
+
+    _assert_modes_follow_the_umask(run)
 
     # A finished run stays as it is.
     summary = (run / "summary.json").read_bytes()
