@@ -22,7 +22,6 @@ from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer
-from mrlhf.models.flops import training_flops
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
@@ -37,7 +36,7 @@ from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
-from mrlhf.trainers.step_metrics import batch_metrics, sequence_lengths, trained_mini_batches
+from mrlhf.trainers.step_metrics import batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
 
 
@@ -183,7 +182,7 @@ class PPOTrainer:
         """The rest of a training step; returns its metrics."""
         parts = self.parts
         number = progress.number
-        timer = PhaseTimer(self.run.device.synchronize)
+        timer = self.run.timer()
 
         with timer("step"):
             collected = progress.collected or self.collect(progress, timer)
@@ -202,7 +201,20 @@ class PPOTrainer:
         metrics |= batch_metrics(
             collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
         )
-        metrics |= self.utilisation(collected.rollout, cuts, progress.metrics, timer.seconds)
+        cut_of = {"actor": cuts.actor, "critic": cuts.critic}
+        for name, engine in parts.trained().items():
+            cut = cut_of[name]
+            assert cut is not None
+            metrics |= utilisation(
+                name,
+                engine,
+                collected.rollout,
+                mini_batches=len(cut.mini_batches),
+                update_metrics=progress.metrics,
+                seconds=timer.seconds,
+                run=self.run,
+                peak_tflops=self.config.trainer.peak_tflops,
+            )
         return metrics | timer.metrics()
 
     def collect(self, progress: StepProgress, timer: PhaseTimer) -> Collected:
@@ -401,32 +413,6 @@ class PPOTrainer:
         if self.run.is_main_rank and dump_freq and number % dump_freq == 0:
             tokenizer = self.parts.tokenizer
             dump_rollout(self.run.output_dir, number, experience, collected.scores, tokenizer)
-
-    def utilisation(
-        self,
-        rollout: Rollout,
-        cuts: Cuts,
-        training_metrics: Mapping[str, float],
-        seconds: Mapping[str, float],
-    ) -> dict[str, float]:
-        """`perf/mfu/{actor,critic}` of the models that were updated in this step."""
-        metrics = {}
-        lengths = sequence_lengths(rollout)
-        for name, role, cut in (
-            ("actor", self.parts.actor, cuts.actor),
-            ("critic", self.parts.critic, cuts.critic),
-        ):
-            if role is None or cut is None or f"update_{name}" not in seconds:
-                continue
-            peak_tflops = self.config.trainer.peak_tflops
-            peak_tflops = peak_tflops or self.run.device.peak_tflops(role.engine.dtype)
-            if peak_tflops is None:
-                continue
-            trained = trained_mini_batches(name, training_metrics)
-            flops = training_flops(role.engine.spec, lengths) * trained / len(cut.mini_batches)
-            possible = seconds[f"update_{name}"] * self.run.world_size * peak_tflops * 1e12
-            metrics[f"perf/mfu/{name}"] = flops / possible
-        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the models: where everything stands between two steps."""
