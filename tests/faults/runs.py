@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from mrlhf.checkpoint.state_tree import read_state
 from tests.faults.faults import Fault, install
 from tests.ranks import fork_server
 
@@ -217,14 +218,12 @@ class Sequel:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The names of its checkpoints."""
-        folder = self.directory / "checkpoints"
-        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        """The names of its checkpoints, without those that are being written."""
+        return sorted(path.name for path in self.directory.glob("checkpoints/step_*"))
 
     def state(self, checkpoint: str) -> dict[str, Any]:
-        """The trainer's part of `state.json` of a checkpoint."""
-        file = self.directory / "checkpoints" / checkpoint / "state.json"
-        state: dict[str, Any] = json.loads(file.read_text())["trainer"]
+        """The trainer's part of the state in a checkpoint."""
+        state: dict[str, Any] = read_state(self.directory / "checkpoints" / checkpoint)["trainer"]
         return state
 
     def rows(self, free: Sequence[str] = _FREE) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from tests.faults.runs import Setting
 STEPS = 4
 
 # It has no state, and the responses of a random policy differ in it.
-REWARD = '''
+REWARD = """
 def digits(data_source, solution_str, ground_truth, extra_info):
     count = sum(character.isdigit() for character in solution_str)
     return {"score": count / 4, "acc": float(count > 2)}
@@ -26,7 +26,7 @@ def digits(data_source, solution_str, ground_truth, extra_info):
 def hangs(data_source, solution_str, ground_truth, extra_info):
     while True:
         pass
-'''
+"""
 
 
 def write_inputs(rank: int, world_size: int, directory: str) -> None:

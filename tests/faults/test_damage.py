@@ -60,7 +60,9 @@ def test_the_last_good_checkpoint_is_taken(
         ("step_000003", f"is damaged: {WEIGHTS} is not what was written"),
         ("step_000002", "is not whole: state.json is missing or cannot be read"),
     ):
-        (line,) = [line for line in main_rank.splitlines() if f"{checkpoints / name} {what}" in line]
+        (line,) = [
+            line for line in main_rank.splitlines() if f"{checkpoints / name} {what}" in line
+        ]
         assert line.endswith("the checkpoint before it is tried")
     assert f"going on from {checkpoints / 'step_000001'}: step 1" in main_rank
     assert_same_run(run, whole)

@@ -26,7 +26,9 @@ def test_a_disk_that_is_full_for_a_while(
     ended = run.run(full, room, keys=[f"trainer.async_save={asynchronous}"])
     assert ended.codes == [0, 0], ended.text
     (line,) = [line for line in ended.text.splitlines() if " ERROR " in line]
-    file = run.directory / "checkpoints" / ".step_000002.saving" / "actor" / "rank_00001.safetensors"
+    file = (
+        run.directory / "checkpoints" / ".step_000002.saving" / "actor" / "rank_00001.safetensors"
+    )
     assert f"cannot write {file}: File too large; training goes on" in line
     assert run.checkpoints == ["step_000001", "step_000003", "step_000004"]
     assert_same_run(run, undisturbed(run.setting))
@@ -51,14 +53,16 @@ def test_gradients_that_are_no_numbers(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     run = Sequel(settings.ppo(inputs), tmp_path / "run")
-    begin = 3 + 8  # in step 2
-    ended = run.run(
-        Fault(faults.ACTOR_LOSS, begin, "NAN", rank=-1), keys=["actor.optim.max_skipped_steps=2"]
-    )
+    run.run(Fault(faults.END_OF_STEP, 1, "SIGTERM"))
+    assert run.checkpoints == ["step_000001"]
+
+    keys = ["actor.optim.max_skipped_steps=2"]
+    ended = run.run(Fault(faults.ACTOR_LOSS, 4, "NAN", rank=-1), keys=keys)
     assert 1 in ended.codes and 0 not in ended.codes, ended.text
-    print([line for line in ended.text.splitlines() if " ERROR " in line])
-    assert "TrainingError: training step " in ended.text
-    assert list(run.directory.glob("failed_step_*.pt"))
+    error = "TrainingError: training step 2: 2 optimizer steps in a row had an unusable gradient"
+    assert error in ended.text
+    assert (run.directory / "failed_step_000002.pt").is_file()
+    assert run.checkpoints == ["step_000001"]
 
     run.finish()
     assert_same_run(run, undisturbed(run.setting))
