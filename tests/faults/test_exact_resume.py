@@ -1,4 +1,5 @@
-"""A run that is killed or interrupted anywhere, and started again, has the undisturbed run's numbers.
+"""A run that was killed or interrupted anywhere, and started again, has the numbers of one that was
+not.
 
 Each test is one run that goes on through one fault after the other.
 """

@@ -1,4 +1,4 @@
-"""Faults that are no death of a process: a full disk, bad gradients, a reward function that hangs."""
+"""Full disks, bad gradients, reward functions that hang, Ctrl-C, and a killed asynchronous save."""
 
 from __future__ import annotations
 

@@ -16,23 +16,35 @@ import pytest
 
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
-from tests.faults.runs import LIMIT_S, Sequel, Setting, assert_nothing_is_left, assert_same_run
+from tests.faults.runs import (
+    LIMIT_S,
+    QUEUE_AGAIN,
+    Sequel,
+    Setting,
+    assert_nothing_is_left,
+    assert_same_run,
+)
 
 pytestmark = pytest.mark.timeout(300)
 Undisturbed = Callable[[Setting], Sequel]
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(run: Sequel, max_restarts: int, *sequence: Fault) -> subprocess.Popen[str]:
-    """Start the run's launcher under torchrun in two ranks."""
+def torchrun(run: Sequel, launcher: list[str], *sequence: Fault) -> subprocess.Popen[str]:
+    """Start the run's program in two ranks, under torchrun or our launcher around it."""
     file = run.directory.with_name("faults.json")
     file.write_text(json.dumps([asdict(fault) for fault in sequence]))
-    options = ["--nproc-per-node=2", "--standalone", f"--max-restarts={max_restarts}"]
-    setting = run.setting
-    program = ["-m", "tests.faults.program", str(file), setting.program, *setting.arguments]
+    program = ["-m", "tests.faults.program", str(file), run.setting.program]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, *program]
-        + [f"trainer.output_dir={run.directory}"],
+        [
+            sys.executable,
+            *launcher,
+            "--nproc-per-node=2",
+            "--standalone",
+            *program,
+            *run.setting.arguments,
+            f"trainer.output_dir={run.directory}",
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -41,30 +53,45 @@ def torchrun(run: Sequel, max_restarts: int, *sequence: Fault) -> subprocess.Pop
     )
 
 
-def test_killed_ranks_are_started_again_and_a_sigterm_saves(
+def signal_after(
+    job: subprocess.Popen[str], checkpoint: Path, which: signal.Signals
+) -> tuple[int, str]:
+    """Send a signal to the launcher once there is this checkpoint; returns its code and output."""
+    deadline = time.monotonic() + LIMIT_S
+    while not checkpoint.is_dir() and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.send_signal(which)
+    output, _ = job.communicate(timeout=LIMIT_S)
+    assert f"stopped early: this job got {which.name}" in output, output
+    return job.returncode, output
+
+
+def test_killed_ranks_are_started_again_and_a_signal_saves(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     run = Sequel(settings.ppo(inputs), tmp_path / "run")
+    checkpoints = run.directory / "checkpoints"
+
+    plain = ["-m", "torch.distributed.run", "--max-restarts=2"]
     job = torchrun(
         run,
-        2,
+        plain,
         Fault(faults.SCORING, 2, "SIGKILL", rank=1, attempt=0),  # before the first checkpoint
         Fault(faults.ACTOR_LOSS, 16, "SIGKILL", rank=0, attempt=1),
-        Fault(faults.CRITIC_LOSS, 10, "HOLD", rank=1, attempt=2),
+        Fault(faults.VALUES, 2, "HOLD", rank=1, attempt=2),  # of step 3
     )
-    saved = run.directory / "checkpoints" / "step_000002"
-    deadline = time.monotonic() + LIMIT_S
-    while not saved.is_dir() and job.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode != 0
-    assert "stopped early: this job got SIGTERM" in output, output
+    code, output = signal_after(job, checkpoints / "step_000002", signal.SIGTERM)
+    assert code != 0
+    assert output.count("going on from") == 1, "it was killed twice, and had a checkpoint once"
+    assert "step_000002_interrupted" in run.checkpoints, output
     assert_nothing_is_left(tmp_path)
-    assert any(name.endswith("_interrupted") for name in run.checkpoints), run.checkpoints
 
-    job = torchrun(run, 0)
-    output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
+    # The validation ends step 4.
+    job = torchrun(run, ["launch/torchrun.py"], Fault(faults.VALIDATION, 1, "HOLD", rank=0))
+    code, output = signal_after(job, checkpoints / "step_000003", signal.SIGUSR1)
+    assert code == QUEUE_AGAIN, output
+    assert "step_000003_interrupted" in run.checkpoints, output
     assert_nothing_is_left(tmp_path)
+
+    run.finish()
     assert_same_run(run, undisturbed(run.setting))
