@@ -101,7 +101,7 @@ def _ppo(root: Path) -> dict[str, Any]:
     trained = {
         "ppo_mini_batch_size": 4,
         "ppo_epochs": 2,
-        "micro_batch_tokens": 48,
+        "micro_batch_tokens": 64,
         "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS, "lr_decay_style": "linear"},
     }
     return {
@@ -117,7 +117,7 @@ def _ppo(root: Path) -> dict[str, Any]:
             "tokenizer": str(root / "data" / "tokenizer"),
             "train_batch_size": 8,
             "max_prompt_length": 6,
-            "max_response_length": 8,
+            "max_response_length": 12,
         },
         "algorithm": {
             "use_kl_in_reward": True,

@@ -67,13 +67,14 @@ def test_a_run_is_interrupted_in_each_phase(
 ) -> None:
     run = Sequel(settings.ppo(inputs), tmp_path / "run")
     assert interrupt(run, faults.VALIDATION, 1) == "step_000000"
-    assert interrupt(run, faults.GENERATION, 21, "SIGUSR1") == "step_000000_interrupted"
+    assert interrupt(run, faults.GENERATION, 35, "SIGUSR1") == "step_000000_interrupted"
     drawn = run.state("step_000000_interrupted")["drawn"]["train 1"]
     assert 0 < len(drawn["rows"]) < 16, "some of the responses to the first 8 prompts had ended"
 
     # In step 2. Until the update begins, what lasts are the responses.
-    assert interrupt(run, faults.END_OF_STEP, 1) == "step_000001"
+    # A rank may have begun the next phase before it hears of the signal.
     part = "step_000001_interrupted"
+    assert interrupt(run, faults.END_OF_STEP, 1) in ("step_000001", part)
     assert interrupt(run, faults.HAND_OVER, 1, "SIGUSR1") in ("step_000001", part)
     for where, call in ((faults.SCORING, 2), (faults.FORWARD, 2), (faults.VALUES, 1)):
         assert interrupt(run, where, call) == part
@@ -104,11 +105,11 @@ def test_an_update_in_bypass_mode_is_interrupted(
 ) -> None:
     run = Sequel(settings.bypass(inputs), tmp_path / "run")
     done = []
-    for call in (4, 3):  # the first mini-batch needs at least 2 calls
+    for call in (4, 5):
         assert interrupt(run, faults.ACTOR_LOSS, call, "SIGUSR1") == "step_000000_interrupted"
         progress = run.state("step_000000_interrupted")["progress"]
         done.append(progress["actor"]["mini_batches"])
-    assert 1 <= done[0] < done[1] <= 3
+    assert done == [1, 2]
 
     run.finish()
     stopped = [row["actor/kl_stopped"] for row in run.rows() if row["step"]]
@@ -122,8 +123,11 @@ def test_supervised_training_is_killed_and_interrupted(
 ) -> None:
     run = Sequel(make(inputs), tmp_path / "run")
     assert_killed(run.run(Fault(faults.SUPERVISED_STEP, 2, "SIGKILL", rank=1)), rank=1)
-    assert interrupt(run, faults.SUPERVISED_STEP, 1, "SIGUSR1", rank=0) == "step_000001"
-    interrupt(run, faults.OPTIMIZER_STEP, 1)
-    interrupt(run, faults.SUPERVISED_VALIDATION, 1)
+    for where, action, newest in (
+        (faults.SUPERVISED_VALIDATION, "SIGTERM", ("step_000001_interrupted", "step_000002")),
+        (faults.SUPERVISED_STEP, "SIGUSR1", ("step_000002", "step_000003")),
+        (faults.OPTIMIZER_STEP, "SIGINT", ("step_000003", "step_000003_interrupted")),
+    ):
+        assert interrupt(run, where, 1, action) in newest
     run.finish()
     assert_same_run(run, undisturbed(run.setting))
