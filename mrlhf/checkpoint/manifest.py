@@ -124,6 +124,13 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
+def hidden_directories(directory: Path) -> list[Path]:
+    """What is left in `directory` of saves and deletions that did not come to their end."""
+    return [
+        path for ending in ("saving", "deleted") for path in directory.glob(f".step_*.{ending}")
+    ]
+
+
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in `directory`, checked for its form.
 

@@ -27,6 +27,7 @@ from mrlhf.checkpoint.manifest import (
     StoredModel,
     StoredTensor,
     checkpoint_name,
+    hidden_directories,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
 from mrlhf.checkpoint.random_state import random_state
@@ -186,7 +187,7 @@ class Saver:
         if dist.get_rank() == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                for rest in self.directory.glob(".*.saving"):
+                for rest in hidden_directories(self.directory):
                     shutil.rmtree(rest)
                 (hidden / "rng").mkdir(parents=True)
             except OSError as failure:
