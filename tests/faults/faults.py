@@ -33,6 +33,7 @@ END_OF_STEP = "mrlhf.trainers.checkpoints:Checkpoints.after_step"
 FILE = "mrlhf.checkpoint.saver:write_tensors"
 MODEL_FILE = "mrlhf.checkpoint.rank_files:write_tensors"
 MANIFEST_FILE = "mrlhf.checkpoint.saver:write_bytes"
+DELETION = "mrlhf.checkpoint.retention:shutil.rmtree"
 SUPERVISED_VALIDATION = "mrlhf.training.engine:ModelEngine.per_token"
 SUPERVISED_STEP = "mrlhf.training.engine:ModelEngine.train_mini_batch"
 
