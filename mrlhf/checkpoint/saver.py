@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.manifest import (
     MANIFEST,
+    REPLACED,
     Manifest,
     StoredModel,
     StoredTensor,
@@ -322,9 +323,11 @@ def _files_in(root: Path, directories: Mapping[str, object]) -> list[WrittenFile
 
 
 def _replace(hidden: Path, path: Path) -> None:
-    """Give a whole checkpoint its name; an older one of that name goes."""
-    old = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(old, ignore_errors=True)
+    """Give a whole checkpoint its name; an older one of that name goes.
+
+    If the process is killed in between, `bring_back_replaced` brings the older one back.
+    """
+    old = path.with_name(f".{path.name}{REPLACED}")
     if path.exists():
         path.rename(old)
     hidden.rename(path)

@@ -34,6 +34,7 @@ FILE = "mrlhf.checkpoint.saver:write_tensors"
 MODEL_FILE = "mrlhf.checkpoint.rank_files:write_tensors"
 MANIFEST_FILE = "mrlhf.checkpoint.saver:write_bytes"
 DELETION = "mrlhf.checkpoint.retention:shutil.rmtree"
+RENAMING = "pathlib:Path.rename"
 SUPERVISED_VALIDATION = "mrlhf.training.engine:ModelEngine.per_token"
 SUPERVISED_STEP = "mrlhf.training.engine:ModelEngine.train_mini_batch"
 
