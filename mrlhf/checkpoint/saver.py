@@ -26,6 +26,7 @@ from mrlhf.checkpoint.manifest import (
     Manifest,
     StoredModel,
     StoredTensor,
+    check_sizes,
     checkpoint_name,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
@@ -250,6 +251,7 @@ class Saver:
         try:
             if not errors:
                 manifest = self._manifest(pending.contents, parts)
+                check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
                 write_bytes(pending.hidden, MANIFEST, manifest.to_json().encode())
                 _replace(pending.hidden, path)
         except (CheckpointError, OSError) as failure:
