@@ -303,7 +303,7 @@ def _name_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: floa
         if rank == 0:
             # A number may be that of a process of the last attempt, until the new one replaces it.
             if store.check(numbers):
-                store.set("seen", b" ".join(store.multi_get(numbers)))
+                store.set("seen", b" ".join(store.multi_get(numbers)).decode())
             if store.check([f"{mine} is known to rank {other}" for other in range(1, world_size)]):
                 return mine
         elif store.check(["seen"]):
