@@ -77,6 +77,18 @@ def temporary(file: Path) -> Path:
     return file.with_name(f".{file.name}.tmp")
 
 
+def open_to_readers(file: Path) -> None:
+    """Give `file` the mode that the user's umask gives to new files.
+
+    safetensors writes files that nobody but their owner can read. The umask itself cannot be asked
+    for without changing it for other threads, so a new file tells it.
+    """
+    probe = file.with_name(f"{file.name}.mode")
+    probe.touch()
+    file.chmod(probe.stat().st_mode & 0o777)
+    probe.unlink()
+
+
 def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
     """Put complete temporary files in the place of an earlier checkpoint.
 
