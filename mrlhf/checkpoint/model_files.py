@@ -1,0 +1,290 @@
+"""Reads and writes Hugging Face models tensor by tensor, in one process.
+
+A tensor that is written goes to its place in its file at once, so nothing but that tensor is held.
+This file does not know ranks or layouts: `weights.hf` reads and writes models that ranks hold
+together.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mrlhf.checkpoint.tensor_streams import Description, StoredTensor
+from mrlhf.errors import CheckpointError, ConfigError, WeightError
+from mrlhf.models.families import family_of, load_spec, save_config
+from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
+
+CONFIG_FILE = "config.json"
+ASSET_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files that belong to a model and hold no weights; code is not among them."""
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
+_INV_FREQ = "rotary_emb.inv_freq"
+
+
+class HuggingFaceSource:
+    """A Hugging Face model: a language model, or a sequence classifier with one label."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read `config.json` and the headers of the files.
+
+        Raises:
+            ConfigError: `config.json` is missing, or describes no model that we know.
+            WeightError: a tensor is missing, unknown, or of another shape than the model's.
+        """
+        self._directory = directory
+        files = find_files(directory)
+        self._resources = ExitStack()
+        self._handles: dict[Path, Any] = {}
+        for file in dict.fromkeys(files.values()):
+            self._handles[file] = self._resources.enter_context(open_safetensors(file))
+        self._files = files
+
+        self.spec = load_spec(directory, self._head())
+        self._left_out = self._check()
+        self.tensors: dict[str, StoredTensor] = {}
+        for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
+            self.tensors[name] = StoredTensor(shape, self._stored(name).dtype)
+
+    @property
+    def assets(self) -> Path | None:
+        """The directory itself."""
+        return self._directory
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        tensor: Tensor = self._handles[self._files[name]].get_tensor(name)
+        return tensor
+
+    def describe(self) -> Description:
+        """What of the directory is not converted."""
+        head = "policy" if self.spec.head == "lm" else "critic or reward model"
+        return Description(f"Hugging Face model ({head})", None, self._left_out)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._resources.close()
+
+    def _stored(self, name: str) -> StoredTensor:
+        handle = self._handles[self._files[name]].get_slice(name)
+        kind = handle.get_dtype()
+        if kind not in _SAFETENSORS_DTYPES:
+            raise WeightError(
+                f"{self._directory}: {name} is of type {kind}, which is no type of weights here; "
+                f"save the model in bfloat16 or float32"
+            )
+        return StoredTensor(tuple(handle.get_shape()), _SAFETENSORS_DTYPES[kind])
+
+    def _head(self) -> Head:
+        """Whether the model has a scalar head, by the class that its `config.json` names."""
+        try:
+            config = json.loads((self._directory / CONFIG_FILE).read_text(encoding="utf-8"))
+            (architecture, *_) = config.get("architectures") or [""]
+        except (OSError, ValueError, AttributeError):
+            return "lm"  # `load_spec` says what is wrong with it
+        return "scalar" if str(architecture).endswith("ForSequenceClassification") else "lm"
+
+    def _check(self) -> list[str]:
+        """Refuse tensors that are not exactly the model's; returns what else is there."""
+        family = family_of(self.spec)
+        shapes = family.tensor_shapes(self.spec)
+        missing = [name for name in shapes if name not in self._files]
+        if missing:
+            raise WeightError(
+                f"{self._directory}: no tensor {missing[0]} ({len(missing)} are missing); the "
+                f"checkpoint is not of this model or not whole"
+            )
+        for name, shape in shapes.items():
+            found = self._stored(name).shape
+            if found != shape:
+                raise WeightError(
+                    f"{self._directory}: {name} is {list(found)} and not {list(shape)}; check "
+                    f"{CONFIG_FILE} beside it"
+                )
+
+        left_out = []
+        for name in self._files:
+            if name in shapes:
+                continue
+            if name.endswith(_INV_FREQ):
+                left_out.append(f"{name}: follows from {CONFIG_FILE}")
+            elif name == family.language_head and self.spec.output_is_embedding:
+                self._check_copy(name)
+                left_out.append(f"{name}: a copy of the embedding, which the model shares")
+            else:
+                raise WeightError(
+                    f"{self._directory}: the model has no place for tensor {name}; check "
+                    f"{CONFIG_FILE} beside it"
+                )
+        return left_out
+
+    def _check_copy(self, name: str) -> None:
+        """Refuse an output layer that is not the embedding, though the embeddings are tied."""
+        embedding = self._handles[self._files["model.embed_tokens.weight"]]
+        if not torch.equal(embedding.get_tensor("model.embed_tokens.weight"), self.read(name)):
+            raise WeightError(
+                f"{self._directory}: {name} differs from the embedding, but {CONFIG_FILE} says "
+                f"that they are one; set tie_word_embeddings to false"
+            )
+
+
+class HuggingFaceSink:
+    """Writes a Hugging Face model, tokenizer included."""
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        tensors: Mapping[str, StoredTensor],
+        *,
+        dtype: torch.dtype,
+        assets: Path | None,
+        max_file_bytes: int,
+    ) -> None:
+        """Lay out the files in the empty `directory`.
+
+        Args:
+            directory: of the model.
+            spec: the model.
+            tensors: shape and dtype of every tensor that will come.
+            dtype: what `config.json` says of the weights.
+            assets: a directory with a tokenizer, which is copied; None if there is none.
+            max_file_bytes: largest file, bytes; a larger tensor has a file of its own.
+        """
+        self._directory = directory
+        self._spec = spec
+        self._dtype = dtype
+        self._assets = assets
+        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        contents = split_files(self._sizes, max_file_bytes)
+        self._contents = dict(zip(file_names(len(contents)), contents, strict=True))
+
+        self._resources = ExitStack()
+        self._files: dict[str, SafetensorsWriter] = {}
+        for file, names in self._contents.items():
+            stored = {name: tensors[name] for name in names}
+            writer = SafetensorsWriter(temporary(directory / file), stored, {"format": "pt"})
+            self._resources.callback(writer.close)
+            for name in names:
+                self._files[name] = writer
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor in its place."""
+        self._files.pop(name).write(name, tensor)
+
+    def finish(self) -> list[str]:
+        """Write `config.json`, the index and the tokenizer."""
+        if self._files:
+            raise CheckpointError(f"{next(iter(self._files))} has not come")
+        self._resources.close()
+        publish(self._directory, self._contents, sum(self._sizes.values()))
+
+        copy_assets(self._assets, self._directory)
+        write_config(self._spec, self._directory, self._dtype)
+        if not any(self._directory.glob("tokenizer*")):
+            return [f"there is no tokenizer; copy one into {self._directory.name}"]
+        return []
+
+
+class SafetensorsWriter:
+    """A safetensors file whose tensors are written one at a time, in any order."""
+
+    def __init__(
+        self, file: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]
+    ) -> None:
+        """Write the header of `file`."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name, tensor in tensors.items():
+            begin = end
+            end += tensor.nbytes
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+
+        self._tensors = tensors
+        self._begins = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors}
+        self._stream = file.open("wb")
+        self._stream.write(len(text).to_bytes(8, "little") + text)
+        self._stream.truncate(8 + len(text) + end)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor in its place."""
+        stored = self._tensors[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (stored.shape, stored.dtype), name
+        values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        self._stream.seek(self._begins[name])
+        self._stream.write(memoryview(values.numpy()))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def open_safetensors(file: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+        WeightError: it is damaged.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except Exception as error:  # of safetensors' own type, which is not a public name
+        raise WeightError(f"{file}: not readable: {error}; copy it again") from error
+
+
+def copy_assets(source: Path | None, directory: Path) -> None:
+    """Copy the tokenizer and whatever else belongs to a model from `source`."""
+    if source is None:
+        return
+    for pattern in ASSET_PATTERNS:
+        for file in source.glob(pattern):
+            if file.is_file() and file.suffix != ".py":
+                shutil.copyfile(file, directory / file.name)
+
+
+def write_config(spec: ModelSpec, directory: Path, dtype: torch.dtype) -> None:
+    """Write `config.json`; a classifier without a padding token gets the end-of-text token.
+
+    Raises:
+        ConfigError: transformers refuses the configuration.
+    """
+    pad = spec.hf_config.get("pad_token_id")
+    end = spec.hf_config.get("eos_token_id")
+    if pad is None:
+        pad = end[0] if isinstance(end, list) else end
+    try:
+        save_config(spec, directory, dtype, pad)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{directory}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,366 @@
+"""Reads and writes the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
+
+A checkpoint is a directory. `.metadata` says which boxes of each tensor lie where in the `.distcp`
+files; `metadata.json` names the format; `common.pt` holds the rest. Here boxes are read and written
+one at a time, in one process and without process groups, and no object is made of a class that is
+not named here. This file knows neither models nor the names of their tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from mrlhf.checkpoint.restricted_pickle import Name, Placeholder, read_pickle
+from mrlhf.checkpoint.tensor_streams import StoredTensor
+from mrlhf.errors import CheckpointError
+from mrlhf.weights.shard import Shape
+
+FORMAT_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+INDEX_FILE = ".metadata"
+FORMAT = "torch_dist"
+
+
+def _dtype_names() -> dict[Name, torch.dtype]:
+    found = {}
+    for name in dir(torch):
+        value = getattr(torch, name)
+        if isinstance(value, torch.dtype):
+            found["torch", name] = value
+    return found
+
+
+DTYPES = _dtype_names()
+"""Every dtype of torch, under the name that a pickle has for it."""
+
+_ALLOWED: dict[Name, Any] = {
+    **DTYPES,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): lambda name: name,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (metadata.__name__, kind.__name__): kind
+        for kind in (
+            metadata.Metadata,
+            metadata.MetadataIndex,
+            metadata.StorageMeta,
+            metadata.TensorStorageMetadata,
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.TensorProperties,
+            metadata._MEM_FORMAT_ENCODING,
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    # These are in a checkpoint, but nothing here needs what they say.
+    **{
+        (planner.__name__, name): Placeholder
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    },
+    **{
+        ("megatron.core.dist_checkpointing.strategies.torch", name): Placeholder
+        for name in ("MCoreMetadata", "MCoreSavePlan")
+    },
+    **{
+        (module, name): Placeholder
+        for module in (pathlib.__name__, "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePosixPath")
+    },
+}
+
+
+class Box(NamedTuple):
+    """A box of a tensor that is stored in one piece: where it begins, and its shape."""
+
+    offsets: Shape
+    shape: Shape
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        return math.prod(self.shape)
+
+
+class _Place(NamedTuple):
+    """Where in which file something lies, bytes."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+class TorchDistReader:
+    """The tensors of a `torch_dist` checkpoint.
+
+    Attributes:
+        tensors: every tensor that it holds, under the checkpoint's own names.
+        objects: the names of everything else that it holds; these are never read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Read the index of the checkpoint in `directory`, and no tensor.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or its index is damaged.
+        """
+        check_format(directory)
+        self._directory = directory
+        index = read_pickle(directory / INDEX_FILE, _ALLOWED)
+        if not isinstance(index, metadata.Metadata):
+            raise CheckpointError(f"{directory / INDEX_FILE}: not an index of a checkpoint")
+
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: list[str] = []
+        self._boxes: dict[str, list[Box]] = {}
+        for name, entry in index.state_dict_metadata.items():
+            if isinstance(entry, metadata.TensorStorageMetadata):
+                self.tensors[name] = StoredTensor(tuple(entry.size), entry.properties.dtype)
+                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+                self._boxes[name] = boxes
+            else:
+                self.objects.append(name)
+
+        self._places: dict[tuple[str, Shape | None], _Place] = {}
+        for key, info in index.storage_data.items():
+            offsets = None if key.offset is None else tuple(key.offset)
+            self._places[key.fqn, offsets] = self._place(info)
+        self._files: dict[Path, BinaryIO] = {}
+
+    def read(self, name: str, first: tuple[int, int] | None = None) -> Tensor:
+        """A tensor, or the rows [start, stop) of its first dimension.
+
+        Args:
+            name: the checkpoint's own name.
+            first: start and stop along the first dimension; None for the whole tensor.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the boxes do not cover the tensor.
+        """
+        stored = self.tensors[name]
+        start, stop = first or (0, stored.shape[0])
+        whole = torch.empty((stop - start, *stored.shape[1:]), dtype=stored.dtype)
+
+        covered = 0
+        for box in self._boxes[name]:
+            low = max(start, box.offsets[0])
+            high = min(stop, box.offsets[0] + box.shape[0])
+            if low >= high:
+                continue
+            values = self._read_box(name, box, stored.dtype)
+            if box.shape == whole.shape and low == start:
+                return values
+            values = values.narrow(0, low - box.offsets[0], high - low)
+            target = whole.narrow(0, low - start, high - low)
+            for dim in range(1, len(box.shape)):
+                target = target.narrow(dim, box.offsets[dim], box.shape[dim])
+            target.copy_(values)
+            covered += values.numel()
+
+        if covered != whole.numel():
+            raise CheckpointError(
+                f"{self._directory}: {name} is not whole: {covered} of its {whole.numel()} numbers "
+                f"are there; copy the whole checkpoint"
+            )
+        return whole
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the files, without reading a tensor; one sentence for each file."""
+        needed: dict[Path, int] = {}
+        for place in self._places.values():
+            needed[place.file] = max(needed.get(place.file, 0), place.offset + place.length)
+
+        for file, size in sorted(needed.items()):
+            if not file.is_file():
+                yield f"{file.name} is missing"
+            elif file.stat().st_size < size:
+                yield f"{file.name} has {file.stat().st_size} bytes and must have {size}"
+        for name, stored in self.tensors.items():
+            numel = sum(box.numel for box in self._boxes[name])
+            if numel != math.prod(stored.shape):
+                yield f"{name} has {numel} of {math.prod(stored.shape)} numbers"
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _place(self, info: Any) -> _Place:
+        """Where an entry lies; a file name must stay in the directory."""
+        name = info.relative_path
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{self._directory / INDEX_FILE}: names the file {name!r}, which is not beside it; "
+                f"do not use this checkpoint"
+            )
+        return _Place(self._directory / name, int(info.offset), int(info.length))
+
+    def _read_box(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
+        place = self._places.get((name, box.offsets))
+        if place is None:
+            raise CheckpointError(f"{self._directory}: no file is said to hold {name} {box}")
+        try:
+            if place.file not in self._files:
+                self._files[place.file] = place.file.open("rb")
+            window = _Window(self._files[place.file], place.offset, place.length)
+            values = torch.load(window, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file may raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(
+                f"{place.file}: {name} is not readable at byte {place.offset}: {reason}"
+            ) from error
+
+        if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (
+            box.shape,
+            dtype,
+        ):
+            raise CheckpointError(
+                f"{place.file}: what lies at byte {place.offset} is not {name} {list(box.shape)}"
+            )
+        return values.detach()
+
+
+class TorchDistWriter:
+    """Writes a `torch_dist` checkpoint box by box; nothing of it is held in memory."""
+
+    def __init__(self, directory: Path, max_file_bytes: int) -> None:
+        """Write to the empty `directory`, in files that end once they have `max_file_bytes`."""
+        self._directory = directory
+        self._max_file_bytes = max_file_bytes
+        self._entries: dict[str, Any] = {}
+        self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
+        self._resources = ExitStack()
+        self._file: BinaryIO | None = None
+        self._file_count = 0
+
+    def write_box(self, name: str, full_shape: Shape, offsets: Shape, values: Tensor) -> None:
+        """Write the box of tensor `name` that begins at `offsets`; `values` has its shape."""
+        # torch.save would write the whole storage of a view.
+        values = values.detach().contiguous()
+        if values.untyped_storage().nbytes() != values.nbytes:
+            values = values.clone()
+
+        if name not in self._entries:
+            self._entries[name] = metadata.TensorStorageMetadata(
+                metadata.TensorProperties.create_from_tensor(values), torch.Size(full_shape), []
+            )
+        box = metadata.ChunkStorageMetadata(torch.Size(offsets), values.shape)
+        self._entries[name].chunks.append(box)
+        self._store(metadata.MetadataIndex(name, offsets), values)
+
+    def write_object(self, name: str, value: Any) -> None:
+        """Write something that is no tensor, as megatron-core writes it: in a list of one."""
+        self._entries[name] = metadata.BytesStorageMetadata()
+        self._store(metadata.MetadataIndex(name), [value])
+
+    def finish(self, common: Mapping[str, Any]) -> None:
+        """Write the index and `common`, which must be of plain types; `metadata.json` comes last."""
+        self._close_file()
+        torch.save(dict(common), self._directory / COMMON_FILE)
+        index = metadata.Metadata(
+            state_dict_metadata=self._entries,
+            storage_data=self._places,
+            storage_meta=metadata.StorageMeta(),
+            version=filesystem.CURRENT_DCP_VERSION,
+        )
+        with (self._directory / INDEX_FILE).open("wb") as file:
+            pickle.dump(index, file)
+
+        content = {
+            "sharded_backend": FORMAT,
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (self._directory / FORMAT_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+    def _store(self, index: metadata.MetadataIndex, value: Any) -> None:
+        file = self._open_file()
+        offset = file.tell()
+        torch.save(value, file)
+        self._places[index] = filesystem._StorageInfo(
+            Path(file.name).name, offset, file.tell() - offset
+        )
+        if file.tell() >= self._max_file_bytes:
+            self._close_file()
+
+    def _open_file(self) -> BinaryIO:
+        if self._file is None:
+            name = f"__0_{self._file_count}.distcp"
+            self._file = self._resources.enter_context((self._directory / name).open("wb"))
+            self._file_count += 1
+        return self._file
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._resources.close()
+        self._file = None
+
+
+def check_format(directory: Path) -> None:
+    """Refuse a directory that holds no `torch_dist` checkpoint.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    file = directory / FORMAT_FILE
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory}: no {FORMAT_FILE} there; give a Megatron-LM checkpoint that was saved "
+            f"with --ckpt-format {FORMAT}"
+        )
+    try:
+        backend = json.loads(file.read_text(encoding="utf-8"))["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: does not name a format: {error}") from error
+    if backend != FORMAT:
+        raise CheckpointError(
+            f"{directory}: its format is {backend}; save it anew with --ckpt-format {FORMAT}"
+        )
+
+
+class _Window(io.RawIOBase):
+    """A part of an open file, as a file of its own."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = min(max(0, start + offset), self._length)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), self._length - self._position)
+        self._file.seek(self._offset + self._position)
+        count: int = self._file.readinto(memoryview(buffer)[:size])  # type: ignore[attr-defined]
+        self._position += count
+        return count
