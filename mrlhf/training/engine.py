@@ -8,7 +8,7 @@ what its outputs are used for, nor which loss it minimises.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from mrlhf.parallel.schedule import Pipeline
 from mrlhf.training.optimizer import ShardedOptimizer
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from mrlhf.weights.init import initialise
+from mrlhf.weights.shard import Shape
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,11 @@ class ModelEngine:
         self.optimizer: ShardedOptimizer | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device)
         self._set_training(False)
+
+    @property
+    def tensor_shapes(self) -> Mapping[str, Shape]:
+        """Name and full shape of every named tensor of the model."""
+        return self._shapes
 
     def load(self, path: str | Path, seed: int) -> None:
         """Read the weights from the Hugging Face checkpoint at `path`.

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import TrainingError
@@ -34,6 +36,24 @@ class OptimizerStep:
 
     grad_norm: float
     taken: bool
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class OptimizedRange:
+    """What the optimizer of this rank holds of one parameter; all tensors are flat views.
+
+    Attributes:
+        start: the first element of the flat parameter that is held.
+        main: float32 main weights of the elements that are held.
+        moments: Adam's running means of the same elements, by name; empty before the first step.
+    """
+
+    start: int
+    main: Tensor
+    moments: dict[str, Tensor]
 
 
 class ShardedOptimizer:
@@ -121,6 +141,96 @@ class ShardedOptimizer:
         assert successful, "the optimizer refused finite gradients"
         self.skipped_in_a_row = 0
         return OptimizerStep(grad_norm, taken=True)
+
+    def ranges(self, parameters: Sequence[Tensor]) -> list[OptimizedRange | None]:
+        """What this rank holds of each of the model's parameters; None where it holds nothing.
+
+        With the distributed optimizer, each data-parallel rank holds a range of its own.
+        """
+        held: list[OptimizedRange | None] = []
+        for parameter in parameters:
+            place = self._place(parameter)
+            if place is None:
+                held.append(None)
+                continue
+            inner, start, main = place
+            state = inner.state.get(main, {})  # indexing would make an entry
+            moments = {name: state[name].view(-1) for name in MOMENTS if name in state}
+            held.append(OptimizedRange(start, main.detach().view(-1), moments))
+        return held
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the data-parallel ranks share the main weights and moments between them."""
+        return any(
+            isinstance(optimizer, DistributedOptimizer) for optimizer in self._megatron_optimizers()
+        )
+
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps behind the moments."""
+        for inner in self._inner_optimizers():
+            for group in inner.param_groups:
+                if "step" in group:  # Apex and TransformerEngine count for a whole group
+                    return int(group["step"])
+                for parameter in group["params"]:
+                    if parameter in inner.state:
+                        return int(inner.state[parameter]["step"])
+        return 0
+
+    def make_moments(self, steps_taken: int) -> None:
+        """Make moments of zeros, to be filled in, as they are after `steps_taken` steps.
+
+        After no step there are no moments.
+        """
+        for inner in self._inner_optimizers():
+            inner.state.clear()
+            if steps_taken == 0:
+                continue
+            counts_by_group = not isinstance(inner, torch.optim.AdamW)
+            for group in inner.param_groups:
+                if counts_by_group:
+                    group["step"] = steps_taken
+                for parameter in group["params"]:
+                    state = {name: torch.zeros_like(parameter.data) for name in MOMENTS}
+                    if not counts_by_group:
+                        # Each parameter has a tensor of its own, since AdamW adds to it in place.
+                        state["step"] = torch.tensor(float(steps_taken), dtype=torch.float32)
+                    inner.state[parameter] = state
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs beside weights and moments."""
+        return {
+            "updates": self._scheduler.num_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a state that `state_dict` gave; learning rates are those configured now."""
+        self._scheduler.step(state["updates"] - self._scheduler.num_steps)
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _place(self, parameter: Tensor) -> tuple[torch.optim.Optimizer, int, Tensor] | None:
+        """The inner optimizer, first element and main weight of a parameter of the model."""
+        for optimizer in self._megatron_optimizers():
+            if isinstance(optimizer, DistributedOptimizer):
+                if parameter in optimizer.model_param_group_index_map:
+                    group, number = optimizer.model_param_group_index_map[parameter]
+                    main = optimizer.optimizer.param_groups[group]["params"][number]
+                    held = optimizer._get_model_param_range_map(parameter)["param"]
+                    return optimizer.optimizer, held.start, main
+                continue
+
+            # Without it, a bfloat16 parameter knows its main weight, and a float32 one is its own.
+            main = parameter.main_param if parameter.dtype == torch.bfloat16 else parameter
+            return optimizer.optimizer, 0, main
+        return None
+
+    def _megatron_optimizers(self) -> list[MegatronOptimizer]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer.optimizer for optimizer in self._megatron_optimizers()]
 
     def _is_usable(self, grad_norm: float) -> bool:
         """Whether every rank can use its gradient; replicas may differ in the norm's last digit."""

@@ -1,0 +1,216 @@
+"""What a checkpoint is made of, as its `manifest.json` says; and which checkpoints there are.
+
+The manifest is written last, so a directory without one is no checkpoint. It lists every file with
+size and hash, and for each model which box of which tensor lies in which file. This file knows
+names, numbers and directories. It knows no tensors and no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mrlhf.checkpoint.tensor_file import WrittenFile
+from mrlhf.errors import CheckpointError
+from mrlhf.weights.boxes import Box
+from mrlhf.weights.shard import Shape
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+WEIGHT = "weight"
+_NAME = re.compile(r"step_(\d+)(_interrupted)?")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a named tensor lies.
+
+    Attributes:
+        shape: its full shape.
+        slices: (number of the file in the manifest, starts, stops) of each stored box. Together
+            the boxes hold each element once.
+    """
+
+    shape: Shape
+    slices: tuple[tuple[int, Shape, Shape], ...]
+
+    def boxes(self, name: str) -> Iterator[tuple[int, Box]]:
+        """The file and the box of each slice."""
+        for file, starts, stops in self.slices:
+            yield file, Box(name, starts, stops)
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """One model of a checkpoint.
+
+    Attributes:
+        head: "lm" or "scalar".
+        hf_config: the content of its Hugging Face `config.json`.
+        dtype: of the parameters, such as "float32"; main weights are stored in float32.
+        layout: sizes of the parallel axes when it was saved.
+        kinds: what is stored of each element: the weight, and Adam's moments if there are any.
+        optimizer_steps: optimizer steps behind the moments.
+        tensors: every named tensor of the model.
+    """
+
+    head: str
+    hf_config: dict[str, Any]
+    dtype: str
+    layout: dict[str, int]
+    kinds: tuple[str, ...]
+    optimizer_steps: int
+    tensors: dict[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole of a checkpoint.
+
+    Attributes:
+        step: training steps that are complete.
+        unfinished_step: whether it also holds a part of the next step.
+        program: class of the configuration that made it, such as "PPOConfig".
+        world_size: ranks that saved it.
+        config: the whole configuration.
+        versions: of the packages that made it.
+        files: every file but the manifest.
+        models: the trained models, by role.
+        frozen: for each model that is not stored, what identifies its files.
+        metrics: the metrics of step `step`.
+    """
+
+    step: int
+    unfinished_step: bool
+    program: str
+    world_size: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    files: tuple[WrittenFile, ...]
+    models: dict[str, StoredModel]
+    frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
+
+
+def slice_key(kind: str, box: Box) -> str:
+    """The name of a stored box in its safetensors file."""
+    return f"{kind}:{box.key}"
+
+
+def checkpoint_name(step: int, unfinished_step: bool) -> str:
+    """The directory of the checkpoint after step `step`, with or without a part of the next."""
+    return f"step_{step:06d}" + ("_interrupted" if unfinished_step else "")
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The directories in `directory` that have a checkpoint's name and a manifest, newest first.
+
+    A checkpoint that holds a part of a step is newer than that without it.
+    """
+    found = []
+    if directory.is_dir():
+        for path in directory.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and (path / MANIFEST).is_file():
+                found.append((int(match[1]), match[2] is not None, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in `directory`, checked for its form.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of a later format, or names a file
+            outside of its directory.
+    """
+    file = directory / MANIFEST
+    try:
+        raw = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is no whole checkpoint: it has no readable {MANIFEST}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged: it is not JSON ({error})") from error
+
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        number = raw.get("format") if isinstance(raw, dict) else None
+        raise CheckpointError(
+            f"{file} has format {number}, and this version of mrlhf reads format {FORMAT}"
+        )
+    try:
+        manifest = _from_json(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__} {error}") from error
+    _check_paths(file, manifest)
+    _check_slices(file, manifest)
+    return manifest
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint of which a file is missing or has another size.
+
+    Raises:
+        CheckpointError: naming the first such file.
+    """
+    for listed in manifest.files:
+        file = directory / listed.path
+        try:
+            nbytes = file.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory} is not whole: {listed.path} is missing or cannot be read"
+            ) from error
+        if nbytes != listed.nbytes:
+            raise CheckpointError(
+                f"{directory} is damaged: {listed.path} has {nbytes} bytes and not {listed.nbytes}"
+            )
+
+
+def _from_json(raw: Mapping[str, Any]) -> Manifest:
+    models = {}
+    for role, model in raw["models"].items():
+        tensors = {}
+        for name, tensor in model["tensors"].items():
+            slices = []
+            for number, starts, stops in tensor["slices"]:
+                slices.append((int(number), tuple(map(int, starts)), tuple(map(int, stops))))
+            tensors[name] = StoredTensor(tuple(map(int, tensor["shape"])), tuple(slices))
+        models[role] = StoredModel(**{**model, "kinds": tuple(model["kinds"]), "tensors": tensors})
+
+    files = tuple(WrittenFile(**entry) for entry in raw["files"])
+    rest = {name: value for name, value in raw.items() if name != "format"}
+    return Manifest(**{**rest, "files": files, "models": models})
+
+
+def _check_paths(file: Path, manifest: Manifest) -> None:
+    for listed in manifest.files:
+        path = PurePosixPath(listed.path)
+        if path.is_absolute() or ".." in path.parts or "\\" in listed.path or not path.parts:
+            raise CheckpointError(
+                f"{file} names the file {listed.path!r}, which is outside of the checkpoint"
+            )
+
+
+def _check_slices(file: Path, manifest: Manifest) -> None:
+    """Refuse a manifest whose slices do not make up every tensor."""
+    for role, model in manifest.models.items():
+        for name, tensor in model.tensors.items():
+            stored = 0
+            for number, box in tensor.boxes(name):
+                if not 0 <= number < len(manifest.files):
+                    raise CheckpointError(f"{file}: a slice of {role} {name} is in no listed file")
+                stored += box.numel
+            elements = Box(name, (0,) * len(tensor.shape), tensor.shape).numel
+            if stored != elements:
+                raise CheckpointError(
+                    f"{file}: {role} {name} has {elements} elements, and {stored} are stored"
+                )

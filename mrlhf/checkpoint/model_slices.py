@@ -1,0 +1,266 @@
+"""Which slices of a model a rank writes into a checkpoint, and how it finds those that it needs.
+
+Every element of a weight is written by one rank. With the distributed optimizer that is the rank
+that updates it; otherwise the data-parallel replicas share the work. Moments stand beside the
+weights, in the same boxes. When loading, a rank reads the boxes that overlap what it holds, whoever
+wrote them. This file does not know roles, schedules or directories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mrlhf.checkpoint.manifest import WEIGHT, Manifest, StoredModel, StoredTensor, slice_key
+from mrlhf.checkpoint.tensor_file import TensorSource
+from mrlhf.errors import CheckpointError
+from mrlhf.models.parameters import role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.training.engine import ModelEngine
+from mrlhf.training.optimizer import OptimizedRange
+from mrlhf.weights.boxes import Box, StoredBox, boxes_in
+from mrlhf.weights.shard import Key, Piece, Shape
+
+
+@dataclass(frozen=True)
+class RankSlices:
+    """What one rank writes of one model.
+
+    Attributes:
+        kinds: what is stored of each element.
+        optimizer_steps: optimizer steps behind the moments, as far as this rank knows.
+        boxes: the boxes, in the order of the file; every kind is stored of each.
+        sources: the tensors of the file.
+    """
+
+    kinds: tuple[str, ...]
+    optimizer_steps: int
+    boxes: list[Box]
+    sources: list[TensorSource]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One parameter of this rank.
+
+    Attributes:
+        parameter: the model's parameter.
+        pieces: the named slices that it holds.
+        optimized: the part of it that this rank's optimizer holds.
+    """
+
+    parameter: Tensor
+    pieces: list[Piece]
+    optimized: OptimizedRange | None
+
+
+def slices_to_save(engine: ModelEngine) -> RankSlices:
+    """What this rank writes of a model that is trained; no rank waits for another."""
+    assert engine.optimizer is not None, "a frozen model is not saved"
+    groups = engine.groups
+    own_keys = _keys_to_write(engine.spec, groups.layout, torch.distributed.get_rank())
+
+    boxes: list[Box] = []
+    sources: list[TensorSource] = []
+    kinds: tuple[str, ...] = (WEIGHT,)
+    for held in _held(engine):
+        if held.optimized is None:
+            continue
+        if engine.optimizer.is_distributed:
+            start = held.optimized.start
+            flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
+        else:
+            start, flats = _share(held, groups.layout.dp, groups.coordinates.dp)
+        kinds = tuple(flats)
+        stop = start + len(flats[WEIGHT])
+
+        for piece in held.pieces:
+            if piece.key not in own_keys:
+                continue
+            for stored in boxes_in(piece, tuple(held.parameter.shape), start, stop):
+                boxes.append(stored.box)
+                for kind, flat in flats.items():
+                    sources.append(_source(kind, flat, stored, start))
+    return RankSlices(kinds, engine.optimizer.steps_taken, boxes, sources)
+
+
+def load_slices(engine: ModelEngine, directory: Path, manifest: Manifest, role: str) -> None:
+    """Fill a model, its main weights and its moments from a checkpoint of any layout.
+
+    Args:
+        engine: has its optimizer.
+        directory: of the checkpoint.
+        manifest: of the checkpoint.
+        role: the model's name in it.
+
+    Raises:
+        CheckpointError: the checkpoint's tensors are not the model's.
+    """
+    assert engine.optimizer is not None, "a frozen model is not loaded"
+    model = manifest.models[role]
+    check_shapes(directory, role, model, engine.tensor_shapes)
+    moments = [kind for kind in model.kinds if kind != WEIGHT]
+    engine.optimizer.make_moments(model.optimizer_steps if moments else 0)
+
+    with SliceReader(directory, manifest) as reader:
+        for held in _held(engine):
+            flat = held.parameter.detach().view(-1)
+            reader.fill(role, WEIGHT, held.pieces, tuple(held.parameter.shape), flat, 0)
+            if held.optimized is None:
+                continue
+
+            targets = {kind: held.optimized.moments[kind] for kind in moments}
+            if held.parameter.dtype != torch.float32:
+                targets[WEIGHT] = held.optimized.main
+            for kind, target in targets.items():
+                shape = tuple(held.parameter.shape)
+                reader.fill(role, kind, held.pieces, shape, target, held.optimized.start)
+
+
+def check_shapes(
+    directory: Path, role: str, model: StoredModel, shapes: Mapping[str, Shape]
+) -> None:
+    """Refuse a stored model whose tensors are not exactly those of `shapes`.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, too many or of another shape.
+    """
+    for name in sorted(shapes.keys() | model.tensors.keys()):
+        stored = list(model.tensors[name].shape) if name in model.tensors else None
+        wanted = list(shapes[name]) if name in shapes else None
+        if stored != wanted:
+            raise CheckpointError(
+                f"{directory} holds another model as {role}: {name} is {stored or 'missing'} there "
+                f"and {wanted or 'missing'} in the model of {role}.path"
+            )
+
+
+class SliceReader:
+    """Reads boxes of a checkpoint's tensors; a context manager that closes the files."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._files: dict[int, Any] = {}
+
+    def read(self, role: str, kind: str, box: Box) -> Tensor:
+        """The elements of `box`, with its shape, in the dtype in which they are stored.
+
+        Raises:
+            CheckpointError: the slices in the files are not those of the manifest.
+        """
+        tensor: StoredTensor = self._manifest.models[role].tensors[box.name]
+        result: Tensor | None = None
+        filled = 0
+        for number, stored in tensor.boxes(box.name):
+            common = stored.intersection(box)
+            if common is None:
+                continue
+            values = self._file(number).get_slice(slice_key(kind, stored))[common.within(stored)]
+            if common == box:
+                return values
+            if result is None:
+                result = torch.empty(box.shape, dtype=values.dtype)
+            result[common.within(box)] = values
+            filled += common.numel
+
+        if result is None or filled != box.numel:
+            raise CheckpointError(
+                f"{self._directory}: the slices of {role} {box.name} overlap or leave gaps"
+            )
+        return result
+
+    def fill(
+        self,
+        role: str,
+        kind: str,
+        pieces: Sequence[Piece],
+        parameter_shape: Shape,
+        target: Tensor,
+        start: int,
+    ) -> None:
+        """Fill `target`, elements of a flat parameter from `start` on, as far as pieces lie in it.
+
+        Padding, which belongs to no piece, becomes zero.
+        """
+        target.zero_()
+        for piece in pieces:
+            for stored in boxes_in(piece, parameter_shape, start, start + target.numel()):
+                values = self.read(role, kind, stored.box).reshape(-1)
+                place = 0
+                for begin, end in stored.runs:
+                    length = end - begin
+                    target[begin - start : end - start].copy_(values[place : place + length])
+                    place += length
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+
+    def _file(self, number: int) -> Any:
+        if number not in self._files:
+            path = self._directory / self._manifest.files[number].path
+            self._files[number] = safe_open(path, framework="pt").__enter__()
+        return self._files[number]
+
+
+def _held(engine: ModelEngine) -> Iterator[_Held]:
+    """This rank's parameters, each with its pieces."""
+    assert engine.optimizer is not None
+    pieces: dict[int, list[Piece]] = {}
+    parameters: dict[int, Tensor] = {}
+    for slot in engine.slots:
+        parameters[id(slot.parameter)] = slot.parameter
+        pieces.setdefault(id(slot.parameter), []).append(slot.piece)
+
+    ranges = engine.optimizer.ranges(list(parameters.values()))
+    for (number, parameter), optimized in zip(parameters.items(), ranges, strict=True):
+        yield _Held(parameter, pieces[number], optimized)
+
+
+def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Key]:
+    """The named slices that this rank writes, of those that ranks of its replica hold.
+
+    Tensor-parallel ranks hold the same norms, and the two ends of a pipeline the same tied
+    embedding. The first rank that holds a slice writes it.
+    """
+    mine = layout.coordinates(rank)
+    own = {piece.key for piece in role_pieces(spec, layout, rank)}
+    for pp in range(layout.pp):
+        for tp in range(layout.tp):
+            if (pp, tp) < (mine.pp, mine.tp):
+                earlier = layout.rank_at(tp=tp, dp=mine.dp, pp=pp)
+                own -= {piece.key for piece in role_pieces(spec, layout, earlier)}
+    return own
+
+
+def _share(held: _Held, dp_size: int, dp_rank: int) -> tuple[int, dict[str, Tensor]]:
+    """This rank's part of a parameter that every replica holds whole.
+
+    Returns:
+        The first element, and the flat tensors by kind.
+    """
+    assert held.optimized is not None
+    flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
+    rows = held.parameter.shape[0]
+    columns = held.parameter.numel() // rows
+    begin = rows * dp_rank // dp_size * columns
+    end = rows * (dp_rank + 1) // dp_size * columns
+    return begin, {kind: flat[begin:end] for kind, flat in flats.items()}
+
+
+def _source(kind: str, flat: Tensor, stored: StoredBox, start: int) -> TensorSource:
+    def runs() -> Iterable[Tensor]:
+        return (flat[begin - start : end - start] for begin, end in stored.runs)
+
+    return TensorSource(slice_key(kind, stored.box), flat.dtype, stored.box.shape, runs)

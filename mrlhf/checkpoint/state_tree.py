@@ -1,0 +1,106 @@
+"""Writes a tree of plain values and tensors as JSON and safetensors, and reads it back.
+
+The parts of a run say by `state_dict` what they need to go on: numbers, texts, lists, dictionaries
+and tensors. Nothing is pickled. This file does not know whose state it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
+from mrlhf.errors import CheckpointError
+
+_TENSOR = "__tensor__"
+_JSON = "state.json"
+_TENSORS = "state.safetensors"
+_Class = TypeVar("_Class")
+
+
+def write_state(root: Path, state: Mapping[str, Any]) -> list[WrittenFile]:
+    """Write `state` as `state.json` and `state.safetensors` in `root`.
+
+    Dictionaries have text keys; a tuple comes back as a list.
+
+    Raises:
+        CheckpointError: the file system refuses.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _plain(state, "", tensors)
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    sources = [TensorSource.of(key, tensor) for key, tensor in tensors.items()]
+    return [write_bytes(root, _JSON, text), write_tensors(root, _TENSORS, sources)]
+
+
+def read_state(root: Path) -> dict[str, Any]:
+    """The state that `write_state` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        tree = json.loads((root / _JSON).read_bytes())
+        state: dict[str, Any] = _filled(tree, load_file(root / _TENSORS))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{root}: the state of the run cannot be read: {error}") from error
+    return state
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and of the dataclasses in it, as a tree for `write_state`."""
+    state = {}
+    for item in fields(value):
+        content = getattr(value, item.name)
+        state[item.name] = state_of(content) if is_dataclass(content) else content
+    return state
+
+
+def object_from(kind: type[_Class], state: Mapping[str, Any]) -> _Class:
+    """The dataclass of class `kind` whose `state_of` is `state`."""
+    hints = get_type_hints(kind)
+    arguments = {}
+    for name, content in state.items():
+        inner = [hint for hint in (hints[name], *get_args(hints[name])) if is_dataclass(hint)]
+        if inner and content is not None:
+            content = object_from(inner[0], content)
+        arguments[name] = content
+    return kind(**arguments)
+
+
+def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` with each tensor moved to `tensors`, under the path at which it stood."""
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        plain = {}
+        for key, item in value.items():
+            assert isinstance(key, str), f"{path}: the key {key!r} is no text"
+            plain[key] = _plain(item, f"{path}/{key}", tensors)
+        return plain
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(item, (int, float, str, bool, type(None))) for item in value):
+            return list(value)
+        return [_plain(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+    assert value is None or isinstance(value, (int, float, str, bool)), (
+        f"{path}: a {type(value).__name__} cannot be saved"
+    )
+    return value
+
+
+def _filled(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `_plain`."""
+    if isinstance(tree, dict):
+        if tree.keys() == {_TENSOR}:
+            return tensors[tree[_TENSOR]]
+        return {key: _filled(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, list) and tree and isinstance(tree[0], (dict, list)):
+        return [_filled(item, tensors) for item in tree]
+    return tree
