@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mrlhf.checkpoint.tensor_streams import StoredTensor
+from mrlhf.checkpoint.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
@@ -38,7 +38,10 @@ _HALVES = {"_w": 0, "_v": 1}  # gate and up, where each is a tensor of its own
 
 _LEFT_OUT = (
     (re.compile(r"(chained_\d+\.)?optimizer\."), "optimizer tensors or objects"),
-    (re.compile(r".*\._extra_state\d*(/shard_.*)?"), "extra states (8-bit scaling factors, if any)"),
+    (
+        re.compile(r".*\._extra_state\d*(/shard_.*)?"),
+        "extra states (8-bit scaling factors, if any)",
+    ),
     (re.compile(r"rng_state(/.*)?"), "states of random numbers"),
     (re.compile(r"rerun_state_machine_state(/.*)?"), "states of the rerun machine"),
     (re.compile(r"dataloader_state(/.*|\..*)?"), "states of the data loader"),
@@ -86,7 +89,7 @@ def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
     return weights, counts
 
 
-def find_homes(spec: ModelSpec, stored: Mapping[str, StoredTensor], where: str) -> dict[str, Home]:
+def find_homes(spec: ModelSpec, stored: Mapping[str, TensorForm], where: str) -> dict[str, Home]:
     """The home of every named tensor of the model.
 
     Args:
@@ -119,7 +122,7 @@ def find_homes(spec: ModelSpec, stored: Mapping[str, StoredTensor], where: str) 
 
 
 def _homes_in(
-    spec: ModelSpec, shapes: Mapping[str, Shape], key: str, tensor: StoredTensor, where: str
+    spec: ModelSpec, shapes: Mapping[str, Shape], key: str, tensor: TensorForm, where: str
 ) -> Iterator[Home]:
     """The homes of all named tensors in one tensor of the checkpoint."""
     for parameter, layer, half in _parameters(key, spec.num_layers):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mrlhf.checkpoint.tensor_streams import Description, StoredTensor
-from mrlhf.errors import CheckpointError, ConfigError, WeightError
+from mrlhf.checkpoint.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
+from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of, load_spec, save_config
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
@@ -45,7 +45,6 @@ _SAFETENSORS_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
 _INV_FREQ = "rotary_emb.inv_freq"
 
 
@@ -69,9 +68,14 @@ class HuggingFaceSource:
 
         self.spec = load_spec(directory, self._head())
         self._left_out = self._check()
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, TensorForm] = {}
         for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
-            self.tensors[name] = StoredTensor(shape, self._stored(name).dtype)
+            self.tensors[name] = TensorForm(shape, self._stored(name).dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the embedding."""
+        return next(iter(self.tensors.values())).dtype
 
     @property
     def assets(self) -> Path | None:
@@ -92,7 +96,7 @@ class HuggingFaceSource:
         """Close the files."""
         self._resources.close()
 
-    def _stored(self, name: str) -> StoredTensor:
+    def _stored(self, name: str) -> TensorForm:
         handle = self._handles[self._files[name]].get_slice(name)
         kind = handle.get_dtype()
         if kind not in _SAFETENSORS_DTYPES:
@@ -100,7 +104,7 @@ class HuggingFaceSource:
                 f"{self._directory}: {name} is of type {kind}, which is no type of weights here; "
                 f"save the model in bfloat16 or float32"
             )
-        return StoredTensor(tuple(handle.get_shape()), _SAFETENSORS_DTYPES[kind])
+        return TensorForm(tuple(handle.get_shape()), _SAFETENSORS_DTYPES[kind])
 
     def _head(self) -> Head:
         """Whether the model has a scalar head, by the class that its `config.json` names."""
@@ -155,101 +159,39 @@ class HuggingFaceSource:
             )
 
 
-class HuggingFaceSink:
-    """Writes a Hugging Face model, tokenizer included."""
+def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int) -> list[str]:
+    """Write a model, tokenizer included, into the empty `directory`.
 
-    def __init__(
-        self,
-        directory: Path,
-        spec: ModelSpec,
-        tensors: Mapping[str, StoredTensor],
-        *,
-        dtype: torch.dtype,
-        assets: Path | None,
-        max_file_bytes: int,
-    ) -> None:
-        """Lay out the files in the empty `directory`.
+    Args:
+        source: of the weights.
+        directory: of the model.
+        max_file_bytes: largest file, bytes of tensors; a larger tensor has a file of its own.
 
-        Args:
-            directory: of the model.
-            spec: the model.
-            tensors: shape and dtype of every tensor that will come.
-            dtype: what `config.json` says of the weights.
-            assets: a directory with a tokenizer, which is copied; None if there is none.
-            max_file_bytes: largest file, bytes; a larger tensor has a file of its own.
-        """
-        self._directory = directory
-        self._spec = spec
-        self._dtype = dtype
-        self._assets = assets
-        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-        contents = split_files(self._sizes, max_file_bytes)
-        self._contents = dict(zip(file_names(len(contents)), contents, strict=True))
+    Returns:
+        What the user should know.
 
-        self._resources = ExitStack()
-        self._files: dict[str, SafetensorsWriter] = {}
-        for file, names in self._contents.items():
-            stored = {name: tensors[name] for name in names}
-            writer = SafetensorsWriter(temporary(directory / file), stored, {"format": "pt"})
-            self._resources.callback(writer.close)
-            for name in names:
-                self._files[name] = writer
+    Raises:
+        CheckpointError: the file system refuses.
+    """
+    sizes = {name: form.nbytes for name, form in source.tensors.items()}
+    contents = split_files(sizes, max_file_bytes)
+    files = dict(zip(file_names(len(contents)), contents, strict=True))
+    for file, names in files.items():
+        tensors = [_to_write(source, name) for name in names]
+        write_tensors(directory, temporary(Path(file)).name, tensors)
+    publish(directory, files, sum(sizes.values()))
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor in its place."""
-        self._files.pop(name).write(name, tensor)
-
-    def finish(self) -> list[str]:
-        """Write `config.json`, the index and the tokenizer."""
-        if self._files:
-            raise CheckpointError(f"{next(iter(self._files))} has not come")
-        self._resources.close()
-        publish(self._directory, self._contents, sum(self._sizes.values()))
-
-        copy_assets(self._assets, self._directory)
-        write_config(self._spec, self._directory, self._dtype)
-        if not any(self._directory.glob("tokenizer*")):
-            return [f"there is no tokenizer; copy one into {self._directory.name}"]
-        return []
+    copy_assets(source.assets, directory)
+    write_config(source.spec, directory, source.dtype)
+    if not any(directory.glob("tokenizer*")):
+        return ["there is no tokenizer; copy one beside the model"]
+    return []
 
 
-class SafetensorsWriter:
-    """A safetensors file whose tensors are written one at a time, in any order."""
-
-    def __init__(
-        self, file: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]
-    ) -> None:
-        """Write the header of `file`."""
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        end = 0
-        for name, tensor in tensors.items():
-            begin = end
-            end += tensor.nbytes
-            header[name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-
-        self._tensors = tensors
-        self._begins = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors}
-        self._stream = file.open("wb")
-        self._stream.write(len(text).to_bytes(8, "little") + text)
-        self._stream.truncate(8 + len(text) + end)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor in its place."""
-        stored = self._tensors[name]
-        assert (tuple(tensor.shape), tensor.dtype) == (stored.shape, stored.dtype), name
-        values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._stream.seek(self._begins[name])
-        self._stream.write(memoryview(values.numpy()))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+def _to_write(source: ModelSource, name: str) -> TensorSource:
+    """A tensor that is read when it is written."""
+    form = source.tensors[name]
+    return TensorSource(name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
 
 
 def open_safetensors(file: Path) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import pathlib
 import pickle
@@ -25,8 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from mrlhf.checkpoint.restricted_pickle import Name, Placeholder, read_pickle
-from mrlhf.checkpoint.tensor_streams import StoredTensor
+from mrlhf.checkpoint.model_source import TensorForm
 from mrlhf.errors import CheckpointError
+from mrlhf.weights.boxes import Box, whole
 from mrlhf.weights.shard import Shape
 
 FORMAT_FILE = "metadata.json"
@@ -83,18 +83,6 @@ _ALLOWED: dict[Name, Any] = {
 }
 
 
-class Box(NamedTuple):
-    """A box of a tensor that is stored in one piece: where it begins, and its shape."""
-
-    offsets: Shape
-    shape: Shape
-
-    @property
-    def numel(self) -> int:
-        """How many numbers it holds."""
-        return math.prod(self.shape)
-
-
 class _Place(NamedTuple):
     """Where in which file something lies, bytes."""
 
@@ -123,14 +111,13 @@ class TorchDistReader:
         if not isinstance(index, metadata.Metadata):
             raise CheckpointError(f"{directory / INDEX_FILE}: not an index of a checkpoint")
 
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors: dict[str, TensorForm] = {}
         self.objects: list[str] = []
         self._boxes: dict[str, list[Box]] = {}
         for name, entry in index.state_dict_metadata.items():
             if isinstance(entry, metadata.TensorStorageMetadata):
-                self.tensors[name] = StoredTensor(tuple(entry.size), entry.properties.dtype)
-                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-                self._boxes[name] = boxes
+                self.tensors[name] = TensorForm(tuple(entry.size), entry.properties.dtype)
+                self._boxes[name] = [_box(name, chunk) for chunk in entry.chunks]
             else:
                 self.objects.append(name)
 
@@ -140,42 +127,33 @@ class TorchDistReader:
             self._places[key.fqn, offsets] = self._place(info)
         self._files: dict[Path, BinaryIO] = {}
 
-    def read(self, name: str, first: tuple[int, int] | None = None) -> Tensor:
-        """A tensor, or the rows [start, stop) of its first dimension.
-
-        Args:
-            name: the checkpoint's own name.
-            first: start and stop along the first dimension; None for the whole tensor.
+    def read(self, box: Box) -> Tensor:
+        """The elements of a box of a tensor, which has the checkpoint's own name.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the boxes do not cover the tensor.
+            CheckpointError: a file is missing or damaged, or the files do not cover the box.
         """
-        stored = self.tensors[name]
-        start, stop = first or (0, stored.shape[0])
-        whole = torch.empty((stop - start, *stored.shape[1:]), dtype=stored.dtype)
-
-        covered = 0
-        for box in self._boxes[name]:
-            low = max(start, box.offsets[0])
-            high = min(stop, box.offsets[0] + box.shape[0])
-            if low >= high:
+        dtype = self.tensors[box.name].dtype
+        result: Tensor | None = None
+        filled = 0
+        for stored in self._boxes[box.name]:
+            common = stored.intersection(box)
+            if common is None:
                 continue
-            values = self._read_box(name, box, stored.dtype)
-            if box.shape == whole.shape and low == start:
+            values = self._read_stored(stored, dtype)[common.within(stored)]
+            if common == box:
                 return values
-            values = values.narrow(0, low - box.offsets[0], high - low)
-            target = whole.narrow(0, low - start, high - low)
-            for dim in range(1, len(box.shape)):
-                target = target.narrow(dim, box.offsets[dim], box.shape[dim])
-            target.copy_(values)
-            covered += values.numel()
+            if result is None:
+                result = torch.empty(box.shape, dtype=dtype)
+            result[common.within(box)] = values
+            filled += common.numel
 
-        if covered != whole.numel():
+        if result is None or filled != box.numel:
             raise CheckpointError(
-                f"{self._directory}: {name} is not whole: {covered} of its {whole.numel()} numbers "
-                f"are there; copy the whole checkpoint"
+                f"{self._directory}: {filled} of the {box.numel} numbers of {box.key} are there; "
+                f"copy the whole checkpoint"
             )
-        return whole
+        return result
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the files, without reading a tensor; one sentence for each file."""
@@ -190,8 +168,8 @@ class TorchDistReader:
                 yield f"{file.name} has {file.stat().st_size} bytes and must have {size}"
         for name, stored in self.tensors.items():
             numel = sum(box.numel for box in self._boxes[name])
-            if numel != math.prod(stored.shape):
-                yield f"{name} has {numel} of {math.prod(stored.shape)} numbers"
+            if numel != whole(name, stored.shape).numel:
+                yield f"{name} is not whole: {numel} of its numbers are stored"
 
     def close(self) -> None:
         """Close the files."""
@@ -209,10 +187,10 @@ class TorchDistReader:
             )
         return _Place(self._directory / name, int(info.offset), int(info.length))
 
-    def _read_box(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
-        place = self._places.get((name, box.offsets))
+    def _read_stored(self, box: Box, dtype: torch.dtype) -> Tensor:
+        place = self._places.get((box.name, box.starts))
         if place is None:
-            raise CheckpointError(f"{self._directory}: no file is said to hold {name} {box}")
+            raise CheckpointError(f"{self._directory}: no file is said to hold {box.key}")
         try:
             if place.file not in self._files:
                 self._files[place.file] = place.file.open("rb")
@@ -221,7 +199,7 @@ class TorchDistReader:
         except Exception as error:  # a damaged file may raise anything
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(
-                f"{place.file}: {name} is not readable at byte {place.offset}: {reason}"
+                f"{place.file}: {box.key} is not readable at byte {place.offset}: {reason}"
             ) from error
 
         if not isinstance(values, Tensor) or (tuple(values.shape), values.dtype) != (
@@ -229,9 +207,15 @@ class TorchDistReader:
             dtype,
         ):
             raise CheckpointError(
-                f"{place.file}: what lies at byte {place.offset} is not {name} {list(box.shape)}"
+                f"{place.file}: what lies at byte {place.offset} is not {box.key}"
             )
         return values.detach()
+
+
+def _box(name: str, chunk: Any) -> Box:
+    starts = tuple(chunk.offsets)
+    stops = tuple(start + size for start, size in zip(starts, chunk.sizes, strict=True))
+    return Box(name, starts, stops)
 
 
 class TorchDistWriter:
