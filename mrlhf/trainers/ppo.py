@@ -37,9 +37,12 @@ from mrlhf.trainers.step_metrics import batch_metrics, sequence_lengths, trained
 
 def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
-    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    trainer = PPOTrainer(config, run, assemble(config, run))
-    trainer.fit()
+    trainer = config.trainer
+    run = start(
+        config, config.distributed, trainer.output_dir, config.seed, trainer.save_by_minutes
+    )
+    with run.watched():
+        PPOTrainer(config, run, assemble(config, run)).fit()
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,15 @@ from mrlhf.training.engine import ModelEngine, PackResult
 
 def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
-    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
-    task = PreferenceLearning(config, tokenizer)
-    spec = load_spec(config.model.path, "scalar")
-    SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
+    trainer = config.trainer
+    run = start(
+        config, config.distributed, trainer.output_dir, config.seed, trainer.save_by_minutes
+    )
+    with run.watched():
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+        task = PreferenceLearning(config, tokenizer)
+        spec = load_spec(config.model.path, "scalar")
+        SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
 
 
 class PreferenceLearning:

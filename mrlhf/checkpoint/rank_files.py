@@ -1,0 +1,117 @@
+"""The files that one rank writes into a checkpoint, at once or in a thread while training goes on.
+
+This file knows neither the manifest nor the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from mrlhf.checkpoint.model_slices import RankSlices
+from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_tensors
+from mrlhf.errors import CheckpointError
+from mrlhf.weights.boxes import Box
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """What one rank has written of one model.
+
+    Attributes:
+        path: its file, relative to the checkpoint.
+        kinds: what is stored of each element.
+        optimizer_steps: optimizer steps behind the moments, as far as the rank knows.
+        boxes: the stored boxes.
+    """
+
+    path: str
+    kinds: tuple[str, ...]
+    optimizer_steps: int
+    boxes: list[Box]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has written.
+
+    Attributes:
+        files: its files.
+        models: its part of each model, by role.
+        error: why it could not write, or None.
+    """
+
+    files: list[WrittenFile] = field(default_factory=list)
+    models: dict[str, ModelPart] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Staging:
+    """Host memory into which state is copied before a thread writes it; used again and again."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, role: str, sources: Sequence[TensorSource]) -> list[TensorSource]:
+        """The same tensors, copied; they stay as they are until the next call for this role."""
+        copies = []
+        for number, source in enumerate(sources):
+            elements = source.nbytes // source.dtype.itemsize
+            place = f"{role} {number}"
+            buffer = self._buffers.get(place)
+            if buffer is None or buffer.dtype != source.dtype or len(buffer) != elements:
+                buffer = torch.empty(elements, dtype=source.dtype, device="cpu")
+                self._buffers[place] = buffer
+            copies.append(source.copied(into=buffer))
+        return copies
+
+
+class RankWriter:
+    """Writes the model files of one rank."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        """`root` is the directory of the checkpoint that is being made."""
+        self._root = root
+        self._rank = rank
+        self._part = RankPart()
+        self._thread: Thread | None = None
+
+    def write(self, models: Mapping[str, RankSlices]) -> None:
+        """Write the files of all models; returns when they are on disk, or writing has failed."""
+        part = RankPart()
+        try:
+            for role, slices in models.items():
+                path = f"{role}/rank_{self._rank:05d}.safetensors"
+                (self._root / role).mkdir(exist_ok=True)
+                part.files.append(write_tensors(self._root, path, slices.sources))
+                part.models[role] = ModelPart(
+                    path, slices.kinds, slices.optimizer_steps, slices.boxes
+                )
+        except (CheckpointError, OSError) as error:
+            part = RankPart(error=str(error))
+        self._part = part
+
+    def begin(self, models: Mapping[str, RankSlices], staging: Staging) -> None:
+        """Copy the models' state, and write the files in a thread."""
+        copied = {}
+        for role, slices in models.items():
+            copied[role] = replace(slices, sources=staging.copy(role, slices.sources))
+        self._thread = Thread(target=self.write, args=(copied,), name="checkpoint")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything is written, or writing has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def result(self) -> RankPart:
+        """What was written; waits for it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._part

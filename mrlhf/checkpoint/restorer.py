@@ -1,0 +1,124 @@
+"""Chooses the checkpoint that a run goes on from, and brings it back.
+
+All ranks share the work of checking that the files are what the manifest says. This file does not
+know what the state means.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from mrlhf.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_sizes,
+    checkpoints_in,
+    read_manifest,
+)
+from mrlhf.checkpoint.model_slices import load_slices
+from mrlhf.checkpoint.random_state import restore_random_state
+from mrlhf.checkpoint.state_tree import read_state
+from mrlhf.checkpoint.tensor_file import describe_file
+from mrlhf.errors import CheckpointError
+from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.training.engine import ModelEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that has been found to be whole.
+
+    Attributes:
+        path: its directory.
+        manifest: what it is made of.
+        state: everything but models and random numbers.
+    """
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+
+    def load_models(self, models: Mapping[str, ModelEngine]) -> None:
+        """Fill the models, which have their optimizers; each rank reads what it needs.
+
+        Raises:
+            CheckpointError: the checkpoint holds other models.
+        """
+        missing = sorted(models.keys() - self.manifest.models.keys())
+        if missing:
+            stored = ", ".join(sorted(self.manifest.models)) or "no model"
+            raise CheckpointError(
+                f"{self.path} holds {stored}, and this run also trains {', '.join(missing)}; "
+                "begin a new run, with the exported model as its path"
+            )
+        for role, engine in models.items():
+            load_slices(engine, self.path, self.manifest, role)
+
+    def restore_random_numbers(self) -> None:
+        """Restore the random number generators, if there are as many ranks as there were."""
+        if self.manifest.world_size == dist.get_world_size():
+            file = self.path / f"rng/rank_{dist.get_rank():05d}.safetensors"
+            restore_random_state(load_file(file))
+
+
+def newest_checkpoint(directory: Path, world: dist.ProcessGroup) -> Checkpoint | None:
+    """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
+
+    A damaged checkpoint is passed over, and a warning says so.
+    """
+    names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
+    dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
+    for name in names[0]:
+        try:
+            return open_checkpoint(directory / name, world)
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                logger.warning("%s; the checkpoint before it is tried", error)
+    return None
+
+
+def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
+    """The checkpoint in directory `path`, after every byte of it was checked; every rank calls it.
+
+    Raises:
+        CheckpointError: it is not whole or damaged, on every rank; the message names the file.
+    """
+    manifest = None
+    error = None
+    try:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        ranks = dist.get_world_size(world)
+        check_hashes(path, manifest, range(dist.get_rank(), len(manifest.files), ranks))
+    except CheckpointError as failure:
+        error = str(failure)
+
+    for other in all_gather_objects(error, world):
+        if other is not None:
+            raise CheckpointError(other)
+    assert manifest is not None
+    return Checkpoint(path, manifest, read_state(path))
+
+
+def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
+    """Refuse a checkpoint of which one of the files with these numbers is damaged.
+
+    Raises:
+        CheckpointError: naming the first such file.
+    """
+    for number in numbers:
+        listed = manifest.files[number]
+        if describe_file(path, listed.path) != listed:
+            raise CheckpointError(
+                f"{path} is damaged: {listed.path} is not what was written (its hash differs from "
+                f"{MANIFEST})"
+            )

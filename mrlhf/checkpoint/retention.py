@@ -1,0 +1,112 @@
+"""When a checkpoint is due, which one is best, and which ones are deleted.
+
+It decides from numbers. It does not know models or what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
+from mrlhf.config.sections import TrainerSection
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Best:
+    """The best value so far of the metric by which a checkpoint is kept.
+
+    Attributes:
+        metric: its name, or None if no checkpoint is kept for being best.
+        mode: whether a high or a low value is best.
+        step: the step that had the best value; None before the first.
+        value: the best value.
+    """
+
+    metric: str | None
+    mode: str
+    step: int | None = None
+    value: float = math.nan
+
+    def is_improved_by(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether step `step` has the best value so far; takes note of it then."""
+        if self.metric is None or self.metric not in metrics:
+            return False
+        value = float(metrics[self.metric])
+        if not math.isfinite(value):
+            return False
+
+        better = value > self.value if self.mode == "max" else value < self.value
+        if self.step is None or better:
+            self.step = step
+            self.value = value
+            return True
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and its step."""
+        return {"metric": self.metric, "step": self.step, "value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` gave; another metric begins anew."""
+        if state["metric"] == self.metric:
+            self.step = state["step"]
+            self.value = state["value"]
+
+
+def is_due(
+    section: TrainerSection, step: int, last_step: int, seconds_since_last: float, improved: bool
+) -> bool:
+    """Whether a checkpoint is to be saved after step `step`.
+
+    Args:
+        section: how often.
+        step: the step that has ended.
+        last_step: of the run.
+        seconds_since_last: since the last checkpoint, or since the start.
+        improved: whether this step is the best so far.
+    """
+    if section.save_freq and (step % section.save_freq == 0 or step == last_step):
+        return True
+    if improved:
+        return True
+    minutes = section.save_every_minutes
+    return minutes is not None and seconds_since_last >= 60 * minutes
+
+
+def delete_old(directory: Path, max_to_keep: int | None, best_step: int | None) -> None:
+    """Delete all but the newest `max_to_keep` checkpoints and the one of step `best_step`.
+
+    A checkpoint of an unfinished step goes as soon as there is a newer one.
+    """
+    newest_first = checkpoints_in(directory)
+    best = None if best_step is None else directory / checkpoint_name(best_step, False)
+    kept = 0
+    for number, path in enumerate(newest_first):
+        if path == best:
+            continue
+        is_part = path.name != checkpoint_name(int(path.name.split("_")[1]), False)
+        if number > 0 and is_part:
+            delete(path)
+            continue
+        kept += 1
+        if max_to_keep is not None and kept > max_to_keep:
+            delete(path)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint; at no time does a part of it look whole."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)
+        checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        logger.warning("cannot delete the old checkpoint %s: %s", checkpoint, error)

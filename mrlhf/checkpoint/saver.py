@@ -1,0 +1,330 @@
+"""Saves checkpoints: all ranks write their files, and rank 0 makes them a checkpoint.
+
+The files are written into a hidden directory. Once every rank is done, rank 0 writes the manifest
+and renames the directory. So a checkpoint is whole or not there, whatever dies and when. This file
+does not know what the state means, nor when a checkpoint is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredModel,
+    StoredTensor,
+    checkpoint_name,
+)
+from mrlhf.checkpoint.model_slices import slices_to_save
+from mrlhf.checkpoint.random_state import random_state
+from mrlhf.checkpoint.rank_files import RankPart, RankWriter, Staging
+from mrlhf.checkpoint.state_tree import write_state
+from mrlhf.checkpoint.tensor_file import (
+    TensorSource,
+    WrittenFile,
+    describe_file,
+    write_bytes,
+    write_tensors,
+)
+from mrlhf.errors import CheckpointError
+from mrlhf.training.engine import ModelEngine
+
+logger = logging.getLogger(__name__)
+_PACKAGES = ("mrlhf", "torch", "megatron-core", "transformers", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What every manifest of a run says.
+
+    Attributes:
+        program: class of the configuration.
+        config: the whole configuration.
+        frozen: for each model that is not stored, what identifies its files.
+    """
+
+    program: str
+    config: dict[str, Any]
+    frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is to hold; the same on every rank, but for the models' shards.
+
+    Attributes:
+        step: training steps that are complete.
+        unfinished_step: whether the state holds a part of the next step.
+        models: the trained models, by role.
+        state: everything else that lasts, as a tree for `write_state`.
+        metrics: of step `step`.
+        exports: writes further files into the directory that it is given, such as a Hugging Face
+            checkpoint; every rank calls each. By the name of the directory.
+    """
+
+    step: int
+    unfinished_step: bool
+    models: Mapping[str, ModelEngine]
+    state: Mapping[str, Any]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    exports: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A checkpoint that is being written."""
+
+    contents: Contents
+    hidden: Path
+    writer: RankWriter
+    own_files: list[WrittenFile]
+    error: str | None
+    began: float
+
+
+class Saver:
+    """Saves the checkpoints of one run into `directory`; every rank calls each method together."""
+
+    def __init__(
+        self, directory: Path, identity: RunIdentity, world: dist.ProcessGroup, asynchronous: bool
+    ) -> None:
+        """Save nothing yet.
+
+        Args:
+            directory: holds the checkpoints; on a file system that all ranks share.
+            identity: what every manifest says.
+            world: all ranks of the job.
+            asynchronous: let a thread write models while training goes on.
+        """
+        self.directory = directory
+        self._identity = identity
+        self._world = world
+        self._staging = Staging() if asynchronous else None
+        self._pending: _Pending | None = None
+
+    def save(self, contents: Contents) -> Path | None:
+        """Save a checkpoint, or begin to; a save that is under way is finished first.
+
+        Returns:
+            The checkpoint; None if it is still being written.
+
+        Raises:
+            CheckpointError: a rank could not write, on every rank. What was written is deleted.
+        """
+        self.finish(wait=True)
+        began = time.monotonic()
+        name = checkpoint_name(contents.step, contents.unfinished_step)
+        hidden = self.directory / f".{name}.saving"
+        error = self._prepare(hidden)
+
+        writer = RankWriter(hidden, dist.get_rank())
+        own_files: list[WrittenFile] = []
+        if error is None:
+            own_files, error = self._write_small(hidden, contents)
+        if error is None:
+            models = {role: slices_to_save(engine) for role, engine in contents.models.items()}
+            if self._staging is None:
+                writer.write(models)
+            else:
+                writer.begin(models, self._staging)
+        self._pending = _Pending(contents, hidden, writer, own_files, error, began)
+        return self.finish(wait=self._staging is None)
+
+    def finish(self, wait: bool) -> Path | None:
+        """Complete the checkpoint that is being written, if every rank has written its files.
+
+        Args:
+            wait: until they have.
+
+        Returns:
+            The checkpoint, if one was completed.
+
+        Raises:
+            CheckpointError: a rank could not write, on every rank.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        if not wait:
+            done = torch.tensor(float(pending.writer.is_done), dtype=torch.float32)
+            dist.all_reduce(done, dist.ReduceOp.MIN, group=self._world)
+            if not done:
+                return None
+
+        self._pending = None
+        part = pending.writer.result()
+        if pending.error is not None:
+            part = RankPart(error=pending.error)
+        part.files.extend(pending.own_files)
+        path = self._publish(pending, part)
+        if dist.get_rank() == 0:
+            seconds = time.monotonic() - pending.began
+            logger.info("saved the checkpoint %s in %.1f s", path, seconds)
+        return path
+
+    def _prepare(self, hidden: Path) -> str | None:
+        """Make the hidden directory; returns what is wrong, if anything, on every rank."""
+        error = None
+        if dist.get_rank() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                for rest in self.directory.glob(".*.saving"):
+                    shutil.rmtree(rest)
+                (hidden / "rng").mkdir(parents=True)
+            except OSError as failure:
+                error = f"cannot make {hidden}: {failure.strerror or failure}"
+        verdict = [error]
+        dist.broadcast_object_list(verdict, src=0, group=self._world)
+        return verdict[0]
+
+    def _write_small(
+        self, hidden: Path, contents: Contents
+    ) -> tuple[list[WrittenFile], str | None]:
+        """Write everything but the models; returns the files, and what is wrong on this rank.
+
+        An export is made by all ranks together. One that fails ends the run, since the ranks that
+        wait for each other in it cannot be told.
+        """
+        for name, export in contents.exports.items():
+            export(hidden / name)
+
+        rank = dist.get_rank()
+        files = []
+        error = None
+        try:
+            random_numbers = [
+                TensorSource.of(name, tensor) for name, tensor in random_state().items()
+            ]
+            files.append(write_tensors(hidden, f"rng/rank_{rank:05d}.safetensors", random_numbers))
+            if rank == 0:
+                files += write_state(hidden, contents.state)
+                files += _files_in(hidden, contents.exports)
+        except CheckpointError as failure:
+            error = str(failure)
+        return files, error
+
+    def _publish(self, pending: _Pending, part: RankPart) -> Path:
+        """Make the hidden directory a checkpoint, or delete it if a rank has failed."""
+        rank = dist.get_rank()
+        parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+        dist.gather_object(part, parts, dst=0, group=self._world)
+
+        verdict: list[str | None] = [None]
+        contents = pending.contents
+        path = self.directory / checkpoint_name(contents.step, contents.unfinished_step)
+        if rank == 0:
+            assert parts is not None
+            verdict[0] = self._publish_on_main_rank(pending, parts, path)
+        dist.broadcast_object_list(verdict, src=0, group=self._world)
+        if verdict[0] is not None:
+            raise CheckpointError(f"the checkpoint {path} was not saved: {verdict[0]}")
+        return path
+
+    def _publish_on_main_rank(
+        self, pending: _Pending, parts: list[RankPart], path: Path
+    ) -> str | None:
+        """Write the manifest and rename the directory; returns what is wrong, if anything."""
+        errors = []
+        for rank, part in enumerate(parts):
+            if part.error is not None:
+                errors.append(f"rank {rank} {part.error}")
+
+        try:
+            if not errors:
+                manifest = self._manifest(pending.contents, parts)
+                write_bytes(pending.hidden, MANIFEST, manifest.to_json().encode())
+                _replace(pending.hidden, path)
+        except (CheckpointError, OSError) as failure:
+            errors.append(str(failure))
+        if errors:
+            shutil.rmtree(pending.hidden, ignore_errors=True)
+            return errors[0]
+        return None
+
+    def _manifest(self, contents: Contents, parts: list[RankPart]) -> Manifest:
+        files = [file for part in parts for file in part.files]
+        numbers = {file.path: number for number, file in enumerate(files)}
+        models = {}
+        for role, engine in contents.models.items():
+            models[role] = _stored_model(role, engine, parts, numbers)
+
+        versions = {name: version(name) for name in _PACKAGES}
+        return Manifest(
+            step=contents.step,
+            unfinished_step=contents.unfinished_step,
+            program=self._identity.program,
+            world_size=len(parts),
+            config=self._identity.config,
+            versions=versions | {"python": platform.python_version()},
+            files=tuple(files),
+            models=models,
+            frozen=self._identity.frozen,
+            metrics=dict(contents.metrics),
+        )
+
+
+def _stored_model(
+    role: str, engine: ModelEngine, parts: list[RankPart], numbers: Mapping[str, int]
+) -> StoredModel:
+    """One model's entry in the manifest, from what all ranks have written of it."""
+    slices: dict[str, list[Any]] = {name: [] for name in engine.tensor_shapes}
+    kinds: tuple[str, ...] = ()
+    steps = 0
+    for part in parts:
+        model = part.models[role]
+        kinds = max(kinds, model.kinds, key=len)  # a rank that holds nothing knows of no moments
+        steps = max(steps, model.optimizer_steps)
+        for box in model.boxes:
+            slices[box.name].append((numbers[model.path], box.starts, box.stops))
+
+    tensors = {}
+    for name, shape in engine.tensor_shapes.items():
+        tensors[name] = StoredTensor(tuple(shape), tuple(slices[name]))
+    layout = engine.groups.layout
+    return StoredModel(
+        head=engine.spec.head,
+        hf_config=dict(engine.spec.hf_config),
+        dtype=str(engine.dtype).removeprefix("torch."),
+        layout={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+        kinds=kinds,
+        optimizer_steps=steps,
+        tensors=tensors,
+    )
+
+
+def _files_in(root: Path, directories: Mapping[str, object]) -> list[WrittenFile]:
+    """The manifest's lines of all files in these directories of `root`."""
+    files = []
+    for name in directories:
+        for file in sorted((root / name).rglob("*")):
+            if file.is_file():
+                files.append(describe_file(root, file.relative_to(root).as_posix()))
+    return files
+
+
+def _replace(hidden: Path, path: Path) -> None:
+    """Give a whole checkpoint its name; an older one of that name goes."""
+    old = path.with_name(f".{path.name}.deleted")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    hidden.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the names are on disk too
+    finally:
+        os.close(directory)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,186 @@
+"""A checkpoint loads into every layout and optimizer, and training then goes on as it would have.
+
+Actor (tied embeddings, biases) and critic are trained, saved and trained on; then each saved state
+is loaded into every other layout, saved again and compared bit by bit, and trained on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrlhf.checkpoint.manifest import Manifest, read_manifest
+from mrlhf.checkpoint.model_slices import SliceReader
+from mrlhf.checkpoint.restorer import open_checkpoint
+from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.errors import CheckpointError
+from mrlhf.roles.actor import Actor
+from mrlhf.weights.boxes import whole
+from tests import plain_ppo
+from tests.dist.role_runs import (
+    LAYOUTS,
+    Form,
+    Setting,
+    build_actor,
+    load_experience,
+    save_inputs,
+    settings,
+    update_actor,
+)
+from tests.plain_ppo import Case
+from tests.ranks import run_ranks
+
+SHARDED = Form("sharded", 1000, distributed_optimizer=True)
+PLAIN = Form("plain", 1000, distributed_optimizer=False)
+SAVED = 2 * sum(map(len, LAYOUTS.values()))  # checkpoints of each case: two optimizers a layout
+CASES = {
+    "float32": Case("qwen2-tied", "token-mean"),
+    "bfloat16": Case("llama", "token-mean", {"dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and experiences, and a checkpoint saved by every layout and optimizer."""
+    path = tmp_path_factory.mktemp("checkpoints")
+    save_inputs(path)
+    for world_size in LAYOUTS:
+        run_ranks(world_size, _save_from_every_layout, path)
+    return path
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_layout_takes_every_checkpoint(root: Path, world_size: int) -> None:
+    for checked in run_ranks(world_size, _load_into_every_layout, root):
+        assert len(checked) == len(LAYOUTS[world_size]) * len(CASES) * 2 * SAVED
+
+
+def _saver(directory: Path, asynchronous: bool) -> Saver:
+    world = dist.group.WORLD
+    assert world is not None
+    return Saver(directory, RunIdentity("test", {}), world, asynchronous)
+
+
+def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]]:
+    every = []
+    for setting in settings(root, world_size, (SHARDED, PLAIN)):
+        for dtype, case in CASES.items():
+            every.append((dtype, case, setting))
+    return every
+
+
+def _directory(root: Path, dtype: str, setting: Setting) -> Path:
+    return root / "saved" / dtype / setting.name.replace(" ", "-")
+
+
+def _save_from_every_layout(rank: int, world_size: int, root: Path) -> None:
+    for number, (dtype, case, setting) in enumerate(_all_settings(root, world_size)):
+        directory = _directory(root, dtype, setting)
+        experience = load_experience(root, case)
+        actor = build_actor(setting, case)
+        saver = _saver(directory, asynchronous=number % 2 == 1)
+
+        update_actor(actor, experience, plain_ppo.MINI_BATCH)
+        saver.save(Contents(1, False, {"actor": actor.engine}, {"numbers": [1, 2]}))
+        metrics = update_actor(actor, experience, plain_ppo.MINI_BATCH)
+        saver.finish(wait=True)  # what a thread writes must not see the second update
+
+        saver.save(Contents(2, False, {"actor": actor.engine}, {}))
+        saver.finish(wait=True)
+        if rank == 0:
+            torch.save(metrics, directory / "metrics")
+
+
+def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[str]:
+    world = dist.group.WORLD
+    assert world is not None
+    checked = []
+    for dtype, case, setting in _all_settings(root, world_size):
+        own = _directory(root, dtype, setting)
+        for directory in sorted((root / "saved" / dtype).iterdir()):
+            checkpoint = open_checkpoint(directory / "step_000001", world)
+            assert checkpoint.state == {"numbers": [1, 2]}
+            actor = _empty_actor(setting, case)
+            checkpoint.load_models({"actor": actor.engine})
+
+            again = root / "again" / f"{world_size}-{own.name}-{directory.name}-{dtype}"
+            saver = _saver(again, asynchronous=False)
+            saver.save(Contents(1, False, {"actor": actor.engine}, {}))
+            if rank == 0:
+                _assert_equal(directory / "step_000001", again / "step_000001")
+
+            metrics = update_actor(actor, load_experience(root, case), plain_ppo.MINI_BATCH)
+            wanted = torch.load(directory / "metrics", weights_only=True)
+            exact = own.name == directory.name
+            _assert_metrics_near(metrics, wanted, dtype, exact)
+            if exact:
+                saver.save(Contents(2, False, {"actor": actor.engine}, {}))
+                if rank == 0:
+                    _assert_equal(directory / "step_000002", again / "step_000002")
+            checked.append(again.name)
+            dist.barrier()
+    return checked
+
+
+def _empty_actor(setting: Setting, case: Case) -> Actor:
+    """An actor whose weights are zero, so that nothing but the checkpoint can fill them."""
+    actor = build_actor(setting, case)
+    for chunk in actor.engine.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.zero_()
+    return actor
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    """Every stored tensor, whole, by kind and name."""
+    manifest: Manifest = read_manifest(directory)
+    model = manifest.models["actor"]
+    tensors = {}
+    with SliceReader(directory, manifest) as reader:
+        for name, stored in model.tensors.items():
+            for kind in model.kinds:
+                tensors[f"{kind} {name}"] = reader.read("actor", kind, whole(name, stored.shape))
+    return tensors
+
+
+def _assert_equal(first: Path, second: Path) -> None:
+    assert read_manifest(first).models["actor"].optimizer_steps > 0
+    steps = {read_manifest(path).models["actor"].optimizer_steps for path in (first, second)}
+    assert len(steps) == 1, steps
+    wanted = _tensors(first)
+    tensors = _tensors(second)
+    assert tensors.keys() == wanted.keys()
+    assert any(name.startswith("exp_avg_sq") for name in tensors)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, wanted[name]), f"{name} of {first} in {second}"
+
+
+def _assert_metrics_near(
+    metrics: dict[str, Any], wanted: dict[str, Any], dtype: str, exact: bool
+) -> None:
+    assert metrics.keys() == wanted.keys()
+    tolerance = 0.0 if exact else {"float32": 2e-5, "bfloat16": 0.1}[dtype]
+    for name, value in metrics.items():
+        assert value == pytest.approx(wanted[name], rel=tolerance, abs=tolerance), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(root: Path) -> None:
+    (message,) = run_ranks(1, _load_another_model, root)
+    assert "holds another model as actor" in message and "missing" in message
+
+
+def _load_another_model(rank: int, world_size: int, root: Path) -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    (_, _, setting), *_ = _all_settings(root, 1)
+    checkpoint = open_checkpoint(_directory(root, "float32", setting) / "step_000001", world)
+    other = build_actor(setting, Case("llama", "token-mean"))
+    with pytest.raises(CheckpointError) as refusal:
+        checkpoint.load_models({"actor": other.engine})
+    return str(refusal.value)
