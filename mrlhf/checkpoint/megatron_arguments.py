@@ -13,6 +13,17 @@ from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
+SHAPE_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "padded_vocab_size",
+)
+"""Those that say how large the model is."""
+
 # What Megatron-LM has if an argument is not stated, and what all our families need.
 _NEEDED: dict[str, tuple[Any, Any]] = {
     "swiglu": (False, True),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,36 +17,27 @@ import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.megatron_arguments import (
-    arguments_of,
-    command_line,
     config_of,
     differences,
 )
 from mrlhf.checkpoint.megatron_names import (
-    FUSED_NORMS,
-    LAYERS,
-    STATEFUL_MODULES,
     Home,
     find_homes,
     split_names,
-    whole_model,
 )
-from mrlhf.checkpoint.model_files import copy_assets, write_config
+from mrlhf.checkpoint.model_source import Description, TensorForm
 from mrlhf.checkpoint.restricted_pickle import Name, read_torch_file
-from mrlhf.checkpoint.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.torch_dist import (
     COMMON_FILE,
     DTYPES,
-    FORMAT,
     FORMAT_FILE,
     TorchDistReader,
-    TorchDistWriter,
 )
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.models.families import family_of, spec_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import Box
-from mrlhf.weights.shard import Slot, local_shape, pieces_of
+from mrlhf.weights.shard import Slot
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 ASSETS = "huggingface"
@@ -140,6 +130,7 @@ class MegatronSource:
         self,
         place: Place,
         like: ModelSpec | None = None,
+        assets: Path | None = None,
         vocab_size: int | None = None,
         model_type: str | None = None,
     ) -> None:
@@ -148,6 +139,7 @@ class MegatronSource:
         Args:
             place: the checkpoint.
             like: the model; if None, what the checkpoint's arguments describe.
+            assets: a directory with the tokenizer, if there is one.
             vocab_size: rows of the embedding without padding, if `like` does not say.
             model_type: the family, if `like` does not say.
 
@@ -156,6 +148,7 @@ class MegatronSource:
                 not of a model that we know.
         """
         self._place = place
+        self.assets = assets
         self._common = read_common(place.folder)
         self._reader = TorchDistReader(place.folder)
         names = [*self._reader.tensors, *self._reader.objects]
@@ -177,12 +170,6 @@ class MegatronSource:
     def dtype(self) -> torch.dtype:
         """That of the embedding."""
         return next(iter(self.tensors.values())).dtype
-
-    @property
-    def assets(self) -> Path | None:
-        """The directory that our own writer puts beside the iterations."""
-        directory = self._place.root / ASSETS
-        return directory if directory.is_dir() else None
 
     def read(self, name: str) -> Tensor:
         """One tensor; the parameter that holds it is read, and kept while others share it."""
@@ -269,5 +256,3 @@ class MegatronSource:
                 del self._parameters[next(iter(self._parameters))]
             self._parameters[place] = parameter
         return parameter
-
-

@@ -119,3 +119,9 @@ class TrackedSource:
     def close(self) -> None:
         """Close the files of the source."""
         self._source.close()
+
+
+def equal_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same bits: a NaN equals itself, and 0 is not -0."""
+    views = [tensor.contiguous().view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(views[0], views[1])

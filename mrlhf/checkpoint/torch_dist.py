@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from mrlhf.checkpoint.restricted_pickle import Name, Placeholder, read_pickle
 from mrlhf.checkpoint.model_source import TensorForm
+from mrlhf.checkpoint.restricted_pickle import Name, Placeholder, read_pickle
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box, whole
 from mrlhf.weights.shard import Shape
@@ -252,7 +252,7 @@ class TorchDistWriter:
         self._store(metadata.MetadataIndex(name), [value])
 
     def finish(self, common: Mapping[str, Any]) -> None:
-        """Write the index and `common`, which must be of plain types; `metadata.json` comes last."""
+        """Write the index and `common`, of plain types; `metadata.json` comes last."""
         self._close_file()
         torch.save(dict(common), self._directory / COMMON_FILE)
         index = metadata.Metadata(

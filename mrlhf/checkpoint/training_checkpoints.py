@@ -25,8 +25,13 @@ from mrlhf.checkpoint.manifest import (
     read_manifest,
     slice_key,
 )
-from mrlhf.checkpoint.model_slices import SliceReader, check_shapes
-from mrlhf.checkpoint.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.model_source import (
+    Description,
+    ModelSource,
+    TensorForm,
+    equal_bits,
+)
+from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of, spec_of
@@ -145,6 +150,8 @@ def write_training_checkpoint(
         CheckpointError: the file system refuses.
         WeightError: the model does not divide over the layout.
     """
+    if source.dtype not in (torch.float32, torch.bfloat16):
+        raise CheckpointError("training is in float32 or bfloat16; give one of them with --dtype")
 
     def read(kind: str, box: Box) -> Tensor:
         tensor = source.read(box.name)
@@ -176,7 +183,7 @@ def write_training_checkpoint(
 
 def change_layout(
     source: Path, directory: Path, role: str | None, layout: ParallelLayout
-) -> list[str]:
+) -> tuple[int, int, list[str]]:
     """Copy a training checkpoint, with the slices of its models cut for another layout.
 
     Everything else is copied as it is. A checkpoint loads into any layout without this; what
@@ -187,6 +194,9 @@ def change_layout(
         directory: of the copy, empty.
         role: the only model to cut; None for all.
         layout: the new layout.
+
+    Returns:
+        How many tensors were cut, their bytes with moments, and what the user should know.
 
     Raises:
         CheckpointError: the checkpoint is not whole, or the file system refuses.
@@ -217,7 +227,33 @@ def change_layout(
 
     copy = replace(manifest, files=tuple(files), models=models)
     write_bytes(directory, MANIFEST, copy.to_json().encode())
-    return [f"cut for {_sizes(layout)}: {', '.join(roles)}"]
+    tensors = sum(len(models[name].tensors) for name in roles)
+    nbytes = sum(file.nbytes for file in files[len(kept) :])
+    return tensors, nbytes, [f"cut for {_sizes(layout)}: {', '.join(roles)}"]
+
+
+def compare_checkpoints(first: Path, second: Path) -> int:
+    """Compare weights and moments of all models of two checkpoints, bit for bit.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    manifest = read_manifest(first)
+    other = read_manifest(second)
+    compared = 0
+    with SliceReader(first, manifest) as reader, SliceReader(second, other) as other_reader:
+        for role, model in manifest.models.items():
+            for name, tensor in model.tensors.items():
+                box = whole(name, tensor.shape)
+                for kind in model.kinds:
+                    wanted = reader.read(role, kind, box)
+                    if not equal_bits(wanted, other_reader.read(role, kind, box)):
+                        raise CheckpointError(f"{kind} of {role} {name} differs in the result")
+                    compared += 1
+    return compared
 
 
 def _write_model(
