@@ -170,6 +170,36 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+@dataclass(frozen=True)
+class Starts:
+    """What started this process, and whether it has started it before.
+
+    Attributes:
+        job: the scheduler's number of the job; None if there is no scheduler.
+        names: of the job and of the launcher's run, which are the same when they start again.
+        again: those of the names that have started again.
+    """
+
+    job: str | None
+    names: tuple[str, ...]
+    again: tuple[str, ...]
+
+
+def read_starts() -> Starts:
+    """What started this process, from the environment variables of Slurm and torchrun."""
+    job = os.environ.get("SLURM_JOB_ID")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    launcher = f"torchrun {run}" if run != "none" else f"torchrun process {os.getppid()}"
+    names = (launcher,) if job is None else (launcher, f"Slurm job {job}")
+
+    again = []
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        again.append(launcher)
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and job is not None:
+        again.append(names[-1])
+    return Starts(job, names, tuple(again))
+
+
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
     """The device of one process; "auto" takes a GPU if there is one.
 

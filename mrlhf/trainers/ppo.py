@@ -37,12 +37,9 @@ from mrlhf.trainers.step_metrics import batch_metrics, sequence_lengths, trained
 
 def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
-    trainer = config.trainer
-    run = start(
-        config, config.distributed, trainer.output_dir, config.seed, trainer.save_by_minutes
-    )
-    with run.watched():
-        PPOTrainer(config, run, assemble(config, run)).fit()
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        trainer = PPOTrainer(config, run, assemble(config, run))
+        trainer.fit()
 
 
 @dataclass(frozen=True)

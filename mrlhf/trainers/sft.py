@@ -24,11 +24,7 @@ from mrlhf.training.engine import ModelEngine, PackResult
 
 def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
-    trainer = config.trainer
-    run = start(
-        config, config.distributed, trainer.output_dir, config.seed, trainer.save_by_minutes
-    )
-    with run.watched():
+    with start(config, config.distributed, config.trainer, config.seed) as run:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         task = FineTuning(config, tokenizer)
         spec = load_spec(config.model.path, "lm")
