@@ -61,7 +61,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         group_query_attention=True,
         num_query_groups=4,
         kv_channels=model.get("head_dim", 4),
-        max_position_embeddings=64,
+        max_position_embeddings=model.get("max_positions", 64),
         position_embedding_type="rope",
         rotary_base=10000,
         rotary_percent=1.0,
@@ -253,13 +253,13 @@ def logits(model: Any) -> Any:
 
 def main() -> None:
     """Run the jobs of the file that the command line names."""
-    import mrlhf  # noqa: F401  (the stand-ins for CUDA on a machine without a GPU)
-
     import torch
     from megatron.core import parallel_state
     from megatron.core.safe_globals import register_safe_globals
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from safetensors.torch import save_file
+
+    import mrlhf  # noqa: F401  (the stand-ins for CUDA on a machine without a GPU)
 
     register_safe_globals()
     rank = int(os.environ["RANK"])

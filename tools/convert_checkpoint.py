@@ -58,7 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the result goes")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at --out")
     parser.add_argument(
-        "--verify", action="store_true", help="read the result again and compare every tensor"
+        "--verify",
+        action="store_true",
+        help="read the result again and compare every tensor; with --inspect: read every byte",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the source's by default")
     parser.add_argument(
@@ -125,14 +127,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Inspect or convert; 0 when done, 2 on bad input, 1 if an inspected directory is damaged."""
     options = parse(arguments)
     try:
-        return _inspect(options.inspect) if options.inspect else _convert(options)
+        if options.inspect:
+            return _inspect(options.inspect, options.verify)
+        return _convert(options)
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _inspect(directory: Path) -> int:
-    finding = examine(directory)
+def _inspect(directory: Path, every_byte: bool) -> int:
+    finding = examine(directory, every_byte)
     for label, text in finding.facts:
         print(f"{label}: {text}")
     for problem in finding.problems:

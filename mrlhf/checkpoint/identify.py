@@ -16,13 +16,18 @@ from mrlhf.checkpoint.megatron_arguments import SHAPE_ARGUMENTS
 from mrlhf.checkpoint.megatron_names import split_names
 from mrlhf.checkpoint.megatron_reader import ASSETS, Place, find_place, read_common
 from mrlhf.checkpoint.model_files import CONFIG_FILE, HuggingFaceSource
+from mrlhf.checkpoint.tensor_file import describe_file
 from mrlhf.checkpoint.torch_dist import TorchDistReader
 from mrlhf.checkpoint.training_checkpoints import model_spec
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.boxes import whole
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's output directory that holds its checkpoints."""
+
+EXPORT = "hf"
+"""The folder of a checkpoint that holds its policy as a Hugging Face model, if it has one."""
 
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
@@ -91,8 +96,12 @@ def identify(path: Path) -> Found:
     )
 
 
-def examine(path: Path) -> Finding:
+def examine(path: Path, every_byte: bool = False) -> Finding:
     """What the directory is, of which model, layout and step, and whether it is whole.
+
+    Args:
+        path: of the directory.
+        every_byte: read every tensor, or compare every file with its hash, and not sizes alone.
 
     Raises:
         CheckpointError: it is nothing that we know.
@@ -100,19 +109,19 @@ def examine(path: Path) -> Finding:
     found = identify(path)
     finding = Finding()
     finding.facts.append(("what", found.kind))
-    describe: dict[str, Callable[[Found, Finding], None]] = {
+    describe: dict[str, Callable[[Found, Finding, bool], None]] = {
         "huggingface": _examine_hugging_face,
         "megatron": _examine_megatron,
         "training": _examine_training,
     }
     try:
-        describe[found.format](found, finding)
+        describe[found.format](found, finding, every_byte)
     except MrlhfError as error:
         finding.problems.append(str(error))
     return finding
 
 
-def _examine_hugging_face(found: Found, finding: Finding) -> None:
+def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> None:
     source = HuggingFaceSource(found.path)
     try:
         description = source.describe()
@@ -128,11 +137,13 @@ def _examine_hugging_face(found: Found, finding: Finding) -> None:
         finding.facts.extend([("not a weight", text) for text in description.left_out])
         has_tokenizer = any(found.path.glob("tokenizer*"))
         finding.facts.append(("tokenizer", "beside it" if has_tokenizer else "none"))
+        for name in source.tensors if every_byte else ():
+            source.read(name)
     finally:
         source.close()
 
 
-def _examine_training(found: Found, finding: Finding) -> None:
+def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
     manifest = read_manifest(found.path)
     finding.facts.append(("checkpoint", str(found.path)))
     others = len(checkpoints_in(found.path.parent)) - 1
@@ -152,9 +163,12 @@ def _examine_training(found: Found, finding: Finding) -> None:
     nbytes = sum(file.nbytes for file in manifest.files)
     finding.facts.append(("files", f"{len(manifest.files)}, {_size(nbytes)}"))
     check_sizes(found.path, manifest)
+    for listed in manifest.files if every_byte else ():
+        if describe_file(found.path, listed.path) != listed:
+            finding.problems.append(f"{listed.path} is not what was written")
 
 
-def _examine_megatron(found: Found, finding: Finding) -> None:
+def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
     place = find_place(found.path)
     assert isinstance(place, Place)
     finding.facts.append(("checkpoint", str(place.folder)))
@@ -183,11 +197,15 @@ def _examine_megatron(found: Found, finding: Finding) -> None:
         [("not a weight", f"{count} {kind}") for kind, count in sorted(others.items())]
     )
     finding.problems.extend(reader.problems())
+    for name in reader.tensors if every_byte and not finding.problems else ():
+        reader.read(whole(name, reader.tensors[name].shape))
     reader.close()
 
 
 def _run_assets(checkpoint: Path) -> Path | None:
-    """Where the tokenizer of a run's models is: what the run was configured with."""
+    """Where the tokenizer of a run's models is: in its export, or where the run had it from."""
+    if (checkpoint / EXPORT).is_dir():
+        return checkpoint / EXPORT
     try:
         config = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -51,12 +51,12 @@ _LLAMA3 = {
 }
 
 
-def arguments_of(spec: ModelSpec, padded_vocab: int) -> dict[str, Any]:
+def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
     """The arguments of Megatron-LM that describe the model.
 
     Args:
         spec: the model.
-        padded_vocab: rows of the embedding, padding included.
+        vocab_divisible_by: what the number of embedding rows is rounded up to.
 
     Raises:
         CheckpointError: Megatron-LM has no arguments for the model's rotary embedding.
@@ -95,9 +95,15 @@ def arguments_of(spec: ModelSpec, padded_vocab: int) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "untie_embeddings_and_output_weights": not spec.tied_embeddings,
         "vocab_size": spec.vocab_size,
-        "padded_vocab_size": padded_vocab,
+        "make_vocab_size_divisible_by": vocab_divisible_by,
+        "padded_vocab_size": padded_vocab(spec, vocab_divisible_by),
         "num_experts": None,
     }
+
+
+def padded_vocab(spec: ModelSpec, divisor: int) -> int:
+    """Rows of the embedding, padding included."""
+    return -(-spec.vocab_size // divisor) * divisor
 
 
 def command_line(arguments: Mapping[str, Any]) -> str:
@@ -107,13 +113,17 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         "--swiglu",
         "--normalization RMSNorm",
         "--position-embedding-type rope",
+        "--tokenizer-type HuggingFaceTokenizer",
         "--attention-dropout 0.0",
         "--hidden-dropout 0.0",
     ]
     for name in (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
         *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
-        *("rotary_seq_len_interpolation_factor",),
+        *(
+            "make_vocab_size_divisible_by",
+            "rotary_seq_len_interpolation_factor",
+        ),
     ):
         if arguments[name] is not None:
             options.append(f"--{name.replace('_', '-')} {arguments[name]}")
@@ -190,7 +200,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
 
     An argument that is not there contradicts nothing.
     """
-    expected = arguments_of(spec, padded_vocab=0)
+    expected = arguments_of(spec, vocab_divisible_by=1)
     found = []
     for name in (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),

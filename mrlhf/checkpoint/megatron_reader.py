@@ -151,6 +151,9 @@ class MegatronSource:
         self.assets = assets
         self._common = read_common(place.folder)
         self._reader = TorchDistReader(place.folder)
+        problem = next(self._reader.problems(), None)
+        if problem is not None:
+            raise CheckpointError(f"{place.folder} is not whole: {problem}; copy it again")
         names = [*self._reader.tensors, *self._reader.objects]
         weights, self._left_out = split_names(names)
         objects = [name for name in self._reader.objects if name in set(weights)]

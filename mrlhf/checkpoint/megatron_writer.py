@@ -58,21 +58,19 @@ def write_megatron(source: ModelSource, directory: Path, options: MegatronOption
             "Megatron-LM has no model with a scalar head; convert the critic or reward model to "
             "Hugging Face"
         )
-    divisor = options.vocab_divisible_by
-    padded_vocab = -(-spec.vocab_size // divisor) * divisor
-    arguments = arguments_of(spec, padded_vocab)
+    arguments = arguments_of(spec, options.vocab_divisible_by)
 
     folder = directory / RELEASE
     folder.mkdir(parents=True)
     writer = TorchDistWriter(folder, options.max_file_bytes)
-    _write_weights(source, writer, padded_vocab, options.fused_norms)
+    _write_weights(source, writer, arguments["padded_vocab_size"], options.fused_norms)
     for layer in range(spec.num_layers):
         for module in STATEFUL_MODULES:
             key = f"{LAYERS}{module}._extra_state/shard_{layer}_{spec.num_layers}"
             writer.write_object(key, None)
 
     step = source.describe().step or 0
-    run = _run_arguments(source.dtype, divisor, step)
+    run = _run_arguments(source.dtype, step)
     writer.finish(
         {
             "args": argparse.Namespace(**arguments, **run),
@@ -87,7 +85,8 @@ def write_megatron(source: ModelSource, directory: Path, options: MegatronOption
     )
     _write_beside(source, directory, arguments)
     return [
-        f"{OPTIONS_FILE} holds the options of pretrain_gpt.py for this model",
+        f"{OPTIONS_FILE} holds the options of pretrain_gpt.py for this model; "
+        f"--tokenizer-model is its folder {ASSETS}",
         "there is no optimizer state; Megatron-LM begins at iteration 0",
     ]
 
@@ -122,10 +121,9 @@ def _write_weights(
                 writer.write_box(parameter, padded, (shape[0], 0), padding)
 
 
-def _run_arguments(dtype: torch.dtype, divisor: int, step: int) -> dict[str, Any]:
+def _run_arguments(dtype: torch.dtype, step: int) -> dict[str, Any]:
     """What Megatron-LM also reads of the run that wrote a checkpoint."""
     return {
-        "make_vocab_size_divisible_by": divisor,
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -155,6 +153,5 @@ def _write_beside(source: ModelSource, directory: Path, arguments: Mapping[str, 
     copy_assets(source.assets, assets)
     write_config(source.spec, assets, source.dtype)
 
-    options = command_line(arguments) + "--tokenizer-type HuggingFaceTokenizer\n"
-    (directory / OPTIONS_FILE).write_text(options, encoding="utf-8")
+    (directory / OPTIONS_FILE).write_text(command_line(arguments), encoding="utf-8")
     (directory / TRACKER_FILE).write_text(RELEASE, encoding="utf-8")

@@ -11,13 +11,12 @@ import json
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mrlhf.checkpoint.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families import family_of, load_spec, save_config
@@ -39,12 +38,6 @@ ASSET_PATTERNS = (
 )
 """Files that belong to a model and hold no weights; code is not among them."""
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 _INV_FREQ = "rotary_emb.inv_freq"
 
 
@@ -61,9 +54,9 @@ class HuggingFaceSource:
         self._directory = directory
         files = find_files(directory)
         self._resources = ExitStack()
-        self._handles: dict[Path, Any] = {}
+        self._handles: dict[Path, StreamedFile] = {}
         for file in dict.fromkeys(files.values()):
-            self._handles[file] = self._resources.enter_context(open_safetensors(file))
+            self._handles[file] = self._resources.enter_context(StreamedFile(file))
         self._files = files
 
         self.spec = load_spec(directory, self._head())
@@ -84,8 +77,7 @@ class HuggingFaceSource:
 
     def read(self, name: str) -> Tensor:
         """One tensor."""
-        tensor: Tensor = self._handles[self._files[name]].get_tensor(name)
-        return tensor
+        return self._handles[self._files[name]].read(name)
 
     def describe(self) -> Description:
         """What of the directory is not converted."""
@@ -97,14 +89,16 @@ class HuggingFaceSource:
         self._resources.close()
 
     def _stored(self, name: str) -> TensorForm:
-        handle = self._handles[self._files[name]].get_slice(name)
-        kind = handle.get_dtype()
-        if kind not in _SAFETENSORS_DTYPES:
+        file = self._files[name]
+        form = self._handles[file].tensors.get(name)
+        if form is None:
+            raise WeightError(f"{file}: {name} is not there, though the index says so")
+        if not form.dtype.is_floating_point:
             raise WeightError(
-                f"{self._directory}: {name} is of type {kind}, which is no type of weights here; "
-                f"save the model in bfloat16 or float32"
+                f"{file}: {name} is of type {form.dtype}, which is no type of weights here; save "
+                f"the model in bfloat16 or float32"
             )
-        return TensorForm(tuple(handle.get_shape()), _SAFETENSORS_DTYPES[kind])
+        return form
 
     def _head(self) -> Head:
         """Whether the model has a scalar head, by the class that its `config.json` names."""
@@ -151,8 +145,7 @@ class HuggingFaceSource:
 
     def _check_copy(self, name: str) -> None:
         """Refuse an output layer that is not the embedding, though the embeddings are tied."""
-        embedding = self._handles[self._files["model.embed_tokens.weight"]]
-        if not torch.equal(embedding.get_tensor("model.embed_tokens.weight"), self.read(name)):
+        if not torch.equal(self.read("model.embed_tokens.weight"), self.read(name)):
             raise WeightError(
                 f"{self._directory}: {name} differs from the embedding, but {CONFIG_FILE} says "
                 f"that they are one; set tie_word_embeddings to false"
@@ -192,18 +185,6 @@ def _to_write(source: ModelSource, name: str) -> TensorSource:
     """A tensor that is read when it is written."""
     form = source.tensors[name]
     return TensorSource(name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
-
-
-def open_safetensors(file: Path) -> Any:
-    """An open safetensors file.
-
-    Raises:
-        WeightError: it is damaged.
-    """
-    try:
-        return safe_open(file, framework="pt")
-    except Exception as error:  # of safetensors' own type, which is not a public name
-        raise WeightError(f"{file}: not readable: {error}; copy it again") from error
 
 
 def copy_assets(source: Path | None, directory: Path) -> None:

@@ -5,7 +5,8 @@ It knows manifests and boxes. It does not know engines or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,14 @@ def check_shapes(
 class SliceReader:
     """Reads boxes of a checkpoint's tensors; a context manager that closes the files."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        open_file: Callable[[Path], Any] | None = None,
+    ) -> None:
+        """Open nothing yet; `open_file` stands for the safetensors package's `safe_open`."""
+        self._open_file = open_file or partial(safe_open, framework="pt")
         self._directory = directory
         self._manifest = manifest
         self._files: dict[int, Any] = {}
@@ -105,5 +113,5 @@ class SliceReader:
     def _file(self, number: int) -> Any:
         if number not in self._files:
             path = self._directory / self._manifest.files[number].path
-            self._files[number] = safe_open(path, framework="pt").__enter__()
+            self._files[number] = self._open_file(path).__enter__()
         return self._files[number]

@@ -32,6 +32,8 @@ from mrlhf.checkpoint.model_source import (
     equal_bits,
 )
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
+from mrlhf.checkpoint.state_tree import write_state
+from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of, spec_of
@@ -74,7 +76,7 @@ class TrainingSource:
         check_shapes(directory, self._role, self._model, shapes)
         # Main weights are stored in float32; a model is used in the dtype of its parameters.
         self.tensors = {name: TensorForm(shape, self.dtype) for name, shape in shapes.items()}
-        self._reader = SliceReader(directory, self._manifest)
+        self._reader = SliceReader(directory, self._manifest, StreamedFile)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in the dtype of the model's parameters."""
@@ -166,7 +168,8 @@ def write_training_checkpoint(
         optimizer_steps=0,
         tensors={},
     )
-    files, stored = _write_model(directory, role, model, layout, read, first_file=0)
+    files = write_state(directory, {})
+    written, stored = _write_model(directory, role, model, layout, read, len(files))
     manifest = Manifest(
         step=source.describe().step or 0,
         unfinished_step=False,
@@ -174,7 +177,7 @@ def write_training_checkpoint(
         world_size=layout.world_size,
         config={},
         versions={},
-        files=tuple(files),
+        files=(*files, *written),
         models={role: stored},
     )
     write_bytes(directory, MANIFEST, manifest.to_json().encode())
@@ -213,7 +216,7 @@ def change_layout(
 
     files = list(kept)
     models = {}
-    with SliceReader(source, manifest) as reader:
+    with SliceReader(source, manifest, StreamedFile) as reader:
         for name, model in manifest.models.items():
             if name not in roles:
                 models[name] = _renumbered(model, manifest, files)
@@ -244,7 +247,10 @@ def compare_checkpoints(first: Path, second: Path) -> int:
     manifest = read_manifest(first)
     other = read_manifest(second)
     compared = 0
-    with SliceReader(first, manifest) as reader, SliceReader(second, other) as other_reader:
+    with (
+        SliceReader(first, manifest, StreamedFile) as reader,
+        SliceReader(second, other, StreamedFile) as other_reader,
+    ):
         for role, model in manifest.models.items():
             for name, tensor in model.tensors.items():
                 box = whole(name, tensor.shape)
