@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +254,14 @@ def logits(model: Any) -> Any:
 
 def main() -> None:
     """Run the jobs of the file that the command line names."""
+    import_module("mrlhf")  # the stand-ins for CUDA, before megatron-core is imported
+
     import torch
     from megatron.core import parallel_state
     from megatron.core.safe_globals import register_safe_globals
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from safetensors.torch import save_file
 
-    import mrlhf  # noqa: F401  (the stand-ins for CUDA on a machine without a GPU)
 
     register_safe_globals()
     rank = int(os.environ["RANK"])

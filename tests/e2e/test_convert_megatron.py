@@ -6,6 +6,8 @@ of our weight map. Its processes are started twice: with one rank, and with two 
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint_models import CONFIGS, assert_same_tensors, save_model
-from tests.e2e.programs import run_program, succeed
 from tests.megatron_models import TOKENS, run_jobs
+from tools import convert_checkpoint
 
 VOCABULARY = 37
 MODELS: dict[str, dict[str, Any]] = {
@@ -93,8 +95,14 @@ def _job(
 
 
 def _convert(source: Path, to: str, target: Path, *options: str) -> str:
-    command = ["tools/convert_checkpoint.py", str(source), "--to", to, "--out", str(target)]
-    return succeed(run_program([*command, *options]))
+    return _tool(str(source), "--to", to, "--out", str(target), *options)
+
+
+def _tool(*arguments: str) -> str:
+    """Run the tool in this process, and return what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        assert convert_checkpoint.main(arguments) == 0
+    return said.getvalue()
 
 
 def _logits(directory: Path) -> Tensor:
@@ -151,8 +159,7 @@ def test_what_megatron_saved_goes_to_it_and_back_unchanged(root: Path) -> None:
 
 
 def test_it_is_said_what_a_directory_of_megatron_is(root: Path) -> None:
-    command = ["tools/convert_checkpoint.py", "--inspect", str(root / "saved" / "two-ranks")]
-    said = succeed(run_program([*command, "--verify"])).splitlines()
+    said = _tool("--inspect", str(root / "saved" / "two-ranks"), "--verify").splitlines()
     assert said[0] == "what: Megatron-LM checkpoint"
     assert "step: 10" in said and "saved by: tp 2, pp 1, dp 1" in said
     assert said[-1] == "whole: yes"
