@@ -180,7 +180,7 @@ class TorchDistReader:
     def _place(self, info: Any) -> _Place:
         """Where an entry lies; a file name must stay in the directory."""
         name = info.relative_path
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise CheckpointError(
                 f"{self._directory / INDEX_FILE}: names the file {name!r}, which is not beside it; "
                 f"do not use this checkpoint"
