@@ -70,7 +70,7 @@ class StreamedFile:
         if result.numel() == 0:
             return result
 
-        target = memoryview(result.view(-1).view(torch.uint8).numpy())
+        target = result.view(-1).view(torch.uint8).numpy().data
         self._file.seek(self._begins[name] + start * row)
         while target:
             count: int = self._file.readinto(target)  # type: ignore[attr-defined]
@@ -120,5 +120,7 @@ class _Slice:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """The elements of an index whose slices have a start and a stop."""
-        first, *rest = index
-        return self._file.read_rows(self._name, first.start, first.stop)[(slice(None), *rest)]
+        first = index[0]
+        rows = self._file.read_rows(self._name, first.start, first.stop)
+        columns = (slice(None), *index[1:])
+        return rows[columns]

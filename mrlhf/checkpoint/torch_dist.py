@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ class TorchDistReader:
             if place.file not in self._files:
                 self._files[place.file] = place.file.open("rb")
             window = _Window(self._files[place.file], place.offset, place.length)
-            values = torch.load(window, map_location="cpu", weights_only=True)
+            values = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file may raise anything
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(

@@ -273,7 +273,7 @@ def _write_model(
     """Write a model's slices, one file for each rank of a replica, and describe them."""
     spec = model_spec(model)
     (directory / role).mkdir()
-    files = []
+    files: list[WrittenFile] = []
     slices: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
     for rank, boxes in _boxes_by_rank(spec, layout):
         tensors = []

@@ -78,7 +78,7 @@ def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
 
 
 def save_config(
-    spec: ModelSpec, directory: str | Path, dtype: torch.dtype, pad_token_id: int
+    spec: ModelSpec, directory: str | Path, dtype: torch.dtype, pad_token_id: int | None
 ) -> None:
     """Write the `config.json` that goes with exported weights of `dtype`.
 
