@@ -265,16 +265,17 @@ def init_distributed(device: Device, timeout_s: float) -> Job:
     """
     launch = read_launch()
     timeout = timedelta(seconds=timeout_s)
-    backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout
-    )
-
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    # A launcher may keep the store when it starts the processes again.
-    own = dist.PrefixStore(f"mrlhf attempt {launch.attempt}", store)
-    return Job(launch.rank, launch.world_size, own)
+    # A launcher may keep the store when it starts the processes again, with the dead ones' keys:
+    # gloo would read their addresses.
+    store = dist.PrefixStore(f"attempt {launch.attempt}", store)
+
+    backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+    return Job(launch.rank, launch.world_size, dist.PrefixStore("mrlhf", store))
 
 
 def seed_everything(seed: int) -> None:

@@ -182,7 +182,7 @@ class PPOTrainer:
         """The rest of a training step; returns its metrics."""
         parts = self.parts
         number = progress.number
-        timer = PhaseTimer(self.run.device.synchronize)
+        timer = self.run.timer()
 
         with timer("step"):
             collected = progress.collected or self.collect(progress, timer)
