@@ -262,7 +262,6 @@ def main() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from safetensors.torch import save_file
 
-
     register_safe_globals()
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])

@@ -157,6 +157,8 @@ def convert(
             compare(_in_dtype(source, options.dtype), hidden, options, start("verifying", nbytes))
             notes = [*notes, f"verified: all {len(tracked.tensors)} tensors are equal bit by bit"]
         _publish(hidden, target_path)
+    except OSError as error:
+        raise CheckpointError(f"{target_path} was not written: {error}") from error
     finally:
         source.close()
         shutil.rmtree(hidden, ignore_errors=True)
@@ -193,6 +195,8 @@ def relayout(
             compared = compare_checkpoints(found.path, hidden)
             notes = [*notes, f"verified: all {compared} tensors are equal bit by bit"]
         _publish(hidden, target_path)
+    except OSError as error:
+        raise CheckpointError(f"{target_path} was not written: {error}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
     return Report(found.kind, tensors, nbytes, [], notes)

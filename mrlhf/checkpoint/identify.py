@@ -77,6 +77,9 @@ def identify(path: Path) -> Found:
     if steps:
         return Found("training", "output directory of a run", steps[0], _run_assets(steps[0]))
 
+    if path.name.lstrip(".").startswith("step_"):
+        raise CheckpointError(f"{path} is no whole checkpoint: it has no {MANIFEST}")
+
     place = find_place(path)
     if place is not None:
         assets = place.root / ASSETS

@@ -19,7 +19,8 @@ from mrlhf.checkpoint.megatron_names import FUSED_NORMS, LAYERS, STATEFUL_MODULE
 from mrlhf.checkpoint.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
 from mrlhf.checkpoint.model_files import copy_assets, write_config
 from mrlhf.checkpoint.model_source import ModelSource
-from mrlhf.checkpoint.torch_dist import FORMAT, TorchDistWriter
+from mrlhf.checkpoint.torch_dist import FORMAT
+from mrlhf.checkpoint.torch_dist_writer import TorchDistWriter
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
 from mrlhf.weights.shard import Slot, local_shape, pieces_of

@@ -1,9 +1,9 @@
-"""Reads and writes the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
+"""Reads the `torch_dist` format: torch.distributed.checkpoint as megatron-core uses it.
 
 A checkpoint is a directory. `.metadata` says which boxes of each tensor lie where in the `.distcp`
-files; `metadata.json` names the format; `common.pt` holds the rest. Here boxes are read and written
-one at a time, in one process and without process groups, and no object is made of a class that is
-not named here. This file knows neither models nor the names of their tensors.
+files; `metadata.json` names the format; `common.pt` holds the rest. Here boxes are read one at a
+time, in one process and without process groups, and no object is made of a class that is not named
+here. This file knows neither models nor the names of their tensors.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import io
 import json
 import os
 import pathlib
-import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -216,85 +214,6 @@ def _box(name: str, chunk: Any) -> Box:
     starts = tuple(chunk.offsets)
     stops = tuple(start + size for start, size in zip(starts, chunk.sizes, strict=True))
     return Box(name, starts, stops)
-
-
-class TorchDistWriter:
-    """Writes a `torch_dist` checkpoint box by box; nothing of it is held in memory."""
-
-    def __init__(self, directory: Path, max_file_bytes: int) -> None:
-        """Write to the empty `directory`, in files that end once they have `max_file_bytes`."""
-        self._directory = directory
-        self._max_file_bytes = max_file_bytes
-        self._entries: dict[str, Any] = {}
-        self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
-        self._resources = ExitStack()
-        self._file: BinaryIO | None = None
-        self._file_count = 0
-
-    def write_box(self, name: str, full_shape: Shape, offsets: Shape, values: Tensor) -> None:
-        """Write the box of tensor `name` that begins at `offsets`; `values` has its shape."""
-        # torch.save would write the whole storage of a view.
-        values = values.detach().contiguous()
-        if values.untyped_storage().nbytes() != values.nbytes:
-            values = values.clone()
-
-        if name not in self._entries:
-            self._entries[name] = metadata.TensorStorageMetadata(
-                metadata.TensorProperties.create_from_tensor(values), torch.Size(full_shape), []
-            )
-        box = metadata.ChunkStorageMetadata(torch.Size(offsets), values.shape)
-        self._entries[name].chunks.append(box)
-        self._store(metadata.MetadataIndex(name, offsets), values)
-
-    def write_object(self, name: str, value: Any) -> None:
-        """Write something that is no tensor, as megatron-core writes it: in a list of one."""
-        self._entries[name] = metadata.BytesStorageMetadata()
-        self._store(metadata.MetadataIndex(name), [value])
-
-    def finish(self, common: Mapping[str, Any]) -> None:
-        """Write the index and `common`, of plain types; `metadata.json` comes last."""
-        self._close_file()
-        torch.save(dict(common), self._directory / COMMON_FILE)
-        index = metadata.Metadata(
-            state_dict_metadata=self._entries,
-            storage_data=self._places,
-            storage_meta=metadata.StorageMeta(),
-            version=filesystem.CURRENT_DCP_VERSION,
-        )
-        with (self._directory / INDEX_FILE).open("wb") as file:
-            pickle.dump(index, file)
-
-        content = {
-            "sharded_backend": FORMAT,
-            "sharded_backend_version": 1,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-        (self._directory / FORMAT_FILE).write_text(json.dumps(content), encoding="utf-8")
-
-    def _store(self, index: metadata.MetadataIndex, value: Any) -> None:
-        file = self._open_file()
-        offset = file.tell()
-        torch.save(value, file)
-        self._places[index] = filesystem._StorageInfo(
-            Path(file.name).name, offset, file.tell() - offset
-        )
-        if file.tell() >= self._max_file_bytes:
-            self._close_file()
-
-    def _open_file(self) -> BinaryIO:
-        if self._file is None:
-            name = f"__0_{self._file_count}.distcp"
-            self._file = self._resources.enter_context((self._directory / name).open("wb"))
-            self._file_count += 1
-        return self._file
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._resources.close()
-        self._file = None
 
 
 def check_format(directory: Path) -> None:

@@ -20,7 +20,8 @@ from mrlhf.checkpoint.megatron_names import find_homes
 from mrlhf.checkpoint.megatron_reader import MegatronSource, find_place, read_common
 from mrlhf.checkpoint.model_source import TensorForm
 from mrlhf.checkpoint.streamed_file import StreamedFile
-from mrlhf.checkpoint.torch_dist import TorchDistReader, TorchDistWriter
+from mrlhf.checkpoint.torch_dist import TorchDistReader
+from mrlhf.checkpoint.torch_dist_writer import TorchDistWriter
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import spec_of
 from mrlhf.weights.boxes import Box
