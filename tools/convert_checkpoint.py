@@ -167,7 +167,14 @@ def _convert(options: argparse.Namespace) -> int:
     with _progress() as bar:
         start = _starter(bar)
         if is_relayout:
-            report = relayout(options.source, options.out, target, options.role, options.verify)
+            report = relayout(
+                options.source,
+                options.out,
+                target,
+                role=options.role,
+                verify=options.verify,
+                start=start,
+            )
         else:
             report = convert(
                 options.source, options.out, source, target, verify=options.verify, start=start

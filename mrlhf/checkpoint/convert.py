@@ -23,6 +23,7 @@ from mrlhf.checkpoint.training_checkpoints import (
     TrainingSource,
     change_layout,
     compare_checkpoints,
+    slice_bytes,
     write_training_checkpoint,
 )
 from mrlhf.errors import CheckpointError
@@ -32,6 +33,7 @@ from mrlhf.parallel.layout import ParallelLayout
 
 Format = Literal["huggingface", "megatron", "training"]
 Progress = Callable[[int], None]
+Start = Callable[[str, int], Progress]
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def convert(
     options: TargetOptions,
     *,
     verify: bool,
-    start: Callable[[str, int], Progress],
+    start: Start,
 ) -> Report:
     """Write the checkpoint at `source_path` in another format to `target_path`.
 
@@ -168,7 +170,13 @@ def convert(
 
 
 def relayout(
-    source_path: Path, target_path: Path, options: TargetOptions, role: str | None, verify: bool
+    source_path: Path,
+    target_path: Path,
+    options: TargetOptions,
+    *,
+    role: str | None,
+    verify: bool,
+    start: Start,
 ) -> Report:
     """Cut a training checkpoint anew for `options.layout`, optimizer state included.
 
@@ -178,6 +186,7 @@ def relayout(
         options: its layout, and whether to replace what is there.
         role: the only model to cut; None for all.
         verify: read the result again, and compare weights and moments bit for bit.
+        start: is told a task and its bytes, and returns what is told of bytes that are done.
 
     Raises:
         CheckpointError, WeightError: the source is no whole training checkpoint, or the models do
@@ -187,10 +196,11 @@ def relayout(
     if found.format != "training":
         raise CheckpointError(f"{source_path} is a {found.kind} and not a training checkpoint")
     _check_target(source_path, target_path, options.overwrite)
+    progress = start("cutting", slice_bytes(found.path, role))
     hidden = target_path.parent / f".{target_path.name}.converting"
     try:
         _make_empty(hidden)
-        tensors, nbytes, notes = change_layout(found.path, hidden, role, options.layout)
+        tensors, nbytes, notes = change_layout(found.path, hidden, role, options.layout, progress)
         if verify:
             compared = compare_checkpoints(found.path, hidden)
             notes = [*notes, f"verified: all {compared} tensors are equal bit by bit"]

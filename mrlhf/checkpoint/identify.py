@@ -175,6 +175,7 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
     place = find_place(found.path)
     assert isinstance(place, Place)
     finding.facts.append(("checkpoint", str(place.folder)))
+    reader = TorchDistReader(place.folder)
     common = read_common(place.folder)
     if common.iteration is not None:
         finding.facts.append(("step", str(common.iteration)))
@@ -192,7 +193,6 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
     ]
     finding.facts.append(("saved by", ", ".join(layout) or "unknown layout"))
 
-    reader = TorchDistReader(place.folder)
     weights, others = split_names([*reader.tensors, *reader.objects])
     nbytes = sum(reader.tensors[name].nbytes for name in weights if name in reader.tensors)
     finding.facts.append(("weights", f"{len(weights)} tensors, {_size(nbytes)}"))

@@ -149,8 +149,8 @@ class MegatronSource:
         """
         self._place = place
         self.assets = assets
-        self._common = read_common(place.folder)
         self._reader = TorchDistReader(place.folder)
+        self._common = read_common(place.folder)
         problem = next(self._reader.problems(), None)
         if problem is not None:
             raise CheckpointError(f"{place.folder} is not whole: {problem}; copy it again")

@@ -7,6 +7,7 @@ one process, and holds one slice at a time.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -102,6 +103,22 @@ class TrainingSource:
         self._reader.__exit__()
 
 
+def slice_bytes(directory: Path, role: str | None) -> int:
+    """Bytes of the slices of one model of a checkpoint, or of all models.
+
+    Raises:
+        CheckpointError: there is no such checkpoint or model.
+    """
+    manifest = read_manifest(directory)
+    roles = list(manifest.models) if role is None else [pick_role(directory, manifest, role)]
+    numbers = 0
+    for name in roles:
+        model = manifest.models[name]
+        for tensor in model.tensors.values():
+            numbers += len(model.kinds) * math.prod(tensor.shape)
+    return numbers * torch.float32.itemsize
+
+
 def pick_role(directory: Path, manifest: Manifest, role: str | None) -> str:
     """The model of a checkpoint that is meant.
 
@@ -185,7 +202,11 @@ def write_training_checkpoint(
 
 
 def change_layout(
-    source: Path, directory: Path, role: str | None, layout: ParallelLayout
+    source: Path,
+    directory: Path,
+    role: str | None,
+    layout: ParallelLayout,
+    progress: Callable[[int], None],
 ) -> tuple[int, int, list[str]]:
     """Copy a training checkpoint, with the slices of its models cut for another layout.
 
@@ -197,6 +218,7 @@ def change_layout(
         directory: of the copy, empty.
         role: the only model to cut; None for all.
         layout: the new layout.
+        progress: is told the bytes of each slice that is written.
 
     Returns:
         How many tensors were cut, their bytes with moments, and what the user should know.
@@ -223,7 +245,9 @@ def change_layout(
                 continue
 
             def read(kind: str, box: Box, role: str = name) -> Tensor:
-                return reader.read(role, kind, box)
+                values = reader.read(role, kind, box)
+                progress(values.nbytes)
+                return values
 
             written, models[name] = _write_model(directory, name, model, layout, read, len(files))
             files += written

@@ -108,7 +108,8 @@ def test_checkpoints_of_sharded_models_come_and_go(tmp_path: Path) -> None:
 def _convert_all(root: Path) -> None:
     """A copy cut for another layout, a policy to serve, and weights made of that policy."""
     step = root / "checkpoints" / "step_000003"
-    relayout(root, root / "cut", TargetOptions("training", layout=CUT), role=None, verify=True)
+    target = TargetOptions("training", layout=CUT)
+    relayout(root, root / "cut", target, role=None, verify=True, start=_start)
     assert read_manifest(root / "cut").models["actor"].layout == {"tp": 1, "pp": 2, "dp": 1}
     facts = dict(examine(root / "cut", every_byte=True).facts)
     assert facts["step"] == "3" and "exp_avg_sq" in facts["actor"]
@@ -126,6 +127,10 @@ def _convert_all(root: Path) -> None:
     assert load_file(root / "policy" / "model.safetensors")
 
 
+def _start(task: str, nbytes: int) -> Any:
+    return lambda done: None
+
+
 def _has_tokenizer(step: Path) -> bool:
     path = Path(read_manifest(step).config["actor"]["path"])
     return (path / "tokenizer.json").exists()
@@ -138,6 +143,6 @@ def _convert(source: Path, target: Path, to: Any, **options: Any) -> list[str]:
         SourceOptions(),
         TargetOptions(to, **options),
         verify=True,
-        start=lambda task, nbytes: lambda done: None,
+        start=_start,
     )
     return report.left_out
