@@ -61,7 +61,8 @@ class Checkpoints:
         self._frozen = frozen
         identity = RunIdentity(type(config).__name__, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
-        self._saver = Saver(directory, identity, _world(), config.trainer.async_save)
+        verify = None if run.lock is None else run.lock.verify
+        self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
         self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
         self._last_saved = time.monotonic()
         self._saved_step: int | None = None

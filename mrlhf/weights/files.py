@@ -40,8 +40,11 @@ def find_files(directory: Path) -> dict[str, Path]:
 
     single = directory / _SINGLE
     if single.is_file():
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single)
+        try:
+            with safe_open(single, framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), single)
+        except Exception as error:  # of safetensors' own type, which has no public name
+            raise WeightError(f"{single}: not readable: {error}; copy it again") from error
 
     raise WeightError(
         f"{directory}: neither {_SINGLE} nor {_INDEX} there; give the directory of a Hugging Face "
