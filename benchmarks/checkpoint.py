@@ -61,6 +61,7 @@ FILES_HEAD = (
     "wait in a thread's first save, s",
     "later",
     "of the save",
+    "copied after, s",
 )
 MEMORY_HEAD = ("case", "own state, MB", "save", "load", "first save in a thread", "next")
 SIGNAL_HEAD = ("case", "MB", "manifest after, s", "end of the job after, s", "exit code")
@@ -71,10 +72,12 @@ def _measure_files(case: Case, repeats: int) -> dict[str, Any]:
     saves: dict[str, list[float]] = {name: [] for name in case.savers()}
     loads: dict[str, list[float]] = {name: [] for name in case.loaders()}
     waits: list[float] = []
+    copied: list[float] = []
     for number in range(repeats + 1):
         for name, save in case.savers().items():
             saves[name].append(_seconds(save))
         waits.append(_seconds(lambda: case.background.save(case.contents)))
+        copied.append(waits[-1] + _seconds(case.wait_until_copied))
         case.background.finish(wait=True)
 
         nbytes = case.bytes_written()
@@ -92,6 +95,7 @@ def _measure_files(case: Case, repeats: int) -> dict[str, Any]:
         "load": {name: values[1:] for name, values in loads.items()},
         "first_wait": first,
         "later_waits": later,
+        "copied": copied[1:],
     }
 
 
@@ -198,6 +202,7 @@ def _files_line(row: dict[str, Any]) -> list[str]:
         f"{row['first_wait']:.3f}",
         f"{later:.3f}",
         f"{100 * later / save['ours']:.0f}%",
+        f"{statistics.median(row['copied']):.3f}",
     ]
 
 

@@ -137,6 +137,10 @@ class Case:
             "disk": self._plain_read,
         }
 
+    def wait_until_copied(self) -> None:
+        """Wait as an optimizer step does: until a save in a thread has copied the state."""
+        self.engine.hold_until(lambda: None)
+
     def bytes_written(self) -> int:
         """Bytes of our checkpoint, of all ranks."""
         return sum(file.nbytes for file in read_manifest(self.root / "ours/step_000001").files)

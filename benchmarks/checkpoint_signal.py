@@ -1,6 +1,6 @@
 """A run that is asked to stop in the middle of an update, and how long it takes to end.
 
-It starts a real run by torchrun and looks at its files and its process.
+It starts a real run by `launch/torchrun.py` and looks at its files and its process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def interrupt_run(size: str, root: Path) -> dict[str, Any]:
     """
     root.mkdir()
     arguments = _write_inputs(size, root)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [str(_ROOT / "launch/torchrun.py"), "--nproc-per-node=2", "--standalone"]
     with (root / "log").open("wb") as log:
         run = subprocess.Popen(
             [sys.executable, *command, str(_ROOT / "launch/train_ppo.py"), *arguments],
