@@ -74,11 +74,13 @@ class Launch:
         rank: number of the process in the whole job.
         world_size: processes in the whole job.
         local_rank: number of the process on its machine.
+        attempt: how often the launcher has started all processes again before.
     """
 
     rank: int
     world_size: int
     local_rank: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,14 @@ def read_launch() -> Launch:
             f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
         )
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
-    return Launch(rank, world_size, local_rank)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return Launch(rank, world_size, local_rank, attempt)
+
+
+def end_of_allocation() -> float | None:
+    """When Slurm ends the job, in seconds since 1970; None if Slurm does not say."""
+    end = os.environ.get("SLURM_JOB_END_TIME")
+    return None if end is None else float(end)
 
 
 def processes_on_this_machine() -> int:
@@ -159,6 +168,36 @@ def processes_on_this_machine() -> int:
 def is_first_process() -> bool:
     """Whether this process is the one to report what every process sees, such as a wrong option."""
     return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass(frozen=True)
+class Starts:
+    """What started this process, and whether it has started it before.
+
+    Attributes:
+        job: the scheduler's number of the job; None if there is no scheduler.
+        names: of the job and of the launcher's run, which are the same when they start again.
+        again: those of the names that have started again.
+    """
+
+    job: str | None
+    names: tuple[str, ...]
+    again: tuple[str, ...]
+
+
+def read_starts() -> Starts:
+    """What started this process, from the environment variables of Slurm and torchrun."""
+    job = os.environ.get("SLURM_JOB_ID")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    launcher = f"torchrun {run}" if run != "none" else f"torchrun process {os.getppid()}"
+    names = (launcher,) if job is None else (launcher, f"Slurm job {job}")
+
+    again = []
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        again.append(launcher)
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and job is not None:
+        again.append(names[-1])
+    return Starts(job, names, tuple(again))
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
@@ -198,28 +237,44 @@ def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Devic
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]
 
 
-def init_distributed(device: Device, timeout_s: float) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Job:
+    """The job that this process has joined.
+
+    Attributes:
+        rank: number of this process.
+        world_size: processes of the job.
+        store: keys and values that all processes of this attempt share, over a connection that
+            nothing else uses.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+
+
+def init_distributed(device: Device, timeout_s: float) -> Job:
     """Join the job's process group: gloo for host tensors, and NCCL for tensors on a GPU.
 
     Args:
         device: the device of this process.
         timeout_s: seconds after which a collective gives up.
 
-    Returns:
-        Rank and world size.
-
     Raises:
         ConfigError: the process was not started by torchrun.
     """
     launch = read_launch()
+    timeout = timedelta(seconds=timeout_s)
     backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
-    return launch.rank, launch.world_size
+
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    # A launcher may keep the store when it starts the processes again.
+    own = dist.PrefixStore(f"mrlhf attempt {launch.attempt}", store)
+    return Job(launch.rank, launch.world_size, own)
 
 
 def seed_everything(seed: int) -> None:

@@ -77,33 +77,41 @@ def configure_logging(rank: int) -> None:
 class MetricsWriter:
     """Appends the metrics of each step to `metrics.jsonl`, and to tensorboard if asked."""
 
-    def __init__(self, output_dir: Path, tensorboard: bool = False) -> None:
+    def __init__(
+        self, output_dir: Path, tensorboard: bool = False, first_step: int | None = None
+    ) -> None:
         """Open the files; a resumed run appends.
 
         Args:
             output_dir: the directory of `metrics.jsonl`; created if it is missing.
             tensorboard: also write tensorboard files, into a folder in `output_dir`.
+            first_step: of a resumed run, the step from which tensorboard hides what was written
+                before.
 
         Raises:
             ConfigError: tensorboard is asked for and not installed.
         """
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._tensorboard = _open_tensorboard(output_dir / "tensorboard") if tensorboard else None
+        self._tensorboard = None
+        if tensorboard:
+            self._tensorboard = _open_tensorboard(output_dir / "tensorboard", first_step)
         self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one line and flush it; a number that is not finite becomes null."""
-        assert "step" not in metrics, "'step' is the line's own key"
-        numbers = {name: _json_number(value) for name, value in metrics.items()}
-        line = json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False)
-        self._file.write(line + "\n")
+        self._file.write(metrics_line(step, metrics) + "\n")
         self._file.flush()
+        self.draw(step, metrics)
 
-        if self._tensorboard is not None:
-            for name, number in numbers.items():
-                if number is not None:
-                    self._tensorboard.add_scalar(name, number, step)
-            self._tensorboard.flush()
+    def draw(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write to tensorboard alone, if there is one."""
+        if self._tensorboard is None:
+            return
+        for name, value in metrics.items():
+            number = _json_number(value)
+            if number is not None:
+                self._tensorboard.add_scalar(name, number, step)
+        self._tensorboard.flush()
 
     def close(self) -> None:
         """Close the files."""
@@ -121,6 +129,13 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
+    """The line of a step in `metrics.jsonl`, without its end."""
+    assert "step" not in metrics, "'step' is the line's own key"
+    numbers = {name: _json_number(value) for name, value in metrics.items()}
+    return json.dumps({"step": step, **numbers}, sort_keys=True, allow_nan=False)
 
 
 class Progress:
@@ -254,18 +269,18 @@ def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> Non
     figure.savefig(png_path, dpi=120)
 
 
-def _open_tensorboard(log_dir: Path) -> SummaryWriter:
+def _open_tensorboard(log_dir: Path, first_step: int | None) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
             "tensorboard is on but not installed: pip install tensorboard, or turn it off"
         ) from error
-    return SummaryWriter(str(log_dir))
+    return SummaryWriter(str(log_dir), purge_step=first_step)
 
 
-def _json_number(value: float) -> float | None:
-    if isinstance(value, int):
+def _json_number(value: float | None) -> float | None:
+    if value is None or isinstance(value, int):
         return value
     number = float(value)
     return number if math.isfinite(number) else None

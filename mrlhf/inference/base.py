@@ -6,7 +6,7 @@ This file knows no backend, no model and no batch of the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -299,8 +299,19 @@ def requests_for(
     ]
 
 
-def generate(engine: InferenceEngine, requests: Sequence[Request]) -> Finished:
+def generate(
+    engine: InferenceEngine,
+    requests: Sequence[Request],
+    may_begin: Callable[[int], bool] | None = None,
+) -> Finished:
     """Answer `requests`: submit them, and step until all samples are collected.
+
+    Args:
+        engine: has nothing in flight.
+        requests: what to answer.
+        may_begin: is asked before each step, with the step's number from 0; if it says False, the
+            samples that have not ended are dropped. All ranks of a replica must get the same
+            answers. None: always True.
 
     Returns:
         The samples in the order of the requests, then by sample index, and the statistics of the
@@ -320,11 +331,15 @@ def generate(engine: InferenceEngine, requests: Sequence[Request]) -> Finished:
 
     try:
         engine.submit(requests)
+        step = 0
         while engine.in_flight:
-            engine.step()
-            finished = engine.collect()
+            goes_on = may_begin is None or may_begin(step)
+            if goes_on:
+                engine.step()
+            finished = engine.collect() if goes_on else engine.cancel()
             samples += finished.samples
             stats += finished.stats
+            step += 1
     except BaseException:
         with suppress(Exception):  # the first error is the one to report
             engine.cancel()

@@ -18,7 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.parallel.microbatch import Pack
+from mrlhf.parallel.microbatch import Pack, make_pack
+from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 
 Result = TypeVar("Result")
 
@@ -35,11 +36,24 @@ class Pipeline:
         config: TransformerConfig,
         groups: RoleGroups,
         device: torch.device,
+        stops: StopPoints | None = None,
     ) -> None:
-        """`chunks` are this rank's parts of the model, one for each virtual stage."""
+        """Take over a model.
+
+        Args:
+            chunks: this rank's parts of the model, one for each virtual stage.
+            config: of megatron-core.
+            groups: the process groups of the model's layout.
+            device: where the model is.
+            stops: the places where all ranks may stop; each micro-batch is one. None: nowhere.
+        """
         self._chunks = list(chunks)
         self._groups = groups
         self._device = device
+        self._stops = stops or NeverStop()
+        # What takes the place of the micro-batches after a stop: as little as goes through.
+        multiple = groups.layout.tp if config.sequence_parallel else 1
+        self._shortest = make_pack([[0]], [1], [0], "last", multiple)
         self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._communication = {}
         if groups.layout.pp > 1:
@@ -49,7 +63,7 @@ class Pipeline:
     def forward(
         self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]
     ) -> list[Result]:
-        """Run the packs forward only.
+        """Run the packs forward only; every rank of the run calls it.
 
         Args:
             packs: micro-batches; none where this data-parallel rank has no rows.
@@ -58,18 +72,22 @@ class Pipeline:
 
         Returns:
             On the last stage the results of `evaluate`, one for each pack; on other stages nothing.
+
+        Raises:
+            Interrupted: the run stops here.
         """
 
         def finish(pack: Pack, number: int, output: Tensor, non_loss_data: bool) -> Result:
             assert non_loss_data
             return evaluate(self._selected(output, pack), number)
 
-        return self._schedule(packs, finish, forward_only=True) if packs else []
+        with self._stops.phase("forward") as phase:
+            return self._schedule(packs, finish, phase, forward_only=True) if packs else []
 
     def forward_backward(
         self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
     ) -> list[Result]:
-        """Run the packs forward and backward, then reduce the gradients.
+        """Run the packs forward and backward, then reduce the gradients; every rank calls it.
 
         The gradient is that of the sum of all scalars that `loss` returns, over all packs of all
         data-parallel ranks.
@@ -80,6 +98,9 @@ class Pipeline:
 
         Returns:
             On the last stage the results of `loss`, one for each pack; on other stages nothing.
+
+        Raises:
+            Interrupted: the run stops here; the gradient is of no use.
         """
         # The schedule divides by the number of micro-batches, and the reduction by the number of
         # data-parallel ranks.
@@ -89,15 +110,24 @@ class Pipeline:
             scalar, kept = loss(self._selected(output, pack), number)
             return scalar * scale, kept
 
-        return self._schedule(packs, finish, forward_only=False)
+        with self._stops.phase("forward and backward") as phase:
+            return self._schedule(packs, finish, phase, forward_only=False)
 
     def _schedule(
-        self, packs: Sequence[Pack], finish: Callable[..., object], forward_only: bool
+        self,
+        packs: Sequence[Pack],
+        finish: Callable[..., object],
+        phase: Phase,
+        forward_only: bool,
     ) -> list:
         def step(
             numbered: Iterator[tuple[int, Pack]], model: nn.Module
         ) -> tuple[Tensor, Callable[..., object]]:
             number, pack = next(numbered)
+            if not phase.may_begin(number):
+                # The stages wait for each other's micro-batches, so the schedule goes on to its
+                # end; all stages stop at the same micro-batch.
+                return self._forward_pack(model, self._shortest), _finish_nothing
             return self._forward_pack(model, pack), partial(finish, pack, number)
 
         return self._run(
@@ -129,3 +159,8 @@ class Pipeline:
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:
         return output[0].index_select(0, pack.select.to(self._device))
+
+
+def _finish_nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, None] | None:
+    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads."""
+    return None if non_loss_data else (output.sum() * 0.0, None)

@@ -27,6 +27,7 @@ from mrlhf.inference.base import (
 )
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
+from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
 from mrlhf.rollout.exchange import ReplicaSamples, from_bytes, to_bytes
@@ -64,6 +65,7 @@ class Generator:
         seed: the seed of the run.
         lengths: the lengths of the responses so far, by stream. The known lengths of a prompt's
             responses help to give each replica the same amount of work.
+        stops: the places where all ranks may stop; each step of the engine is one.
     """
 
     engine: InferenceEngine
@@ -71,6 +73,7 @@ class Generator:
     resharder: Resharder
     seed: int
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
+    stops: StopPoints = field(default_factory=NeverStop)
 
     @property
     def version(self) -> int:
@@ -121,6 +124,7 @@ class Generator:
         Raises:
             EngineError: the engine cannot serve the prompts or gave a log-probability that is no
                 number, or there is not enough memory.
+            Interrupted: the run stops here.
         """
         name = stream if step is None else f"{stream} {step}"
         if refill:
@@ -130,7 +134,8 @@ class Generator:
 
         shares = self._assign(prompts, sampling, lengths)
         mine = shares[self.groups.replica]
-        finished = self._draw(prompts, sampling, mine)
+        with self.stops.phase("generation") as phase:
+            finished = self._draw(prompts, sampling, mine, phase)
         parts = self._exchange(sampling.n, shares, finished)
         rollout = self._gather(prompts, sampling.n, parts)
 
@@ -159,8 +164,13 @@ class Generator:
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
         return assign(prompt_lengths, expected, sampling.n, len(self.groups.layout.replicas))
 
-    def _draw(self, prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share]) -> Finished:
-        """The samples of this replica's shares; a request is numbered by the place of its share."""
+    def _draw(
+        self, prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], phase: Phase
+    ) -> Finished:
+        """The samples of this replica's shares; a request is numbered by the place of its share.
+
+        If the run stops in this phase, samples that have not ended are missing.
+        """
         requests = [
             Request(
                 id=place,
@@ -172,7 +182,7 @@ class Generator:
             for place, share in enumerate(mine)
         ]
         with _named_memory_error("generating"):
-            return generate(self.engine, requests)
+            return generate(self.engine, requests, phase.may_begin)
 
     def _exchange(
         self, n: int, shares: Sequence[Sequence[Share]], finished: Finished

@@ -19,12 +19,16 @@ from mrlhf.batch import Rollout
 from mrlhf.config.sections import RewardSection
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.rewards.combine import RewardFunction
-from mrlhf.rewards.interface import RewardInput
+from mrlhf.rewards.interface import RewardInput, RewardResult
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
 
 REPORTED_CORRECTNESS = "acc"
+
+# Responses that are scored before a rank may stop; a user's function may take long for each.
+_UNIT_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,24 @@ class Scorer:
         tokenizer: Tokenizer,
         reward_model: RewardModel | None,
         world: dist.ProcessGroup,
+        stops: StopPoints | None = None,
     ) -> None:
+        """Load the terms.
+
+        Args:
+            section: the terms.
+            tokenizer: turns responses into text.
+            reward_model: for the term that needs it.
+            world: the ranks among which responses are shared out.
+            stops: the places where all ranks may stop; every few responses are one. None: nowhere.
+        """
         self._function = RewardFunction(
             [(term.name, term.weight) for term in section.terms], timeout_s=section.timeout_s
         )
         self._tokenizer = tokenizer
         self._model = reward_model
         self._world = world
+        self._stops = stops or NeverStop()
 
     @property
     def has_model(self) -> bool:
@@ -120,6 +135,7 @@ class Scorer:
 
         Raises:
             RewardError: a term failed, hung or returned no number for this rank's share.
+            Interrupted: the run stops here.
         """
         rank = self._world.rank()
         world_size = self._world.size()
@@ -129,10 +145,7 @@ class Scorer:
             model_scores["reward_model"] = self._model.score(rollout).tolist()
 
         my_rows = range(rank, len(rollout), world_size)
-        result = self._function.score(
-            self._inputs(rollout, my_rows),
-            {name: [column[row] for row in my_rows] for name, column in model_scores.items()},
-        )
+        result = self._score_rows(rollout, my_rows, model_scores)
 
         # An error above ends this process, and with it the job, before anyone waits here for long.
         my_answers = result.answers if with_answers else {}
@@ -154,6 +167,22 @@ class Scorer:
         """End the processes of users' functions."""
         self._function.close()
 
+    def _score_rows(
+        self, rollout: Rollout, rows: Sequence[int], model_scores: Mapping[str, Sequence[float]]
+    ) -> RewardResult:
+        """Score the responses at `rows`, unless the run stops meanwhile."""
+        parts = []
+        with self._stops.phase("scoring") as phase:
+            for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
+                if not phase.may_begin(unit):
+                    break
+                some = rows[begin : begin + _UNIT_ROWS]
+                external = {
+                    name: [column[row] for row in some] for name, column in model_scores.items()
+                }
+                parts.append(self._function.score(self._inputs(rollout, some), external))
+        return _join_results(parts)
+
     def _inputs(self, rollout: Rollout, rows: Sequence[int]) -> list[RewardInput]:
         """The input that the terms get for each of the responses at `rows`."""
         prompts = rollout.prompts
@@ -173,6 +202,24 @@ class Scorer:
                 )
             )
         return inputs
+
+
+def _join_results(parts: Sequence[RewardResult]) -> RewardResult:
+    """The results of all parts, one part after the other; what a part lacks is NaN or None."""
+    scores: list[float] = []
+    metrics: dict[str, list[float]] = {}
+    answers: dict[str, list[str | None]] = {}
+
+    for part in parts:
+        before = len(scores)
+        scores += part.scores
+        for name in [*metrics, *(name for name in part.metrics if name not in metrics)]:
+            column = metrics.setdefault(name, [math.nan] * before)
+            column += part.metrics.get(name, [math.nan] * len(part.scores))
+        for name in [*answers, *(name for name in part.answers if name not in answers)]:
+            found = answers.setdefault(name, [None] * before)
+            found += part.answers.get(name, [None] * len(part.scores))
+    return RewardResult(scores, metrics, answers)
 
 
 def _correctness_column(names: Iterable[str]) -> str | None:

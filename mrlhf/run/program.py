@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.device import is_first_process, read_launch
-from mrlhf.errors import ConfigError, MrlhfError
+from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
 
 BAD_INPUT = 2
 FAILED = 1
+QUEUE_AGAIN = 75
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     """Run the program as the arguments say, and end the process.
 
     A rank that fails prints its own error and exits at once with a code other than 0; torchrun then
-    ends the others.
+    ends the others. If the run was interrupted, all ranks end with exit code 75, which asks a
+    scheduler to queue the job again.
 
     Returns:
         The exit code, if there was nothing to run: after a dry run or bad input.
@@ -73,6 +75,10 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     logger.info("%s", description)
     try:
         program.train(config)
+    except Interrupted as interrupted:
+        logger.info("stopped early: %s; start the same command again to go on", interrupted)
+        dist.barrier()  # a rank that ends earlier would have the others killed
+        _leave(QUEUE_AGAIN)
     except MrlhfError as error:
         logger.error("%s: %s", type(error).__name__, error)
         _leave(FAILED)

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 
 from mrlhf.log import MetricsWriter, Progress
+from mrlhf.run.directory import METRICS
+from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
 
 
 class Reporter:
@@ -23,10 +25,30 @@ class Reporter:
         tensorboard: bool,
         total_steps: int,
         columns: Sequence[tuple[str, str]],
+        resumed: ResumePoint | None = None,
     ) -> None:
+        """Open the files; rows and curves after the step of `resumed` are dropped.
+
+        Raises:
+            ConfigError: tensorboard is asked for and not installed.
+            DataError: the earlier rows of a resumed run cannot be read.
+        """
         self._stack = ExitStack()
-        self._writer = MetricsWriter(output_dir, tensorboard) if is_main_rank else None
-        self._progress = Progress(total_steps, columns) if is_main_rank else None
+        self._writer: MetricsWriter | None = None
+        self._progress: Progress | None = None
+        if not is_main_rank:
+            return
+
+        if resumed is None:
+            self._writer = MetricsWriter(output_dir, tensorboard)
+            self._progress = Progress(total_steps, columns)
+            return
+        # The curves' last point is drawn anew, since the process may have ended before it was.
+        rewind_metrics(output_dir / METRICS, resumed)
+        first_step = resumed.step if resumed.row else resumed.step + 1
+        self._writer = MetricsWriter(output_dir, tensorboard, first_step)
+        self._writer.draw(resumed.step, resumed.row)
+        self._progress = Progress(total_steps, columns, resumed.step)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record `metrics` of `step`.

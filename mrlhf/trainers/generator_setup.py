@@ -96,7 +96,7 @@ def build_generator(
     )
     whole_plan = plan(source, target, actor.dtype.itemsize, machines)
     resharder = Resharder(whole_plan, actor.slots, engine, run.rank, options, group)
-    return Generator(engine, engine_groups, resharder, config.seed)
+    return Generator(engine, engine_groups, resharder, config.seed, stops=run.stops)
 
 
 def _resharding_ranks(

@@ -37,9 +37,9 @@ from mrlhf.trainers.step_metrics import batch_metrics, sequence_lengths, trained
 
 def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
-    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    trainer = PPOTrainer(config, run, assemble(config, run))
-    trainer.fit()
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        trainer = PPOTrainer(config, run, assemble(config, run))
+        trainer.fit()
 
 
 @dataclass(frozen=True)

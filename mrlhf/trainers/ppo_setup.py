@@ -86,7 +86,7 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     actor = _actor(config, run, tokenizer)
     critic = _critic(config, run, tokenizer)
     reference = _reference(config, run, tokenizer)
-    scorer = Scorer(config.reward, tokenizer, reward_model, actor.engine.groups.world)
+    scorer = Scorer(config.reward, tokenizer, reward_model, actor.engine.groups.world, run.stops)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
     actor_updates = max(1, steps - max(0, config.trainer.critic_warmup - 1))
@@ -226,6 +226,6 @@ def _engine(
     spec = load_spec(section.path, head)
     if tokenizer is not None:
         check_vocabulary(name, spec, tokenizer)
-    engine = ModelEngine(section, spec, run.groups(name, section), run.device)
+    engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.stops)
     engine.load(section.path, config.seed)
     return engine

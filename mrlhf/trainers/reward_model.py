@@ -25,11 +25,11 @@ from mrlhf.training.engine import ModelEngine, PackResult
 
 def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
-    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
-    task = PreferenceLearning(config, tokenizer)
-    spec = load_spec(config.model.path, "scalar")
-    SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+        task = PreferenceLearning(config, tokenizer)
+        spec = load_spec(config.model.path, "scalar")
+        SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
 
 
 class PreferenceLearning:

@@ -71,7 +71,7 @@ class SupervisedTrainer:
         )
 
         groups = run.groups("model", config.model)
-        self._engine = ModelEngine(config.model, spec, groups, run.device)
+        self._engine = ModelEngine(config.model, spec, groups, run.device, run.stops)
         if config.model.init == "random":
             self._engine.initialise(config.seed)
         else:

@@ -37,6 +37,7 @@ from mrlhf.parallel.microbatch import (
     make_pack,
 )
 from mrlhf.parallel.schedule import Pipeline
+from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.training.optimizer import ShardedOptimizer
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from mrlhf.weights.init import initialise
@@ -92,14 +93,23 @@ class ModelEngine:
     """
 
     def __init__(
-        self, section: RoleSection, spec: ModelSpec, groups: RoleGroups, device: Device
+        self,
+        section: RoleSection,
+        spec: ModelSpec,
+        groups: RoleGroups,
+        device: Device,
+        stops: StopPoints | None = None,
     ) -> None:
-        """Build this rank's shard; the weights are zero until `load` or `initialise`."""
+        """Build this rank's shard; the weights are zero until `load` or `initialise`.
+
+        Every pass over packs may stop where `stops` says; None: nowhere.
+        """
         self.spec = spec
         self.groups = groups
         self.device = device.torch_device
         self.dtype = resolve_dtype(section.dtype, device)
         self._section = section
+        self._stops = stops
         self._family = family_of(spec)
         self._shapes = self._family.tensor_shapes(spec)
 
@@ -115,7 +125,7 @@ class ModelEngine:
         self.chunks: list[Any] = [built.module]
         self.slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
         self.optimizer: ShardedOptimizer | None = None
-        self._pipeline = Pipeline(self.chunks, self._config, groups, self.device)
+        self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, stops)
         self._set_training(False)
 
     @property
@@ -253,7 +263,7 @@ class ModelEngine:
         self._config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
         self._config.finalize_model_grads_func = finalize_model_grads
         self._config.grad_scale_func = self.optimizer.scale_loss
-        self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device)
+        self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self._stops)
 
     def train_mini_batch(
         self,
@@ -273,6 +283,7 @@ class ModelEngine:
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
+            Interrupted: the run stops here; no step was taken.
         """
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
         results = self._forward_backward(packs, loss)
@@ -318,9 +329,10 @@ class ModelEngine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = self._pipeline.forward_backward(packs, loss)
-        self._set_training(False)
-        return results
+        try:
+            return self._pipeline.forward_backward(packs, loss)
+        finally:
+            self._set_training(False)
 
     def _merge_tallies(self, tallies: Sequence[Tally], names: Sequence[str]) -> Tally:
         """The tally of the whole mini-batch, from those of this rank's packs."""

@@ -26,7 +26,7 @@ class Raising(FakeEngine):
 
 def train(config: PPOConfig) -> None:
     """Generate once, for four prompts."""
-    run = start(config, config.distributed, config.trainer.output_dir, config.seed)
+    run = start(config, config.distributed, config.trainer, config.seed)
     layout = run.groups("actor", config.actor).layout
     groups = run.factory.engine_groups(EngineLayout.inside(layout, config.rollout.tp))
     engine = Raising() if run.rank == 1 else FakeEngine()

@@ -1,0 +1,41 @@
+"""Which keys differ between an earlier configuration and this one.
+
+It compares values; it does not know what a key means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from mrlhf.config.roots import Root
+
+
+def changed_keys(earlier: str, config: Root) -> list[str]:
+    """The dotted names of the keys whose values differ, sorted.
+
+    Args:
+        earlier: a configuration as `dump_yaml` wrote it. If it is not readable, all keys differ.
+        config: the present configuration.
+    """
+    try:
+        read = yaml.safe_load(earlier)
+    except yaml.YAMLError:
+        read = None
+    before = dict(_leaves(read)) if isinstance(read, dict) else {}
+    now = dict(_leaves(config.model_dump()))
+
+    missing = object()
+    names = before.keys() | now.keys()
+    return sorted(n for n in names if before.get(n, missing) != now.get(n, missing))
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested sections by their dotted names; a list is one value."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

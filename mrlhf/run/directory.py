@@ -1,0 +1,313 @@
+"""What an output directory holds of a run, and what a new job may do with it.
+
+A run is never overwritten in silence: a new job goes on from it, sets its rows aside, deletes it
+because it was told to, or refuses. One process decides for all ranks, while it holds the lock. This
+file knows which files a run writes; it does not know what is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mrlhf.checkpoint.manifest import MANIFEST, checkpoints_in
+from mrlhf.config.compare import changed_keys
+from mrlhf.config.load import dump_yaml
+from mrlhf.config.roots import Root
+from mrlhf.errors import ConfigError
+from mrlhf.run.summary import SUMMARY
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+_CONFIG = "config.yaml"
+_BEGUN = "run.json"
+
+# All that a run writes: patterns of files in the output directory, and in folders of it.
+_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
+_WRITTEN = {
+    ".": (
+        METRICS,
+        "metrics.before_*.jsonl",
+        _CONFIG,
+        "config.*.yaml",
+        _BEGUN,
+        SUMMARY,
+        "curves.png",
+        "failed_step_*",
+        "tensorboard.before_*",
+    ),
+    CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*"),
+    TENSORBOARD: ("events.out.tfevents.*",),
+    "rollouts": ("step_*.jsonl",),
+    "hangs": ("*",),
+    "actor": _MODEL_FILES,
+    "model": _MODEL_FILES,
+}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the configuration says about the run that a directory may hold.
+
+    Attributes:
+        resume: `trainer.resume`.
+        overwrite: `trainer.overwrite`.
+        names: of what started this run: a scheduler's job, a launcher's run.
+        again: those of the names that have started it before.
+        inputs: files and directories that the run reads; they are not deleted.
+    """
+
+    resume: str
+    overwrite: bool
+    names: Collection[str]
+    again: Collection[str]
+    inputs: Collection[Path]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a directory holds of a run.
+
+    Attributes:
+        rows: whether there are metrics.
+        finished: whether there is a summary, which is written last.
+        newest: name of the newest checkpoint; None if there is none.
+    """
+
+    rows: bool
+    finished: bool
+    newest: str | None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether there is anything that must not be lost."""
+        return self.rows or self.finished or self.newest is not None
+
+
+def open_directory(directory: Path, config: Root, wishes: Wishes) -> Path | None:
+    """Make `directory` ready for a run, and write the configuration into it.
+
+    Returns:
+        What to go on from: a checkpoint, or a folder of checkpoints, of which the newest whole one
+        is meant. None to begin anew.
+
+    Raises:
+        ConfigError: the directory holds a run that must not be touched, or there is no checkpoint
+            where `trainer.resume` says.
+    """
+    resume_from = _open(directory, _contents(directory), wishes)
+
+    _write_config(directory, config)
+    begun = {
+        "started_by": list(wishes.names),
+        "resumed_from": str(resume_from) if resume_from else None,
+    }
+    (directory / _BEGUN).write_text(json.dumps(begun) + "\n", encoding="utf-8")
+    return resume_from
+
+
+def inputs_in(config: Root) -> list[Path]:
+    """The existing files and directories that values of the configuration name."""
+    return [Path(text) for text in _texts(config.model_dump()) if os.path.exists(text)]
+
+
+def _contents(directory: Path) -> Contents:
+    rows = directory / METRICS
+    newest_first = checkpoints_in(directory / CHECKPOINTS)
+    return Contents(
+        rows=rows.is_file() and rows.stat().st_size > 0,
+        finished=(directory / SUMMARY).is_file(),
+        newest=newest_first[0].name if newest_first else None,
+    )
+
+
+def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
+    """Do with the run in `directory` what may be done; returns what to go on from."""
+    own = directory / CHECKPOINTS if contents.newest else None
+    named = _named_checkpoint(wishes.resume)
+
+    if contents.is_run and _was_started_by(directory, wishes.again):
+        # This very job has begun the run, so what it asks for has been done to the earlier run.
+        if own is None:
+            _set_aside_rows(directory)
+        return own or named
+
+    if named is not None and _is_in(named, directory):
+        if wishes.overwrite:
+            raise ConfigError(
+                f"trainer.overwrite would delete {named}, which trainer.resume names; leave one of "
+                "them out"
+            )
+        _set_aside_checkpoints_after(named)
+        return named
+
+    if not contents.is_run:
+        return named
+    if wishes.overwrite:
+        _delete_run(directory, wishes.inputs)
+        return named
+    if wishes.resume == "auto" and own is not None:
+        return own
+    if wishes.resume == "auto" and not contents.finished:
+        _set_aside_rows(directory)
+        return None
+    raise _refusal(directory, contents, wishes)
+
+
+def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError:
+    holds = "a run"
+    if contents.newest is not None:
+        holds = f"a run with the checkpoint {contents.newest}"
+    elif contents.finished:
+        holds = "a finished run without a checkpoint to go on from"
+
+    go_on = ""
+    if wishes.resume != "auto" and contents.newest is not None:
+        go_on = "trainer.resume=auto goes on from it, "
+    return ConfigError(
+        f"trainer.output_dir {directory} holds {holds}; {go_on}trainer.overwrite=true deletes it, "
+        "or give another trainer.output_dir"
+    )
+
+
+def _named_checkpoint(resume: str) -> Path | None:
+    """The checkpoint that `trainer.resume` names, or the checkpoints of the run that it names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if resume in ("auto", "never"):
+        return None
+
+    path = Path(resume)
+    if (path / MANIFEST).is_file():
+        return path.resolve()
+    for folder in (path / CHECKPOINTS, path):
+        if checkpoints_in(folder):
+            return folder.resolve()
+
+    what = "has no whole checkpoint" if path.is_dir() else "does not exist"
+    raise ConfigError(
+        f"trainer.resume names {path}, which {what}; give a checkpoint, the output directory of a "
+        "run that has one, auto or never"
+    )
+
+
+def _is_in(named: Path, directory: Path) -> bool:
+    """Whether a checkpoint is one of the output directory's own; its folder may be a link."""
+    return any(
+        named.is_relative_to(place.resolve()) for place in (directory, directory / CHECKPOINTS)
+    )
+
+
+def _was_started_by(directory: Path, names: Collection[str]) -> bool:
+    """Whether one of `names` has begun the run in `directory`, or gone on with it."""
+    try:
+        begun = json.loads((directory / _BEGUN).read_text(encoding="utf-8"))
+        return any(name in begun["started_by"] for name in names)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _set_aside_rows(directory: Path) -> None:
+    """Keep the rows and curves of a run that left no checkpoint, under names of their own."""
+    number = 1
+    while any(directory.glob(f"*.before_{number}*")):
+        number += 1
+
+    kept = directory / f"metrics.before_{number}.jsonl"
+    with suppress(FileNotFoundError):
+        (directory / TENSORBOARD).rename(directory / f"{TENSORBOARD}.before_{number}")
+    with suppress(FileNotFoundError):
+        (directory / METRICS).rename(kept)
+    logger.warning(
+        "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
+        "are kept in %s",
+        directory,
+        kept.name,
+    )
+
+
+def _set_aside_checkpoints_after(named: Path) -> None:
+    """Rename the checkpoints of the run that are newer, which would else be the newest again.
+
+    A folder of checkpoints, in place of one, stays as it is.
+    """
+    newest_first = checkpoints_in(named.parent)
+    newer = newest_first[: newest_first.index(named)] if named in newest_first else []
+    for path in newer:
+        number = 1
+        while (kept := path.with_name(f"before_{number}.{path.name}")).exists():
+            number += 1
+        path.rename(kept)
+        logger.warning(
+            "going back to %s: the later %s is kept as %s", named.name, path.name, kept.name
+        )
+
+
+def _delete_run(directory: Path, inputs: Collection[Path]) -> None:
+    """Delete all that a run has written, and nothing else."""
+    kept = [path.resolve() for path in inputs]
+    for folder, patterns in _WRITTEN.items():
+        for pattern in patterns:
+            for path in (directory / folder).glob(pattern):
+                if not any(_overlap(path.resolve(), other, directory) for other in kept):
+                    _delete(path)
+        with suppress(OSError):  # it holds other files, or is the current directory
+            if folder != ".":
+                (directory / folder).rmdir()
+    logger.warning("trainer.overwrite: the run in %s is deleted", directory)
+
+
+def _overlap(path: Path, other: Path, directory: Path) -> bool:
+    """Whether one of the two lies in the other; the output directory itself does not count."""
+    if directory.resolve().is_relative_to(other):
+        return False
+    return path.is_relative_to(other) or other.is_relative_to(path)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_config(directory: Path, config: Root) -> None:
+    """Write `config.yaml`; an earlier one that differs is kept under a number."""
+    path = directory / _CONFIG
+    text = dump_yaml(config)
+    try:
+        earlier = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        earlier = text
+
+    if earlier != text:
+        number = 1
+        while (kept := directory / f"config.{number}.yaml").exists():
+            number += 1
+        path.rename(kept)
+        changed = ", ".join(changed_keys(earlier, config))
+        logger.warning("the configuration has changed: %s; the earlier is %s", changed, kept.name)
+    path.write_text(text, encoding="utf-8")
+
+
+def _texts(node: object) -> Iterator[str]:
+    """All strings in nested dictionaries and lists."""
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for value in node.values():
+            yield from _texts(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _texts(value)
