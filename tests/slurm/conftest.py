@@ -1,4 +1,4 @@
-"""A real Slurm and tiny inputs, once for all tests of this folder."""
+"""A real Slurm, tiny inputs and a run to compare with, once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.programs import succeed, torchrun
 from tests.slurm.cluster import Cluster, Unavailable, install, running
 from tests.slurm.tiny_runs import write_inputs
 
@@ -27,3 +28,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     write_inputs(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of `ppo.yaml` in two ranks on one machine, without Slurm; with a `job.log`."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    keys = ["--config", str(inputs / "ppo.yaml"), f"trainer.output_dir={output}"]
+    log = succeed(torchrun(2, ["launch/train_ppo.py", *keys]))
+    (output / "job.log").write_text(log, encoding="utf-8")
+    return output
