@@ -55,6 +55,20 @@ class Tally:
             for name, total in self._sums.items()
         }
 
+    def state_dict(self) -> dict[str, list[float]]:
+        """Sum and count of each name."""
+        return {
+            name: [float(total), float(self._counts[name])] for name, total in self._sums.items()
+        }
+
+    @staticmethod
+    def from_state(state: Mapping[str, Sequence[float]]) -> Tally:
+        """The inverse of `state_dict`."""
+        tally = Tally()
+        for name, (total, count) in state.items():
+            tally.add(name, total, count)
+        return tally
+
     def to_vector(self, names: Sequence[str]) -> Tensor:
         """All numbers as float64 [2 * len(names)] on the host: the sums, then the counts.
 

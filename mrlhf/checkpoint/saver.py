@@ -115,6 +115,11 @@ class Saver:
         self._staging = Staging() if asynchronous else None
         self._pending: _Pending | None = None
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._pending is not None
+
     def save(self, contents: Contents) -> Path | None:
         """Save a checkpoint, or begin to; a save that is under way is finished first.
 

@@ -67,9 +67,10 @@ def object_from(kind: type[_Class], state: Mapping[str, Any]) -> _Class:
     hints = get_type_hints(kind)
     arguments = {}
     for name, content in state.items():
-        inner = [hint for hint in (hints[name], *get_args(hints[name])) if is_dataclass(hint)]
-        if inner and content is not None:
-            content = object_from(inner[0], content)
+        if isinstance(content, Mapping):
+            for hint in (hints[name], *get_args(hints[name])):
+                if isinstance(hint, type) and is_dataclass(hint):
+                    content = object_from(hint, content)
         arguments[name] = content
     return kind(**arguments)
 

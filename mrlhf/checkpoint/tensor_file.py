@@ -176,4 +176,4 @@ def _bytes_of(flat: Tensor) -> memoryview:
     assert flat.dim() == 1 and flat.is_contiguous(), flat.shape
     if flat.numel() == 0:
         return memoryview(b"")
-    return memoryview(flat.detach().cpu().view(torch.uint8).numpy())
+    return flat.detach().cpu().view(torch.uint8).numpy().data

@@ -104,6 +104,21 @@ class PromptDataset:
         """Prompt `index` as a batch of one."""
         return self.batch([index])
 
+    def with_uids(self, uids: Sequence[int]) -> Prompts:
+        """The prompts with these uids, in that order.
+
+        Raises:
+            DataError: there is no such prompt.
+        """
+        indices = {entry.uid: index for index, entry in enumerate(self._entries)}
+        unknown = sorted(set(uids) - indices.keys())
+        if unknown:
+            raise DataError(
+                f"no prompt has the uid {unknown[0]}, which the checkpoint names; restore the data "
+                "that the run began with"
+            )
+        return self.batch([indices[uid] for uid in uids])
+
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices`, in that order."""
         entries = [self._entries[i] for i in indices]

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
+from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.policy_objective import UPDATE_METRICS, LogitsObjective, PolicyObjective
 from mrlhf.roles.token_logprobs import TokenLogprobs
+from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine
 
 
@@ -90,7 +92,11 @@ class Actor:
         return Evaluation(table[0], table[1], None if ref_logits is None else table[2])
 
     def update(
-        self, experience: Experience, cut: BatchCut, ref_logits: Sequence[Tensor] | None = None
+        self,
+        experience: Experience,
+        cut: BatchCut,
+        ref_logits: Sequence[Tensor] | None = None,
+        progress: UpdateProgress | None = None,
     ) -> PolicyUpdate:
         """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
 
@@ -100,44 +106,48 @@ class Actor:
             experience: the global batch.
             cut: its cut for this model.
             ref_logits: as for `evaluate`; needed where the loss holds a KL over the vocabulary.
+            progress: how far the update has come; the mini-batches that are done are left out.
 
         Raises:
             TrainingError: too many gradients in a row were not usable.
+            Interrupted: the run stops here; `progress` says where.
         """
-        response_mask = experience.rollout.response_mask
-        first_logprobs = torch.zeros(response_mask.shape, dtype=torch.float32)
-        evaluated_rows = torch.zeros(len(response_mask), dtype=torch.bool)
-        total = Tally()
-        steps = 0
+        progress = progress or UpdateProgress()
+        first_logprobs = _FirstLogprobs(experience.rollout.response_mask, progress)
         kl_at_stop = None
+        passes = enumerate(self._passes(cut, ref_logits))
 
-        for epoch, mini_batch, ref_shard in self._passes(cut, ref_logits):
-            loss = self._loss(experience, mini_batch, ref_shard)
-            result = self.engine.train_mini_batch(
-                mini_batch.packs, loss, UPDATE_METRICS, self._is_too_far
-            )
-            if epoch == 0:
-                evaluated_rows[mini_batch.rows] = True
-                for pack, logprobs in zip(mini_batch.packs, result.kept, strict=False):
-                    if logprobs is not None:
-                        first_logprobs[pack.rows] = logprobs.cpu()
+        try:
+            for number, (epoch, mini_batch, ref_shard) in passes:
+                if number < progress.mini_batches:
+                    first_logprobs.pass_over(mini_batch)
+                    continue
+                loss = self._loss(experience, mini_batch, ref_shard)
+                result = self.engine.train_mini_batch(
+                    mini_batch.packs, loss, UPDATE_METRICS, self._is_too_far
+                )
+                if epoch == 0:
+                    first_logprobs.add(mini_batch, result.kept)
 
-            if result.stopped:
-                kl_at_stop = result.tally.means()["actor/ppo_kl"]
-                if steps == 0:
-                    # No step was taken, so report the mini-batch that stopped the update.
-                    total.merge(result.tally)
-                break
-            total.merge(result.tally)
-            steps += 1
+                if result.stopped:
+                    kl_at_stop = result.tally.means()["actor/ppo_kl"]
+                    break
+                progress.add(result.tally)
+        except Interrupted:
+            if self._settings.bypass is not None:
+                progress.first_logprobs = first_logprobs.gather(self.engine)
+            raise
 
-        metrics = self._metrics(self.engine.end_update("actor", total, steps), kl_at_stop)
-        evaluated = experience.rollout.loss_mask & evaluated_rows[:, None]
+        total = progress.total
+        if kl_at_stop is not None and progress.mini_batches == 0:
+            # No step was taken, so report the mini-batch that stopped the update.
+            total = result.tally
+        updated = self.engine.end_update("actor", total, progress.mini_batches)
+        metrics = self._metrics(updated, kl_at_stop)
+        evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
         if self._settings.bypass is None:
             return PolicyUpdate(metrics, None, evaluated)
-        # Each entry comes from one rank, so the sum is exact.
-        torch.distributed.all_reduce(first_logprobs, group=self.engine.groups.dp_pp)
-        return PolicyUpdate(metrics, first_logprobs, evaluated)
+        return PolicyUpdate(metrics, first_logprobs.gather(self.engine), evaluated)
 
     def _passes(
         self, cut: BatchCut, ref_logits: Sequence[Tensor] | None
@@ -188,3 +198,33 @@ class Actor:
         if kl_at_stop is not None:
             metrics["actor/kl_at_stop"] = kl_at_stop
         return metrics
+
+
+class _FirstLogprobs:
+    """Each token's log-probability when it is first trained on in an update.
+
+    Attributes:
+        rows: bool [batch], the rows that have been trained on.
+    """
+
+    def __init__(self, response_mask: Tensor, progress: UpdateProgress) -> None:
+        self.rows = torch.zeros(len(response_mask), dtype=torch.bool)
+        self._earlier = progress.first_logprobs
+        self._table = torch.zeros(response_mask.shape, dtype=torch.float32)
+
+    def pass_over(self, mini_batch: PackedMiniBatch) -> None:
+        """Take note of a mini-batch that was trained on before the update was interrupted."""
+        self.rows[mini_batch.rows] = True
+
+    def add(self, mini_batch: PackedMiniBatch, kept: Sequence[Tensor | None]) -> None:
+        """Take in what the loss kept of this rank's packs."""
+        self.rows[mini_batch.rows] = True
+        for pack, logprobs in zip(mini_batch.packs, kept, strict=False):
+            if logprobs is not None:
+                self._table[pack.rows] = logprobs.cpu()
+
+    def gather(self, engine: ModelEngine) -> Tensor:
+        """The table of all ranks, float32 [batch, response_len]; every rank calls it once."""
+        # Each entry comes from one rank, so the sums are exact.
+        torch.distributed.all_reduce(self._table, group=engine.groups.dp_pp)
+        return self._table if self._earlier is None else self._table + self._earlier

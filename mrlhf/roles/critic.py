@@ -12,6 +12,7 @@ from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, Pack, PackedMiniBatch
 from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
 from mrlhf.rl.masking import masked_sum
+from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine, PackResult, spread
 
 UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
@@ -37,23 +38,31 @@ class Critic:
 
         return self.engine.per_token(cut.packs, rollout.response_mask, evaluate)[0]
 
-    def update(self, experience: Experience, cut: BatchCut) -> dict[str, float]:
+    def update(
+        self, experience: Experience, cut: BatchCut, progress: UpdateProgress | None = None
+    ) -> dict[str, float]:
         """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
+
+        Args:
+            experience: the global batch.
+            cut: its cut for this model.
+            progress: how far the update has come; the mini-batches that are done are left out.
 
         Returns:
             The `critic/` metrics.
 
         Raises:
             TrainingError: too many gradients in a row were not usable.
+            Interrupted: the run stops here; `progress` says where.
         """
-        total = Tally()
+        progress = progress or UpdateProgress()
         steps = self._section.ppo_epochs * cut.mini_batches
 
-        for mini_batch in steps:
+        for mini_batch in steps[progress.mini_batches :]:
             loss = _ValueObjective(self._section, experience, mini_batch)
             result = self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS)
-            total.merge(result.tally)
-        return self.engine.end_update("critic", total, len(steps))
+            progress.add(result.tally)
+        return self.engine.end_update("critic", progress.total, len(steps))
 
 
 class _ValueObjective:

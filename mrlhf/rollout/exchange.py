@@ -1,12 +1,14 @@
-"""The samples of one replica as bytes, for one exchange between the replicas, and back.
+"""The samples of one replica as bytes, for one exchange between the replicas, and back; and the
+samples of all replicas together, as a checkpoint keeps them.
 
 It knows neither prompts nor ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,9 @@ from torch import Tensor
 from mrlhf.inference.base import EngineStats, Sample
 
 _STATS = len(fields(EngineStats))
+_COUNT = 1
 _HEADER = 4  # row, tokens, stopped, version
+_TABLES = ("rows", "lengths", "stopped", "versions", "tokens", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def to_bytes(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats)
         logprobs += sample.logprobs
 
     parts = (
-        torch.tensor(astuple(stats), dtype=torch.int64),
+        torch.tensor([*astuple(stats), len(samples)], dtype=torch.int64),
         torch.tensor(header, dtype=torch.int64),
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor(logprobs, dtype=torch.float32),
@@ -59,16 +63,17 @@ def to_bytes(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats)
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
-def from_bytes(sent: Tensor, samples: int) -> ReplicaSamples:
-    """The inverse of `to_bytes`, for a known number of samples."""
-    header_bytes = 8 * (_STATS + _HEADER * samples)
-    numbers = sent[:header_bytes].view(torch.int64)
+def from_bytes(sent: Tensor) -> ReplicaSamples:
+    """The inverse of `to_bytes`."""
+    *stats, samples = sent[: 8 * (_STATS + _COUNT)].view(torch.int64).tolist()
+    header_bytes = 8 * (_STATS + _COUNT + _HEADER * samples)
+    header = sent[8 * (_STATS + _COUNT) : header_bytes].view(torch.int64)
     by_token = sent[header_bytes:]
     half = len(by_token) // 2
 
-    rows, lengths, stopped, versions = numbers[_STATS:].view(samples, _HEADER).unbind(dim=1)
+    rows, lengths, stopped, versions = header.view(samples, _HEADER).unbind(dim=1)
     return ReplicaSamples(
-        stats=EngineStats(*numbers[:_STATS].tolist()),
+        stats=EngineStats(*stats),
         rows=rows,
         lengths=lengths,
         stopped=stopped,
@@ -76,3 +81,45 @@ def from_bytes(sent: Tensor, samples: int) -> ReplicaSamples:
         tokens=by_token[:half].view(torch.int32),
         logprobs=by_token[half:].view(torch.float32),
     )
+
+
+@dataclass(frozen=True)
+class DrawnSamples:
+    """What all replicas have drawn of one batch; tables as in `ReplicaSamples`.
+
+    Attributes:
+        stats: what each replica's engine did.
+    """
+
+    stats: list[EngineStats]
+    rows: Tensor
+    lengths: Tensor
+    stopped: Tensor
+    versions: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+
+    @staticmethod
+    def join(parts: Sequence[ReplicaSamples], earlier: DrawnSamples | None) -> DrawnSamples:
+        """The samples of all replicas, after those that were drawn before an interruption."""
+        stats = [part.stats for part in parts]
+        if earlier is not None and len(earlier.stats) == len(stats):
+            stats = [before + now for before, now in zip(earlier.stats, stats, strict=True)]
+
+        sources: list[ReplicaSamples | DrawnSamples] = [] if earlier is None else [earlier]
+        sources += parts
+        tables = {}
+        for name in _TABLES:
+            tables[name] = torch.cat([vars(source)[name] for source in sources])
+        return DrawnSamples(stats, **tables)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tables, and the statistics as numbers."""
+        tables = {name: vars(self)[name] for name in _TABLES}
+        return {"stats": [list(astuple(stats)) for stats in self.stats], **tables}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> DrawnSamples:
+        """The inverse of `state_dict`."""
+        tables = {name: state[name] for name in _TABLES}
+        return DrawnSamples([EngineStats(*numbers) for numbers in state["stats"]], **tables)

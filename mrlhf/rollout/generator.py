@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
-from mrlhf.errors import EngineError
+from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import (
     EngineStats,
     Finished,
@@ -27,10 +28,10 @@ from mrlhf.inference.base import (
 )
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
-from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
+from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import ReplicaSamples, from_bytes, to_bytes
+from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, from_bytes, to_bytes
 
 _SEED_BITS = 63
 _NO_MEMORY = (
@@ -66,6 +67,7 @@ class Generator:
         lengths: the lengths of the responses so far, by stream. The known lengths of a prompt's
             responses help to give each replica the same amount of work.
         stops: the places where all ranks may stop; each step of the engine is one.
+        drawn: the samples of the current training step, by the name of their batch.
     """
 
     engine: InferenceEngine
@@ -74,6 +76,7 @@ class Generator:
     seed: int
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
     stops: StopPoints = field(default_factory=NeverStop)
+    drawn: dict[str, DrawnSamples] = field(default_factory=dict)
 
     @property
     def version(self) -> int:
@@ -132,15 +135,27 @@ class Generator:
         sampling = replace(sampling, seed=mix_seed(self.seed, name))
         lengths = self.lengths.setdefault(stream, ResponseLengths())
 
-        shares = self._assign(prompts, sampling, lengths)
-        mine = shares[self.groups.replica]
-        with self.stops.phase("generation") as phase:
-            finished = self._draw(prompts, sampling, mine, phase)
-        parts = self._exchange(sampling.n, shares, finished)
-        rollout = self._gather(prompts, sampling.n, parts)
+        mine = self._assign(prompts, sampling, lengths)[self.groups.replica]
+        earlier = self.drawn.get(name)
+        asked = requests_without(prompts, sampling, mine, earlier)
+        finished = Finished([], EngineStats())
+        interrupted = None
+        try:
+            with self.stops.phase("generation") as phase, _named_memory_error("generating"):
+                finished = generate(self.engine, asked.requests, phase.may_begin)
+        except Interrupted as stop:
+            interrupted = stop
+
+        parts = self._exchange(sampling.n, asked, finished)
+        drawn = DrawnSamples.join(parts, earlier)
+        if step is not None:
+            self.drawn[name] = drawn  # an interrupted step need not draw them again
+        if interrupted is not None:
+            raise interrupted
+        rollout = self._gather(prompts, sampling.n, drawn)
 
         lengths.update(rollout.prompts.uid, rollout.response_lengths)
-        return Generated(rollout, engine_metrics([part.stats for part in parts]))
+        return Generated(rollout, engine_metrics(drawn.stats))
 
     def sleep(self) -> None:
         """Free the engine's memory while the models train."""
@@ -156,6 +171,18 @@ class Generator:
         for stream, lengths in self.lengths.items():
             lengths.load_state_dict(state[stream])
 
+    def drawn_state(self) -> dict[str, Any]:
+        """The samples of this step that have ended, which an interrupted step need not lose."""
+        return {name: drawn.state_dict() for name, drawn in self.drawn.items()}
+
+    def load_drawn_state(self, state: Mapping[str, Any]) -> None:
+        """Draw none of the samples again that `drawn_state` returned."""
+        self.drawn = {name: DrawnSamples.from_state(drawn) for name, drawn in state.items()}
+
+    def end_step(self) -> None:
+        """Forget the samples of this step."""
+        self.drawn.clear()
+
     def _assign(
         self, prompts: Prompts, sampling: SamplingParams, lengths: ResponseLengths
     ) -> list[list[Share]]:
@@ -164,47 +191,19 @@ class Generator:
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
         return assign(prompt_lengths, expected, sampling.n, len(self.groups.layout.replicas))
 
-    def _draw(
-        self, prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], phase: Phase
-    ) -> Finished:
-        """The samples of this replica's shares; a request is numbered by the place of its share.
-
-        If the run stops in this phase, samples that have not ended are missing.
-        """
-        requests = [
-            Request(
-                id=place,
-                prompt=prompts.token_ids[share.prompt],
-                uid=prompts.uid[share.prompt],
-                samples=share.samples,
-                sampling=sampling,
-            )
-            for place, share in enumerate(mine)
-        ]
-        with _named_memory_error("generating"):
-            return generate(self.engine, requests, phase.may_begin)
-
-    def _exchange(
-        self, n: int, shares: Sequence[Sequence[Share]], finished: Finished
-    ) -> list[ReplicaSamples]:
+    def _exchange(self, n: int, asked: Asked, finished: Finished) -> list[ReplicaSamples]:
         """What every replica has drawn; a sample's row is its place in the batch."""
-        mine = shares[self.groups.replica]
         rows = [
-            mine[sample.request_id].prompt * n + sample.sample_index for sample in finished.samples
+            asked.prompts[sample.request_id] * n + sample.sample_index
+            for sample in finished.samples
         ]
         sent = to_bytes(rows, finished.samples, finished.stats)
-        gathered = all_gather_ragged(sent, self.groups.replicas)
-        counts = [sum(len(part.samples) for part in share) for share in shares]
-        return [from_bytes(part, count) for part, count in zip(gathered, counts, strict=True)]
+        return [from_bytes(part) for part in all_gather_ragged(sent, self.groups.replicas)]
 
-    def _gather(self, prompts: Prompts, n: int, parts: Sequence[ReplicaSamples]) -> Rollout:
-        """Merge the replicas' samples into one rollout, in the order of the prompts."""
-        rows = torch.cat([part.rows for part in parts])
-        lengths = torch.cat([part.lengths for part in parts])
-        stopped = torch.cat([part.stopped for part in parts])
-        versions = torch.cat([part.versions for part in parts])
-        tokens = torch.cat([part.tokens for part in parts])
-        logprobs = torch.cat([part.logprobs for part in parts])
+    def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
+        """The samples as one rollout, in the order of the prompts."""
+        rows = drawn.rows
+        lengths = drawn.lengths
         total = len(prompts) * n
         assert torch.equal(rows.sort().values, torch.arange(total)), (
             "the replicas drew other samples than they had to"
@@ -213,17 +212,17 @@ class Generator:
         # The row and column of each token.
         row_of = rows.repeat_interleave(lengths)
         starts = lengths.cumsum(0) - lengths
-        position = torch.arange(len(tokens)) - starts.repeat_interleave(lengths)
+        position = torch.arange(len(drawn.tokens)) - starts.repeat_interleave(lengths)
 
         shape = (total, max(1, int(lengths.max())))
         response_ids = torch.zeros(shape, dtype=torch.int64)
         mask = torch.zeros(shape, dtype=torch.bool)
         token_versions = torch.full(shape, NO_VERSION, dtype=torch.int32)
         rollout_logprobs = torch.zeros(shape, dtype=torch.float32)
-        response_ids[row_of, position] = tokens.long()
+        response_ids[row_of, position] = drawn.tokens.long()
         mask[row_of, position] = True
-        token_versions[row_of, position] = versions.repeat_interleave(lengths).int()
-        rollout_logprobs[row_of, position] = logprobs
+        token_versions[row_of, position] = drawn.versions.repeat_interleave(lengths).int()
+        rollout_logprobs[row_of, position] = drawn.logprobs
 
         if not torch.isfinite(rollout_logprobs).all():
             row = int((~torch.isfinite(rollout_logprobs)).any(dim=1).nonzero()[0])
@@ -242,8 +241,54 @@ class Generator:
             loss_mask=mask,
             rollout_logprobs=rollout_logprobs,
             versions=token_versions,
-            stopped=torch.zeros(total, dtype=torch.bool).index_put((rows,), stopped.bool()),
+            stopped=torch.zeros(total, dtype=torch.bool).index_put((rows,), drawn.stopped.bool()),
         )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one replica is asked to draw.
+
+    Attributes:
+        requests: numbered by their place.
+        prompts: for each request, the index of its prompt.
+    """
+
+    requests: list[Request]
+    prompts: list[int]
+
+
+def requests_without(
+    prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], drawn: DrawnSamples | None
+) -> Asked:
+    """Requests for the samples of the shares `mine`, less those that have been drawn already."""
+    rows = set() if drawn is None else set(drawn.rows.tolist())
+    asked = Asked([], [])
+    for share in mine:
+        first_row = share.prompt * sampling.n
+        taken = {sample for sample in share.samples if first_row + sample in rows}
+        for samples in _gaps(share.samples, taken):
+            request = Request(
+                id=len(asked.requests),
+                prompt=prompts.token_ids[share.prompt],
+                uid=prompts.uid[share.prompt],
+                samples=samples,
+                sampling=sampling,
+            )
+            asked.requests.append(request)
+            asked.prompts.append(share.prompt)
+    return asked
+
+
+def _gaps(numbers: range, taken: AbstractSet[int]) -> list[range]:
+    """The parts of `numbers` that hold none of `taken`, which are some of them."""
+    gaps = []
+    begin = numbers.start
+    for number in sorted(taken):
+        gaps.append(range(begin, number))
+        begin = number + 1
+    gaps.append(range(begin, numbers.stop))
+    return [gap for gap in gaps if gap]
 
 
 def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:

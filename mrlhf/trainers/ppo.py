@@ -7,15 +7,18 @@ metrics included; nothing is kept from one phase to the next but what stands in 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
+from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
-from mrlhf.errors import TrainingError
+from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer
@@ -25,21 +28,25 @@ from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
 from mrlhf.run.export import export_checkpoint
+from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, start
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.ppo_setup import Parts, assemble
 from mrlhf.trainers.step_metrics import batch_metrics, sequence_lengths, trained_mini_batches
+from mrlhf.trainers.step_progress import StepProgress
 
 
 def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
     with start(config, config.distributed, config.trainer, config.seed) as run:
-        trainer = PPOTrainer(config, run, assemble(config, run))
-        trainer.fit()
+        checkpoint = find_checkpoint(run)
+        trainer = PPOTrainer(config, run, assemble(config, run, initial=checkpoint is None))
+        trainer.fit(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,13 @@ class Evaluated:
 
 
 class PPOTrainer:
-    """The loop over training steps, and what lasts from one step to the next."""
+    """The loop over training steps, and what lasts from one step to the next.
+
+    Attributes:
+        completed: the number of training steps that are done.
+        last_metrics: of the last of them; before the first step, those of the validation then.
+        progress: the step that is under way; None between steps.
+    """
 
     def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
         self.config = config
@@ -87,65 +100,122 @@ class PPOTrainer:
             stop=tuple(config.rollout.stop),
             seed=config.seed,
         )
+        self.completed = 0
+        self.last_metrics: Mapping[str, float] = {}
+        self.progress: StepProgress | None = None
+        self.checkpoints = Checkpoints(
+            run, config, parts.trained(), parts.steps, self.exports(config.trainer.save_hf)
+        )
 
-    def fit(self) -> None:
+    def fit(self, checkpoint: Checkpoint | None = None) -> None:
         """Train, validate, export the policy to `output_dir/actor`, and report.
 
         Every rank calls it.
+
+        Args:
+            checkpoint: what to go on from; None to begin anew.
+
+        Raises:
+            Interrupted: the run was asked to stop; a checkpoint is saved.
         """
         began = time.monotonic()
         parts = self.parts
         trainer = self.config.trainer
+        resumed = None
+        if checkpoint is not None:
+            self.restore(checkpoint)
+            resumed = ResumePoint(checkpoint.manifest.step, checkpoint.manifest.metrics)
+
         reporter = Reporter(
             self.run.is_main_rank,
             self.run.output_dir,
             trainer.tensorboard,
             parts.steps,
             PPO_COLUMNS,
+            resumed,
         )
         with reporter:
-            if trainer.val_before_train and parts.held_out is not None:
-                parts.generator.take_weights(version=0)
-                reporter.report(0, self.validate())
-            for step in range(1, parts.steps + 1):
-                reporter.report(step, self.step(step))
+            try:
+                self.train(reporter)
+            except Interrupted:
+                self.save_interrupted()
+                raise
 
-        checkpoint = self.run.output_dir / "actor"
-        export_checkpoint(
-            parts.actor.engine, parts.tokenizer, checkpoint, trainer.max_shard_size_mb
-        )
+        directory = self.run.output_dir / "actor"
+        export_checkpoint(parts.actor.engine, parts.tokenizer, directory, trainer.max_shard_size_mb)
         parts.scorer.close()
         if self.run.is_main_rank:
             seconds = time.monotonic() - began
-            closing_report(self.run.output_dir, checkpoint, parts.steps, seconds)
+            closing_report(self.run.output_dir, directory, parts.steps, seconds)
 
-    def step(self, number: int) -> dict[str, float]:
-        """Training step `number`, counted from 1; returns its metrics."""
+    def train(self, reporter: Reporter) -> None:
+        """The steps that are left, with what comes before the first one."""
+        trainer = self.config.trainer
+        is_new = self.completed == 0 and not self.last_metrics
+        if is_new and trainer.val_before_train and self.parts.held_out is not None:
+            self.parts.generator.take_weights(version=0)
+            self.last_metrics = self.validate()
+            reporter.report(0, self.last_metrics)
+
+        while self.completed < self.parts.steps:
+            with self.run.stops.phase("between steps"):
+                pass
+            if self.progress is None:
+                self.progress = self.begin_step(self.completed + 1)
+            metrics = self.step(self.progress)
+
+            self.completed = self.progress.number
+            self.last_metrics = metrics
+            self.progress = None
+            saved = self.checkpoints.after_step(self.completed, metrics, self.state_dict)
+            reporter.report(self.completed, metrics | saved)
+        self.checkpoints.finish()
+
+    def begin_step(self, number: int) -> StepProgress:
+        """Training step `number`, counted from 1, before anything is done for it."""
+        metrics: dict[str, float] = {
+            "training/global_step": number,
+            "training/epoch": self.parts.sampler.epoch,
+        }
+        return StepProgress(number, self.state_dict(), metrics)
+
+    def step(self, progress: StepProgress) -> dict[str, float]:
+        """The rest of a training step; returns its metrics."""
         parts = self.parts
+        number = progress.number
         timer = PhaseTimer(self.run.device.synchronize)
-        epoch = parts.sampler.epoch
 
         with timer("step"):
-            with timer("reshard"):
-                resharded = parts.generator.take_weights(version=number - 1)
-            collected = parts.collector.collect(number, self.sampling, timer)
+            collected = progress.collected or self.collect(progress, timer)
             cuts = self.cut(collected.rollout)
-            experience, training_metrics = self.learn(number, collected, cuts, timer)
+            experience, ref_logits = self.learn_from(progress, collected, cuts, timer)
+            self.update(progress, experience, cuts, ref_logits, timer)
+        parts.generator.end_step()
 
-        metrics: dict[str, float] = {"training/global_step": number, "training/epoch": epoch}
-        metrics |= collected.metrics | training_metrics
+        metrics = dict(progress.metrics)
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
         self.dump(number, collected, experience)
 
-        metrics |= {f"reshard/{name}": value for name, value in vars(resharded).items()}
         metrics |= batch_metrics(
             collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
         )
-        metrics |= self.utilisation(collected.rollout, cuts, training_metrics, timer.seconds)
+        metrics |= self.utilisation(collected.rollout, cuts, progress.metrics, timer.seconds)
         return metrics | timer.metrics()
+
+    def collect(self, progress: StepProgress, timer: PhaseTimer) -> Collected:
+        """Bring the weights into the engine, and generate and score responses."""
+        generator = self.parts.generator
+        with timer("reshard"):
+            resharded = generator.take_weights(version=progress.number - 1)
+        progress.metrics |= {f"reshard/{name}": value for name, value in vars(resharded).items()}
+
+        collected = self.parts.collector.collect(progress.number, self.sampling, timer)
+        progress.metrics |= collected.metrics
+        progress.collected = collected
+        return collected
 
     def cut(self, rollout: Rollout) -> Cuts:
         """Cut the batch for each model, once for all passes and updates of the step."""
@@ -164,14 +234,27 @@ class PPOTrainer:
             reference = parts.reference.engine.cut(sequences, prompt_lengths, "response")
         return Cuts(actor, critic, reference)
 
-    def learn(
-        self, number: int, collected: Collected, cuts: Cuts, timer: PhaseTimer
-    ) -> tuple[Experience, dict[str, float]]:
-        """Make experience of the responses, and train on it; returns it with all metrics."""
+    def learn_from(
+        self, progress: StepProgress, collected: Collected, cuts: Cuts, timer: PhaseTimer
+    ) -> tuple[Experience, Sequence[Tensor] | None]:
+        """Make experience of the responses, unless that is done.
+
+        Returns:
+            The experience, and the reference's logits of this rank's packs, if the actor's loss
+            needs them.
+        """
+        if progress.experience is not None:
+            ref_logits = None
+            if self.config.full_kl_in_loss:
+                assert self.parts.reference is not None
+                ref_logits = self.parts.reference.logits(cuts.actor)
+            return progress.experience, ref_logits
+
         evaluated = self.evaluate(collected.rollout, cuts, timer)
         experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
-        update_metrics = self.update(number, experience, cuts, evaluated.ref_logits, timer)
-        return experience, evaluated.metrics | reward_metrics | update_metrics
+        progress.metrics |= evaluated.metrics | reward_metrics
+        progress.experience = experience
+        return experience, evaluated.ref_logits
 
     def evaluate(self, rollout: Rollout, cuts: Cuts, timer: PhaseTimer) -> Evaluated:
         """Old and reference log-probabilities, and values."""
@@ -247,42 +330,46 @@ class PPOTrainer:
 
     def update(
         self,
-        number: int,
+        progress: StepProgress,
         experience: Experience,
         cuts: Cuts,
         ref_logits: Sequence[Tensor] | None,
         timer: PhaseTimer,
-    ) -> dict[str, float]:
-        """Train critic and actor; returns the metrics of both.
+    ) -> None:
+        """Train critic and actor, as far as that is not done.
 
         Raises:
             TrainingError: the gradients of a model could not be used too many times in a row; the
                 batch is saved.
         """
         try:
-            metrics = self.update_critic(experience, cuts, timer)
-            if number >= self.config.trainer.critic_warmup:
-                metrics |= self.update_actor(experience, cuts, ref_logits, timer)
+            if "critic" not in progress.updated:
+                progress.end_update("critic", self.update_critic(progress, experience, cuts, timer))
+            if "actor" in progress.updated:
+                return
+            if progress.number >= self.config.trainer.critic_warmup:
+                metrics = self.update_actor(progress, experience, cuts, ref_logits, timer)
+                progress.end_update("actor", metrics)
             elif self.config.algorithm.rollout_correction.bypass_mode:
                 # The update measures the actor in bypass mode; without one, a pass has to.
                 rollout = experience.rollout
-                metrics |= self.evaluate_actor(rollout, cuts.actor, None, timer)[1]
+                progress.metrics |= self.evaluate_actor(rollout, cuts.actor, None, timer)[1]
         except TrainingError as error:
-            raise self.with_saved_batch(error, number, experience) from error
-        return metrics
+            raise self.with_saved_batch(error, progress.number, experience) from error
 
     def update_critic(
-        self, experience: Experience, cuts: Cuts, timer: PhaseTimer
+        self, progress: StepProgress, experience: Experience, cuts: Cuts, timer: PhaseTimer
     ) -> dict[str, float]:
         """Train the critic, if there is one; returns its metrics."""
         if self.parts.critic is None:
             return {}
         assert cuts.critic is not None
         with timer("update_critic"):
-            return self.parts.critic.update(experience, cuts.critic)
+            return self.parts.critic.update(experience, cuts.critic, progress.critic)
 
     def update_actor(
         self,
+        progress: StepProgress,
         experience: Experience,
         cuts: Cuts,
         ref_logits: Sequence[Tensor] | None,
@@ -290,7 +377,7 @@ class PPOTrainer:
     ) -> dict[str, float]:
         """Train the actor; returns its metrics."""
         with timer("update_actor"):
-            updated = self.parts.actor.update(experience, cuts.actor, ref_logits)
+            updated = self.parts.actor.update(experience, cuts.actor, ref_logits, progress.actor)
         if updated.logprobs is None:
             return updated.metrics
         correction = self.config.algorithm.rollout_correction
@@ -340,6 +427,64 @@ class PPOTrainer:
             possible = seconds[f"update_{name}"] * self.run.world_size * peak_tflops * 1e12
             metrics[f"perf/mfu/{name}"] = flops / possible
         return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the models: where everything stands between two steps."""
+        parts = self.parts
+        return {
+            "sampler": parts.sampler.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "shaper": parts.shaper.state_dict(),
+            "response_lengths": parts.generator.state_dict(),
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError, DataError: it is of a run with other models or data.
+        """
+        parts = self.parts
+        state = self.checkpoints.restore(checkpoint)
+        parts.sampler.load_state_dict(state["sampler"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        parts.shaper.load_state_dict(state["shaper"])
+        parts.generator.load_state_dict(state["response_lengths"])
+
+        self.completed = checkpoint.manifest.step
+        self.last_metrics = checkpoint.manifest.metrics
+        if "drawn" in state:
+            parts.generator.load_drawn_state(state["drawn"])
+        if "progress" in state:
+            self.progress = StepProgress.from_state(state["progress"], parts.prompts.with_uids)
+
+    def save_interrupted(self) -> None:
+        """Save the run as it is, in the middle of a step or between two."""
+        progress = self.progress
+        unfinished = progress is not None
+        state: Mapping[str, Any]
+        if progress is None:
+            state = self.state_dict()
+        elif progress.experience is None:
+            # No model has changed in this step. It begins again, with the responses that it has.
+            drawn = self.parts.generator.drawn_state()
+            state = {**progress.before, "drawn": drawn}
+            unfinished = bool(drawn)
+        else:
+            state = {**self.state_dict(), "progress": progress.state_dict()}
+        self.checkpoints.save_interrupted(self.completed, self.last_metrics, state, unfinished)
+
+    def exports(self, save_hf: bool) -> dict[str, Callable[[Path], None]]:
+        """What is written into each checkpoint for other programs."""
+        if not save_hf:
+            return {}
+        parts = self.parts
+        max_shard_mb = self.config.trainer.max_shard_size_mb
+        return {
+            "hf": lambda directory: export_checkpoint(
+                parts.actor.engine, parts.tokenizer, directory, max_shard_mb
+            )
+        }
 
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""

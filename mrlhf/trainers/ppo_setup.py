@@ -42,7 +42,8 @@ class Parts:
     Attributes:
         tokenizer: the tokenizer of all models.
         held_out: the validation prompts, if there are any.
-        sampler: the order of training prompts.
+        prompts: the training prompts.
+        sampler: their order.
         steps: training steps of the run.
         critic: None if the advantage estimator needs no values.
         reference: None if no KL is asked for.
@@ -53,6 +54,7 @@ class Parts:
 
     tokenizer: Tokenizer
     held_out: Prompts | None
+    prompts: PromptDataset
     sampler: StatefulSampler
     steps: int
     actor: Actor
@@ -64,9 +66,22 @@ class Parts:
     collector: Collector
     samples_per_mini_batch: dict[str, int]
 
+    def trained(self) -> dict[str, ModelEngine]:
+        """The models that are trained, by role."""
+        trained = {"actor": self.actor.engine}
+        if self.critic is not None:
+            trained["critic"] = self.critic.engine
+        return trained
 
-def assemble(config: PPOConfig, run: Run) -> Parts:
+
+def assemble(config: PPOConfig, run: Run, initial: bool = True) -> Parts:
     """Read the data and build every part; every rank calls it.
+
+    Args:
+        config: the whole configuration.
+        run: this process's part in the job.
+        initial: whether the trained models get their initial weights. If a checkpoint follows, it
+            fills them.
 
     Raises:
         ConfigError, DataError, WeightError, RewardError: an input is missing or does not fit.
@@ -83,8 +98,8 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     steps = _steps(config, len(prompts))
 
     reward_model = _reward_model(config, run)
-    actor = _actor(config, run, tokenizer)
-    critic = _critic(config, run, tokenizer)
+    actor = _actor(config, run, tokenizer, initial)
+    critic = _critic(config, run, tokenizer, initial)
     reference = _reference(config, run, tokenizer)
     scorer = Scorer(config.reward, tokenizer, reward_model, actor.engine.groups.world, run.stops)
 
@@ -100,6 +115,7 @@ def assemble(config: PPOConfig, run: Run) -> Parts:
     return Parts(
         tokenizer=tokenizer,
         held_out=held_out,
+        prompts=prompts,
         sampler=sampler,
         steps=steps,
         actor=actor,
@@ -188,44 +204,44 @@ def _collector(
     )
 
 
-def _actor(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Actor:
-    engine = _engine(config, run, "actor", config.actor, "lm", tokenizer)
+def _actor(config: PPOConfig, run: Run, tokenizer: Tokenizer, initial: bool) -> Actor:
+    engine = _engine(run, "actor", config.actor, "lm", tokenizer)
+    if initial:
+        engine.load(config.actor.path, config.seed)
     settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
     return Actor(engine, settings, config.rollout.temperature)
 
 
-def _critic(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Critic | None:
+def _critic(config: PPOConfig, run: Run, tokenizer: Tokenizer, initial: bool) -> Critic | None:
     if not config.needs_critic:
         return None
-    engine = _engine(config, run, "critic", config.critic, "scalar", tokenizer)
+    engine = _engine(run, "critic", config.critic, "scalar", tokenizer)
+    if initial:
+        engine.load(config.critic.path, config.seed)
     return Critic(engine, config.critic)
 
 
 def _reference(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Reference | None:
     if not config.needs_reference:
         return None
-    engine = _engine(config, run, "reference", config.reference, "lm", tokenizer)
+    engine = _engine(run, "reference", config.reference, "lm", tokenizer)
+    engine.load(config.reference.path, config.seed)
     return Reference(engine, config.rollout.temperature)
 
 
 def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
     if config.reward_model is None:
         return None
-    return RewardModel(_engine(config, run, "reward_model", config.reward_model, "scalar", None))
+    engine = _engine(run, "reward_model", config.reward_model, "scalar", None)
+    engine.load(config.reward_model.path, config.seed)
+    return RewardModel(engine)
 
 
 def _engine(
-    config: PPOConfig,
-    run: Run,
-    name: str,
-    section: RoleSection,
-    head: Head,
-    tokenizer: Tokenizer | None,
+    run: Run, name: str, section: RoleSection, head: Head, tokenizer: Tokenizer | None
 ) -> ModelEngine:
-    """The model of role `name` with its weights, checked against `tokenizer` if there is one."""
+    """The model of role `name` without weights, checked against `tokenizer` if there is one."""
     spec = load_spec(section.path, head)
     if tokenizer is not None:
         check_vocabulary(name, spec, tokenizer)
-    engine = ModelEngine(section, spec, run.groups(name, section), run.device, run.stops)
-    engine.load(section.path, config.seed)
-    return engine
+    return ModelEngine(section, spec, run.groups(name, section), run.device, run.stops)

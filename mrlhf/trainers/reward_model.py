@@ -6,7 +6,7 @@ each comparison. It knows the loss and the pair accuracy; the loop is in `superv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -93,7 +93,7 @@ class PreferenceLearning:
             "val/loss": float(-logsigmoid(margin).mean()),
         }
 
-    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
         held_out = self._held_out is not None
         return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}

@@ -5,7 +5,7 @@ It knows the loss. The loop is in `supervised`; token ids come from `data`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class FineTuning:
         logprobs = TokenLogprobs(engine, temperature=1.0).of_batch(packs, mask)
         return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / mask.sum())}
 
-    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`sft_loss`: on the held-out rows, or of the last step where there are none."""
         return {"sft_loss": metrics["val/loss"] if self._held_out else metrics["sft/loss"]}
 

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import SupervisedConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import TrainingError
+from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight import check_vocabulary
 from mrlhf.run.export import export_checkpoint
+from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run
 from mrlhf.run.summary import write_summary
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
 from mrlhf.training.engine import ModelEngine
 
 
@@ -43,7 +47,7 @@ class SupervisedTask(Protocol):
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """Metrics on the held-out rows; empty if there are no such rows."""
 
-    def summary(self, metrics: dict[str, float]) -> dict[str, float]:
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The few numbers that the run is judged by, from the last step's metrics."""
 
 
@@ -59,7 +63,14 @@ class SupervisedTrainer:
         task: SupervisedTask,
         batch_size: int,
     ) -> None:
-        """Build the model with its optimizer; every rank calls it."""
+        """Build the model with its optimizer, and go on from a checkpoint if there is one.
+
+        Every rank calls it.
+
+        Raises:
+            CheckpointError, DataError: the checkpoint is damaged, or of a run with another model or
+                other data.
+        """
         check_vocabulary("model", spec, tokenizer)
         self._run = run
         self._tokenizer = tokenizer
@@ -70,48 +81,111 @@ class SupervisedTrainer:
             len(task), batch_size, seed=config.seed, shuffle=config.data.shuffle
         )
 
+        checkpoint = find_checkpoint(run)
         groups = run.groups("model", config.model)
         self._engine = ModelEngine(config.model, spec, groups, run.device, run.stops)
-        if config.model.init == "random":
-            self._engine.initialise(config.seed)
-        else:
-            self._engine.load(config.model.path, config.seed)
+        if checkpoint is None:
+            if config.model.init == "random":
+                self._engine.initialise(config.seed)
+            else:
+                self._engine.load(config.model.path, config.seed)
         self._engine.attach_optimizer(config.optim, self._steps)
 
+        self._completed = 0
+        self._metrics: Mapping[str, float] = {}
+        self._trained: dict[str, float] | None = None
+        self._resumed: ResumePoint | None = None
+        self._checkpoints = Checkpoints(
+            run, config, {"model": self._engine}, self._steps, self._exports()
+        )
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
     def fit(self) -> None:
-        """Train, export the model to `output_dir/model`, write the summary; every rank calls it."""
+        """Train, export the model to `output_dir/model`, write the summary; every rank calls it.
+
+        Raises:
+            Interrupted: the run was asked to stop; a checkpoint is saved.
+        """
         began = time.monotonic()
-        metrics: dict[str, float] = {}
         reporter = Reporter(
             self._run.is_main_rank,
             self._run.output_dir,
             self._section.tensorboard,
             self._steps,
             self._task.columns,
+            self._resumed,
         )
         with reporter:
-            for step in range(1, self._steps + 1):
-                metrics = self._train(step)
-                reporter.report(step, metrics)
-        self._finish(metrics, began)
+            while self._completed < self._steps:
+                self._one_step(self._completed + 1, reporter)
+            self._checkpoints.finish()
+        self._finish(self._metrics, began)
+
+    def _one_step(self, number: int, reporter: Reporter) -> None:
+        """Training step `number` with all that belongs to it, or the rest of it."""
+        before = self._state()
+        try:
+            with self._run.stops.phase("between steps"):
+                pass
+            metrics = self._train(number)
+        except Interrupted:
+            # Until the optimizer has taken its step, nothing has changed but the sampler.
+            trained = self._trained
+            state = before if trained is None else {**self._state(), "trained": trained}
+            self._checkpoints.save_interrupted(
+                self._completed, self._metrics, state, unfinished_step=trained is not None
+            )
+            raise
+
+        self._completed = number
+        self._metrics = metrics
+        self._trained = None
+        saved = self._checkpoints.after_step(number, metrics, self._state)
+        reporter.report(number, metrics | saved)
 
     def _train(self, number: int) -> dict[str, float]:
         """Training step `number`, and the validation that is due; returns the metrics of both."""
         timer = PhaseTimer(self._run.device.synchronize)
-        rows = next(self._sampler)
-        with timer("step"):
-            try:
-                metrics = self._task.step(self._engine, rows)
-            except TrainingError as error:
-                raise self._with_saved_rows(error, number, rows) from error
+        if self._trained is None:
+            rows = next(self._sampler)
+            with timer("step"):
+                try:
+                    metrics = self._task.step(self._engine, rows)
+                except TrainingError as error:
+                    raise self._with_saved_rows(error, number, rows) from error
+            tokens = metrics["perf/total_num_tokens"]
+            metrics["perf/throughput"] = tokens / timer.seconds["step"]
+            self._trained = metrics
 
+        metrics = dict(self._trained)
         if self._section.test_is_due(number, self._steps):
             with timer("testing"):
                 metrics |= self._task.validate(self._engine)
+        return metrics | timer.metrics()
 
-        metrics |= timer.metrics()
-        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timer.seconds["step"]
-        return metrics
+    def _state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the model."""
+        return {"sampler": self._sampler.state_dict()}
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        state = self._checkpoints.restore(checkpoint)
+        self._sampler.load_state_dict(state["sampler"])
+        self._trained = state.get("trained")
+        self._completed = checkpoint.manifest.step
+        self._metrics = checkpoint.manifest.metrics
+        self._resumed = ResumePoint(self._completed, self._metrics)
+
+    def _exports(self) -> dict[str, Callable[[Path], None]]:
+        """What is written into each checkpoint for other programs."""
+        if not self._section.save_hf:
+            return {}
+
+        def export(directory: Path) -> None:
+            max_shard_mb = self._section.max_shard_size_mb
+            export_checkpoint(self._engine, self._tokenizer, directory, max_shard_mb)
+
+        return {"hf": export}
 
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
@@ -125,7 +199,7 @@ class SupervisedTrainer:
             f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
         )
 
-    def _finish(self, metrics: dict[str, float], began: float) -> None:
+    def _finish(self, metrics: Mapping[str, float], began: float) -> None:
         checkpoint = self._run.output_dir / "model"
         max_shard_mb = self._section.max_shard_size_mb
         export_checkpoint(self._engine, self._tokenizer, checkpoint, max_shard_mb)

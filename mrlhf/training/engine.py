@@ -265,6 +265,16 @@ class ModelEngine:
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self._stops)
 
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs beside weights and moments."""
+        assert self.optimizer is not None, "a frozen model has no state"
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a state that `state_dict` gave."""
+        assert self.optimizer is not None, "a frozen model has no state"
+        self.optimizer.load_state_dict(state)
+
     def train_mini_batch(
         self,
         packs: Sequence[Pack],

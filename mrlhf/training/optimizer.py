@@ -222,7 +222,9 @@ class ShardedOptimizer:
                 continue
 
             # Without it, a bfloat16 parameter knows its main weight, and a float32 one is its own.
-            main = parameter.main_param if parameter.dtype == torch.bfloat16 else parameter
+            main = parameter
+            if parameter.dtype == torch.bfloat16:
+                main = vars(parameter)["main_param"]
             return optimizer.optimizer, 0, main
         return None
 

@@ -294,7 +294,7 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
         for number in (1, 2):
             actor_before = _fingerprint(parts.actor)
             critic_before = _fingerprint(parts.critic)
-            metrics = trainer.step(number)
+            metrics = trainer.step(trainer.begin_step(number))
             steps.append(
                 Step(
                     metrics,

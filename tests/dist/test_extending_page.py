@@ -150,7 +150,7 @@ def _in_ranks(
         run = Run(CPU, rank, world_size, factory, directory)
         trainer = PPOTrainer(config, run, assemble(config, run))
         try:
-            metrics[name] = [trainer.step(number) for number in (1, 2)]
+            metrics[name] = [trainer.step(trainer.begin_step(number)) for number in (1, 2)]
             trainer.parts.actor.engine.export(directory / "actor", 10**9)
         finally:
             trainer.parts.scorer.close()

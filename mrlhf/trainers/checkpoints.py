@@ -1,0 +1,203 @@
+"""When a trainer saves, what it goes on from, and what stays on disk.
+
+The trainer says what its state is. This file does not know what is in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.checkpoint.frozen import check_frozen, fingerprint
+from mrlhf.checkpoint.manifest import MANIFEST
+from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint
+from mrlhf.checkpoint.retention import Best, delete_old, is_due
+from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.config.roots import PPOConfig, SupervisedConfig
+from mrlhf.errors import CheckpointError
+from mrlhf.run.directory import CHECKPOINTS
+from mrlhf.run.startup import Run
+from mrlhf.training.engine import ModelEngine
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run; every rank calls each method together."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: PPOConfig | SupervisedConfig,
+        models: Mapping[str, ModelEngine],
+        last_step: int,
+        exports: Mapping[str, Callable[[Path], None]],
+    ) -> None:
+        """Save nothing yet.
+
+        Args:
+            run: this process's part in the job.
+            config: the whole configuration.
+            models: the trained models, by role.
+            last_step: of the run.
+            exports: what else is written into each checkpoint; see `Contents`.
+        """
+        self._run = run
+        self._section = config.trainer
+        self._models = models
+        self._last_step = last_step
+        self._exports = exports
+
+        frozen = {}
+        for role, section in config.roles().items():
+            if role not in models:
+                frozen[role] = fingerprint(section.path)
+        self._frozen = frozen
+        identity = RunIdentity(type(config).__name__, config.model_dump(), frozen)
+        directory = run.output_dir / CHECKPOINTS
+        self._saver = Saver(directory, identity, _world(), config.trainer.async_save)
+        self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
+        self._last_saved = time.monotonic()
+        self._saved_step: int | None = None
+
+    def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Bring back models and random numbers; returns the trainer's own state.
+
+        Raises:
+            CheckpointError: the checkpoint is of another kind of run, or of other models.
+        """
+        check_frozen(checkpoint.manifest.frozen, self._frozen)
+        checkpoint.load_models(self._models)
+        checkpoint.restore_random_numbers()
+        state = checkpoint.state
+        for role, engine in self._models.items():
+            engine.load_state_dict(state["models"][role])
+        self._best.load_state_dict(state["best"])
+        self._saved_step = checkpoint.manifest.step
+
+        if self._run.is_main_rank:
+            manifest = checkpoint.manifest
+            part = " and a part of the next" if manifest.unfinished_step else ""
+            logger.info("going on from %s: step %d%s", checkpoint.path, manifest.step, part)
+        own: dict[str, Any] = state["trainer"]
+        return own
+
+    def after_step(
+        self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
+    ) -> dict[str, float]:
+        """Save a checkpoint after step `step` if one is due; it may still be written afterwards.
+
+        One that cannot be written is reported, and training goes on: there is the one before it.
+
+        Returns:
+            `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
+        """
+        began = time.monotonic()
+        improved = self._best.is_improved_by(step, metrics)
+        if not self._is_due(step, improved):
+            waited = self._attempt(lambda: self._saver.finish(wait=False))
+        else:
+            contents = self._contents(step, metrics, state(), unfinished_step=False)
+            waited = self._attempt(lambda: self._saver.save(contents))
+            self._last_saved = time.monotonic()
+            self._saved_step = step
+        return {"timing_s/save_checkpoint": time.monotonic() - began} if waited else {}
+
+    def save_interrupted(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        state: Mapping[str, Any],
+        unfinished_step: bool,
+    ) -> None:
+        """Save before the run ends early; returns when the checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.finish()
+        if unfinished_step or self._saved_step != step:
+            self._saver.save(self._contents(step, metrics, state, unfinished_step))
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saver.finish(wait=True) is not None:
+            self._delete_old()
+
+    def _contents(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        state: Mapping[str, Any],
+        unfinished_step: bool,
+    ) -> Contents:
+        whole = {
+            "trainer": state,
+            "models": {role: engine.state_dict() for role, engine in self._models.items()},
+            "best": self._best.state_dict(),
+        }
+        return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
+
+    def _is_due(self, step: int, improved: bool) -> bool:
+        """Whether to save after step `step`; rank 0 looks at the clock for all."""
+        elapsed = time.monotonic() - self._last_saved
+        due = is_due(self._section, step, self._last_step, elapsed, improved)
+        if self._section.save_every_minutes is None:
+            return due
+        verdict = torch.tensor(float(due), dtype=torch.float32)
+        dist.broadcast(verdict, src=0, group=_world())
+        return bool(verdict)
+
+    def _attempt(self, save: Callable[[], Path | None]) -> bool:
+        """Save or go on saving; returns whether there was anything to do."""
+        try:
+            saved = save()
+        except CheckpointError as error:
+            if self._run.is_main_rank:
+                logger.error("%s; training goes on", error)
+            return True
+        if saved is not None:
+            self._delete_old()
+        return saved is not None or self._saver.is_saving
+
+    def _delete_old(self) -> None:
+        if self._run.is_main_rank:
+            delete_old(self._saver.directory, self._section.max_to_keep, self._best.step)
+
+
+def find_checkpoint(run: Run) -> Checkpoint | None:
+    """What this run goes on from, read and checked before a model is built; None to begin anew.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them is whole.
+    """
+    source = run.resume_from
+    if source is None:
+        return None
+    if (source / MANIFEST).is_file():
+        return open_checkpoint(source, _world())
+
+    checkpoint = newest_checkpoint(source, _world())
+    if checkpoint is None:
+        raise CheckpointError(
+            f"no checkpoint in {source} is whole; restore one, or set trainer.overwrite=true to "
+            "delete the run and begin anew"
+        )
+    return checkpoint
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world

@@ -1,0 +1,89 @@
+"""How far a PPO step has come, so that a step that was interrupted can go on.
+
+It does not know how a step is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mrlhf.batch import Experience, Prompts
+from mrlhf.checkpoint.state_tree import object_from, state_of
+from mrlhf.roles.update_progress import UpdateProgress
+from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.scoring import Scores
+
+
+@dataclass
+class StepProgress:
+    """What a training step has produced so far; the same on every rank.
+
+    Attributes:
+        number: of the step, from 1.
+        before: the trainer's state when the step began.
+        metrics: measured so far.
+        collected: the responses with their scores.
+        experience: what was made of them. From here on the models change.
+        critic: the update of the critic.
+        actor: the update of the actor.
+        updated: the roles whose update is complete.
+    """
+
+    number: int
+    before: Mapping[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    collected: Collected | None = None
+    experience: Experience | None = None
+    critic: UpdateProgress = field(default_factory=UpdateProgress)
+    actor: UpdateProgress = field(default_factory=UpdateProgress)
+    updated: list[str] = field(default_factory=list)
+
+    def end_update(self, role: str, metrics: Mapping[str, float]) -> None:
+        """Take note that the update of `role` is complete."""
+        self.metrics |= metrics
+        self.updated.append(role)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the rest of the step needs; prompts are named by their uid."""
+        assert self.collected is not None and self.experience is not None
+        experience = state_of(self.experience)
+        experience["rollout"]["prompts"] = self.experience.rollout.prompts.uid
+
+        collected = state_of(self.collected)
+        del collected["rollout"]  # it is the experience's
+        return {
+            "number": self.number,
+            "metrics": self.metrics,
+            "collected": collected,
+            "experience": experience,
+            "critic": self.critic.state_dict(),
+            "actor": self.actor.state_dict(),
+            "updated": self.updated,
+        }
+
+    @staticmethod
+    def from_state(
+        state: Mapping[str, Any], prompts_of: Callable[[Sequence[int]], Prompts]
+    ) -> StepProgress:
+        """The inverse of `state_dict`; `prompts_of` gives the prompts with these uids."""
+        rollout = state["experience"]["rollout"]
+        prompts = prompts_of(rollout["prompts"])
+        experience = object_from(
+            Experience, {**state["experience"], "rollout": {**rollout, "prompts": prompts}}
+        )
+        scores = object_from(Scores, state["collected"]["scores"])
+        collected = Collected(
+            **{**state["collected"], "scores": scores, "rollout": experience.rollout}
+        )
+        return StepProgress(
+            number=state["number"],
+            before={},
+            metrics=dict(state["metrics"]),
+            collected=collected,
+            experience=experience,
+            critic=UpdateProgress.from_state(state["critic"]),
+            actor=UpdateProgress.from_state(state["actor"]),
+            updated=list(state["updated"]),
+        )
