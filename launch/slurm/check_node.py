@@ -21,7 +21,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 BAD_INPUT = 2
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
@@ -101,10 +100,9 @@ def _check_cpus(ranks: int) -> None:
 
 def _software() -> str:
     """The versions of Python, of what mrlhf stands on, and of mrlhf's own source."""
-    sys.path.insert(0, str(ROOT))
     source = find_spec("mrlhf")
     if source is None or source.origin is None:
-        raise NodeError(f"{sys.executable} finds no mrlhf; set REPO and PYTHON")
+        raise NodeError(f"{sys.executable} finds no mrlhf; install it, or set PYTHON")
 
     digest = hashlib.sha256()
     for file in sorted(Path(source.origin).parent.rglob("*.py")):

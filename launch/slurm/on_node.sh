@@ -24,8 +24,8 @@ fi
 # Slurm sends signals to every process of the node. SIGUSR1 must not end one that has no handler for
 # it yet, and this shell must outlive torchrun, to which Slurm gives KillWait seconds after SIGTERM.
 trap '' USR1
-trap : TERM
-code=0
+trap 'ended=1' TERM
+ended='' code=0
 "${command[@]}" "$@" || code=$?
 
 # With --kill-on-bad-exit, an exit code of 75 here would end the other nodes, which are about to
@@ -33,5 +33,7 @@ code=0
 if ((code == INTERRUPTED)); then
     touch "$attempt/interrupted"
     code=0
+elif [[ -n $ended ]] && ((code > 1)); then
+    code=1 # srun tells the highest code: that of the node that failed
 fi
 exit "$code"

@@ -21,7 +21,6 @@ import psutil
 NODES = ("n1", "n2")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 DAEMONS = ("slurmctld", "slurmd", "sbatch", "munged")
-PENDING = ("PENDING", "REQUEUED", "CONFIGURING")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -68,6 +67,7 @@ class Cluster:
         self.root = root
         self.environment = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._hastened: set[tuple[str, str]] = set()
 
     def start(self) -> None:
         """Start the daemons and wait until both nodes are idle.
@@ -127,33 +127,78 @@ class Cluster:
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
     def wait_until_ended(self, job: str, timeout_s: float = 300.0) -> dict[str, str]:
-        """Wait for the end of a job, and say what became of it.
-
-        A job that was put back into the queue starts again at once, where Slurm would wait for two
-        minutes.
-        """
+        """Wait for the end of a job, and say what became of it."""
 
         def ended() -> bool:
-            shown = self.show(job)
-            if shown["JobState"] in PENDING and int(shown["Restarts"]) > 0:
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-            return shown["JobState"] in ENDED
+            return self._show_started(job)["JobState"] in ENDED
 
         self.wait(ended, f"job {job} to end", timeout_s)
         return self.show(job)
 
-    def kill_node(self, node: str) -> None:
-        """End everything that runs on a node at once, as a loss of power does."""
+    def wait_for_restart(self, job: str, number: int) -> None:
+        """Wait until a job has been put back into the queue for the `number`th time."""
+        self.wait_in_job(
+            job, lambda: int(self.show(job)["Restarts"]) == number, f"restart {number}"
+        )
+
+    def wait_in_job(
+        self, job: str, condition: Callable[[], bool], what: str, timeout_s: float = 120.0
+    ) -> None:
+        """Wait for something that a job does before it ends."""
+
+        def fulfilled() -> bool:
+            shown = self._show_started(job)
+            if condition():
+                return True
+            assert shown["JobState"] not in ENDED, (
+                f"waited for {what}, but job {job} has ended with {shown['ExitCode']}:\n"
+                + Path(shown["StdOut"]).read_text()
+            )
+            return False
+
+        self.wait(fulfilled, what, timeout_s)
+
+    def _show_started(self, job: str) -> dict[str, str]:
+        """What Slurm says of a job; one that was put back starts soon, not after two minutes.
+
+        A node refuses a job that starts in the second in which it was put back.
+        """
+        shown = self.show(job)
+        start = (job, shown["Restarts"])
+        waits = shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime"
+        if waits and start not in self._hastened:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
+            self._hastened.add(start)
+        return shown
+
+    def kill_node(self, node: str, silently: bool) -> None:
+        """Kill the daemon of a node and all that runs on the node.
+
+        Args:
+            node: its name.
+            silently: as a loss of power does; otherwise Slurm is told that the job's processes have
+                been killed.
+        """
         daemon = self._daemons.pop(node)
-        for process in psutil.process_iter(["environ"]):
-            variables = process.info["environ"] or {}
-            ours = variables.get("SLURM_CONF") == self.environment["SLURM_CONF"]
-            if ours and variables.get("SLURMD_NODENAME") == node:
-                process.kill()
-        for process in psutil.Process(daemon.pid).children(recursive=True):
-            process.kill()
         daemon.kill()
         daemon.wait(timeout=60)
+
+        processes = self._processes_on(node)
+        if silently:
+            parents = [process.parent() for process in processes]
+            keepers = {parent for parent in parents if parent and parent.name() == "slurmstepd"}
+            processes = [*keepers, *processes]
+        for process in processes:
+            process.kill()
+
+    def _processes_on(self, node: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["environ"]):
+            variables = process.info["environ"] or {}
+            is_ours = variables.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            if is_ours and variables.get("SLURMD_NODENAME") == node:
+                found.append(process)
+        return found
 
     def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
         """Ask again and again until the condition holds."""
@@ -222,7 +267,7 @@ class Cluster:
             "JobRequeue=1",
             "KillWait=20",
             "SlurmctldTimeout=10",
-            "SlurmdTimeout=10",
+            "SlurmdTimeout=5",
         ]
         for node, port in zip(NODES, ports, strict=True):
             lines.append(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.programs import succeed, torchrun
 from tests.slurm.cluster import Cluster, Unavailable, install, running
-from tests.slurm.tiny_runs import write_inputs
+from tests.slurm.tiny_runs import Gate, write_inputs
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +33,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of `ppo.yaml` in two ranks on one machine, without Slurm; with a `job.log`."""
-    output = tmp_path_factory.mktemp("undisturbed")
-    keys = ["--config", str(inputs / "ppo.yaml"), f"trainer.output_dir={output}"]
+    root = tmp_path_factory.mktemp("undisturbed")
+    gate = Gate(root / "gate")
+    gate.make()
+    output = root / "out"
+    keys = ["--config", str(inputs / "ppo.yaml"), f"trainer.output_dir={output}", gate.reward]
     log = succeed(torchrun(2, ["launch/train_ppo.py", *keys]))
     (output / "job.log").write_text(log, encoding="utf-8")
     return output

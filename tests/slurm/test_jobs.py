@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT, read_lines
+from tests.e2e.programs import ROOT
 from tests.slurm.cluster import NODES, Cluster
-from tests.slurm.tiny_runs import records
+from tests.slurm.tiny_runs import Gate, records
 
 SCRIPT = "launch/slurm/train_ppo.sbatch"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -39,17 +39,67 @@ def submit(cluster: Cluster, log: Path, *arguments: str, **variables: str) -> st
     return cluster.submit("sbatch", *place, *arguments, **variables)
 
 
-def test_runs_on_two_nodes(finished: Path) -> None:
-    steps = [record for record in read_lines(finished / "metrics.jsonl") if record["step"] > 0]
-    assert [record["step"] for record in steps] == [1, 2, 3, 4]
-    assert all(record["reshard/bytes_moved"] > 0 for record in steps)
+def test_runs_on_two_nodes_with_the_numbers_of_one_machine(
+    cluster: Cluster, inputs: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.make()
+    output = tmp_path / "out"
+    log = tmp_path / "job.out"
+    keys = [SCRIPT, "--config", f"{inputs}/ppo.yaml", gate.reward]
+    ended = cluster.wait_until_ended(submit(cluster, log, *keys, OUTPUT_DIR=str(output)))
+    assert ended["ExitCode"] == "0:0", log.read_text()
+    assert_same_run(output, undisturbed)
 
-    attempt = finished / "logs" / "attempt_0"
+    attempt = output / "logs" / "attempt_0"
     lines = (attempt / "nodes.txt").read_text().splitlines()
     assert sorted(line.split()[0] for line in lines) == list(NODES)
     logs = [list((attempt / node).rglob("stderr.log")) for node in NODES]
     assert all(len(files) == 1 for files in logs)
     assert sum("step 4/4" in files[0].read_text() for files in logs) == 1
+
+
+def test_whatever_stops_a_job_its_numbers_stay(
+    cluster: Cluster, inputs: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.make()
+    output = tmp_path / "out"
+    log = tmp_path / "job.out"
+    keys = [SCRIPT, "--config", f"{inputs}/ppo.yaml", gate.reward]
+
+    # Line 1 of the metrics is the validation before the first step.
+    gate.close_after(2, output)
+    job = submit(cluster, log, *keys, OUTPUT_DIR=str(output))
+    cluster.wait_in_job(job, gate.reached.exists, "scoring in step 2")
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    gate.open()
+    cluster.wait_for_restart(job, 1)
+    assert "interrupted, and the state is saved; queueing the job again" in log.read_text()
+
+    gate.close_after(3, output)
+    cluster.wait_in_job(job, gate.reached.exists, "scoring in step 3")
+    cluster.run("scontrol", "requeue", job)
+    gate.open()
+    cluster.wait_for_restart(job, 2)
+
+    for restart, silently in ((3, False), (4, True)):
+        gate.close_after(4, output)
+        cluster.wait_in_job(job, gate.reached.exists, "scoring in step 4")
+        cluster.kill_node("n2", silently)
+        gate.open()
+        cluster.wait_for_restart(job, restart)
+        cluster.start_node("n2")
+    text = log.read_text()
+    assert text.count("a node does not answer; queueing the job again") == 1
+    assert text.count("DUE TO NODE FAILURE") == 1
+
+    ended = cluster.wait_until_ended(job)
+    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "4"), log.read_text()
+    assert [path.name for path in sorted((output / "logs").iterdir())] == [
+        f"attempt_{number}" for number in range(5)
+    ]
+    assert_same_run(output, undisturbed)
 
 
 def test_array_in_a_container(cluster: Cluster, inputs: Path, tmp_path: Path) -> None:
@@ -118,16 +168,10 @@ def test_a_node_that_cannot_run_it_ends_the_job_early(
     assert not (tmp_path / "out" / "config.yaml").exists()
 
 
-@pytest.fixture(scope="module")
-def finished(cluster: Cluster, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a job that nothing has disturbed."""
-    root = tmp_path_factory.mktemp("finished")
-    job = submit(
-        cluster,
-        root / "job.out",
-        *(SCRIPT, "--config", f"{inputs}/ppo.yaml"),
-        OUTPUT_DIR=str(root / "out"),
-    )
-    ended = cluster.wait_until_ended(job)
-    assert ended["ExitCode"] == "0:0", (root / "job.out").read_text()
-    return root / "out"
+def assert_same_run(output: Path, expected: Path) -> None:
+    """The metrics and the final weights of two runs are equal bit for bit."""
+    assert records(output) == records(expected)
+    weights = [file.relative_to(expected) for file in expected.glob("actor/*.safetensors")]
+    assert weights
+    for name in weights:
+        assert (output / name).read_bytes() == (expected / name).read_bytes()

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import ROOT
-from tests.slurm.tiny_runs import records
+from tests.slurm.tiny_runs import Gate, records
 from tests.slurm.two_hosts import ADDRESSES, INTERFACE, Forbidden, command_on, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OVER_THE_NETWORK = "ranks [0, 1] share no memory"
 
 
-def start(host: str, number: int, config: Path, output: Path) -> subprocess.Popen[str]:
+def start(host: str, number: int, arguments: list[str], output: Path) -> subprocess.Popen[str]:
     """Start what a job of Slurm starts on node `number`."""
     variables = {
         "SLURM_NODEID": str(number),
@@ -32,10 +32,10 @@ def start(host: str, number: int, config: Path, output: Path) -> subprocess.Pope
         *("--rdzv-backend=c10d", "--rdzv-id=7", f"--rdzv-endpoint={ADDRESSES[0]}:29400"),
         *("--redirects=3", "--tee=3"),
     ]
-    program = ["launch/train_ppo.py", "--config", str(config), f"trainer.output_dir={output}"]
+    program = ["launch/train_ppo.py", *arguments, f"trainer.output_dir={output}"]
     on_node = ["bash", "launch/slurm/on_node.sh", str(output / "logs"), INTERFACE]
     return subprocess.Popen(
-        command_on(host, [*on_node, *torchrun, *program, "rollout.verify_reshard=true"]),
+        command_on(host, [*on_node, *torchrun, *program]),
         cwd=ROOT,
         env={**os.environ, **variables},
         stdout=subprocess.PIPE,
@@ -47,12 +47,15 @@ def start(host: str, number: int, config: Path, output: Path) -> subprocess.Pope
 def test_numbers_are_those_of_one_machine(undisturbed: Path, inputs: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
+    gate = Gate(tmp_path / "gate")
+    gate.make()
+    arguments = ["--config", f"{inputs}/ppo.yaml", "rollout.verify_reshard=true", gate.reward]
     try:
         with two_hosts() as hosts:
             agents = []
             try:
                 for number, host in enumerate(hosts):
-                    agents.append(start(host, number, inputs / "ppo.yaml", output))
+                    agents.append(start(host, number, arguments, output))
                 logs = [agent.communicate(timeout=240)[0] for agent in agents]
             finally:
                 for agent in agents:

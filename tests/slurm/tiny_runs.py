@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,66 @@ from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from tests import plain_ppo
 from tests.e2e.programs import read_lines
 
-# What no two runs have alike: times, and what follows from them or from where a run was interrupted.
+# What no two runs have alike: times, and what follows from them or from an interruption.
 FREE = ("timing", "perf/", "reshard/seconds", "rollout/")
+
+# A user's reward function. If the file `gate` holds a number and a path, a call waits as soon as
+# that file of metrics has that many lines, until the gate is gone; the file `reached` says so.
+REWARD = """
+import time
+from pathlib import Path
+
+GATE = Path({folder!r}) / "gate"
+REACHED = Path({folder!r}) / "reached"
+
+
+def variety(data_source, solution_str, ground_truth, extra_info):
+    while GATE.exists():
+        lines, metrics = GATE.read_text().split(maxsplit=1)
+        if not Path(metrics).exists() or Path(metrics).read_text().count("\\n") < int(lines):
+            break
+        REACHED.touch()
+        time.sleep(0.05)
+    return len(set(solution_str)) / 10
+"""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Holds up a run in the scoring of its responses, at the step that a test chooses.
+
+    Attributes:
+        folder: belongs to this gate.
+    """
+
+    folder: Path
+
+    @property
+    def reward(self) -> str:
+        """The override by which a run uses this gate's reward function."""
+        return f"reward.terms=[{{name: {self.folder}/reward.py:variety}}]"
+
+    def make(self) -> None:
+        """Write the reward function."""
+        self.folder.mkdir()
+        file = self.folder / "reward.py"
+        file.write_text(REWARD.format(folder=str(self.folder)), encoding="utf-8")
+
+    def close_after(self, lines: int, output: Path) -> None:
+        """Hold up the run as soon as it has written so many lines of metrics."""
+        self.reached.unlink(missing_ok=True)
+        new = self.folder / "new"
+        new.write_text(f"{lines} {output}/metrics.jsonl", encoding="utf-8")
+        new.replace(self.folder / "gate")
+
+    def open(self) -> None:
+        """Let the run go on."""
+        (self.folder / "gate").unlink()
+
+    @property
+    def reached(self) -> Path:
+        """A file that is there once the run waits."""
+        return self.folder / "reached"
 
 
 def write_inputs(root: Path) -> None:
@@ -61,7 +120,7 @@ def _ppo(root: Path) -> dict[str, Any]:
             "max_response_length": 12,
         },
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": kl_ctrl},
-        "trainer": {"total_steps": 4, "output_dir": "set by the job"},
+        "trainer": {"total_steps": 4, "save_freq": 1, "output_dir": "set by the job"},
         "distributed": {"timeout_s": 120.0},
     }
 

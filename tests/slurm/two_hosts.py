@@ -18,7 +18,7 @@ INTERFACE = "fabric0"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 # The host's own name, loopback and /dev/shm; then the command.
-_ENTER = f"""
+_ENTER = """
 hostname "$0"
 ip link set lo up
 mount -t tmpfs -o size=256m tmpfs /dev/shm
