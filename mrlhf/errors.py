@@ -39,3 +39,7 @@ class CheckpointError(MrlhfError, RuntimeError):
 
 class Interrupted(MrlhfError):
     """All ranks have agreed to stop, because of a signal or a time limit; the message says why."""
+
+
+class HangError(MrlhfError, TimeoutError):
+    """Ranks have waited for another one for too long."""

@@ -97,18 +97,61 @@ class Tally:
         return tally
 
 
+class CurrentPhase:
+    """The phase that this process is in, which any thread may read.
+
+    Attributes:
+        name: of the innermost phase.
+        entered: how many phases have begun or ended so far.
+    """
+
+    def __init__(self) -> None:
+        self.name = "start"
+        self.entered = 0
+        self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """How long the process has been in the phase, or back in it."""
+        return time.monotonic() - self._since
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Be in phase `name` in the body of a `with` statement.
+
+        If the body raises, the phase remains, since that is where the process fails.
+        """
+        outer = self.name
+        self._change(name)
+        yield
+        self._change(outer)
+
+    def _change(self, name: str) -> None:
+        self.name = name
+        self.entered += 1
+        self._since = time.monotonic()
+
+
 class PhaseTimer:
     """Measures the seconds of each phase of one step.
 
     Phases may nest. The seconds of a phase that is entered several times add up.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        """Call `synchronize`, if given, at both ends of a phase.
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        current: CurrentPhase | None = None,
+    ) -> None:
+        """Measure nothing yet.
 
-        An accelerator is still working when the call that started the work returns.
+        Args:
+            synchronize: called at both ends of a phase, if given: an accelerator is still working
+                when the call that started the work returns.
+            current: is told the phase.
         """
         self._synchronize = synchronize
+        self._current = current or CurrentPhase()
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -116,7 +159,8 @@ class PhaseTimer:
         """Measure the body of a `with` statement, even if it raises."""
         start = self._now()
         try:
-            yield
+            with self._current(phase):
+                yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
 

@@ -26,6 +26,7 @@ from mrlhf.checkpoint.manifest import (
     Manifest,
     StoredModel,
     StoredTensor,
+    check_sizes,
     checkpoint_name,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
@@ -99,7 +100,12 @@ class Saver:
     """Saves the checkpoints of one run into `directory`; every rank calls each method together."""
 
     def __init__(
-        self, directory: Path, identity: RunIdentity, world: dist.ProcessGroup, asynchronous: bool
+        self,
+        directory: Path,
+        identity: RunIdentity,
+        world: dist.ProcessGroup,
+        asynchronous: bool,
+        verify: Callable[[], None] | None = None,
     ) -> None:
         """Save nothing yet.
 
@@ -108,10 +114,13 @@ class Saver:
             identity: what every manifest says.
             world: all ranks of the job.
             asynchronous: let a thread write models while training goes on.
+            verify: rank 0 calls it before a checkpoint gets its name; it raises a CheckpointError
+                if the directory is no longer this run's.
         """
         self.directory = directory
         self._identity = identity
         self._world = world
+        self._verify = verify
         self._staging = Staging() if asynchronous else None
         self._pending: _Pending | None = None
 
@@ -250,7 +259,10 @@ class Saver:
         try:
             if not errors:
                 manifest = self._manifest(pending.contents, parts)
+                check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
                 write_bytes(pending.hidden, MANIFEST, manifest.to_json().encode())
+                if self._verify is not None:
+                    self._verify()
                 _replace(pending.hidden, path)
         except (CheckpointError, OSError) as failure:
             errors.append(str(failure))

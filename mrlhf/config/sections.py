@@ -271,6 +271,15 @@ class RewardSection(Section):
     timeout_s: Positive = Field(
         60.0, description="longest time that one call of a user's function may take, seconds"
     )
+    memory_mb: Count | None = Field(
+        16384,
+        description="most private memory of each process of a user's function, MB; null: no limit",
+    )
+    max_processes: Count | None = Field(
+        64,
+        description="most processes of a user's function at once, on each rank; they are counted "
+        "twice a second; null: no limit",
+    )
 
 
 class TrainerSection(Section):

@@ -173,8 +173,15 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
         # AutoTokenizer chooses a class by the model type in config.json, and some of these classes
         # (Qwen2) ignore tokenizer.json.
         loader = PreTrainedTokenizerFast if _is_generic(path) else AutoTokenizer
-        backend: PreTrainedTokenizerBase = loader.from_pretrained(path, local_files_only=True)
+        backend: PreTrainedTokenizerBase = loader.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"the tokenizer {path} needs Python code of its own (auto_map), which is never "
+                "run; save it anew as a plain tokenizer.json"
+            ) from None
         raise DataError(
             f"cannot load a tokenizer from {path}: {' '.join(str(error).split())}"
         ) from error

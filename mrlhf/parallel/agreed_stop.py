@@ -33,7 +33,7 @@ _STOP = "stop"
 class AgreedStop:
     """The stop points of one rank.
 
-    `phase` and `may_begin` are for the main thread; the other methods are for the watcher.
+    `phase` and `may_begin` are for the main thread; any thread may call the other methods.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -51,6 +51,7 @@ class AgreedStop:
         self._phase = 0
         self._place = _LEFT
         self._limit = _NOWHERE
+        self._looking = threading.Lock()
         self._changed = threading.Condition()
         self._reason = ""
         self._lost = ""
@@ -86,6 +87,11 @@ class AgreedStop:
         return place < self._limit or place < self._stop_place()
 
     @property
+    def place(self) -> int:
+        """The place that this rank has come to; it grows."""
+        return self._place
+
+    @property
     def asked(self) -> bool:
         """Whether this rank knows that a stop is asked for."""
         return bool(self._reason)
@@ -102,6 +108,20 @@ class AgreedStop:
         Returns:
             Whether the ranks are agreeing at the moment, so that it should be called again soon.
         """
+        with self._looking:
+            return self._look()
+
+    def missing(self) -> list[int]:
+        """The ranks that have not said where they are, once a stop is asked for."""
+        return [rank for rank, key in enumerate(self._place_keys) if not self._store.check([key])]
+
+    def lose(self, why: str) -> None:
+        """There will be no agreement any more: whoever waits for one gets a RuntimeError."""
+        with self._changed:
+            self._lost = why
+            self._changed.notify_all()
+
+    def _look(self) -> bool:
         if self._is_agreed:
             return False
         if not self._reason:
@@ -121,16 +141,6 @@ class AgreedStop:
             self._is_agreed = True
             self._changed.notify_all()
         return False
-
-    def missing(self) -> list[int]:
-        """The ranks that have not said where they are, once a stop is asked for."""
-        return [rank for rank, key in enumerate(self._place_keys) if not self._store.check([key])]
-
-    def lose(self, why: str) -> None:
-        """There will be no agreement any more: whoever waits for one gets a RuntimeError."""
-        with self._changed:
-            self._lost = why
-            self._changed.notify_all()
 
     def _hold(self) -> None:
         """Hold this rank before its next place, and publish the one where it is."""

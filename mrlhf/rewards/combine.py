@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 
 from mrlhf.errors import ConfigError, RewardError
-from mrlhf.rewards.custom import CustomReward, load_custom
+from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, RewardResult, Rule, Scored, split_score
 from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
 
@@ -66,7 +66,7 @@ class RewardFunction:
         self,
         terms: Sequence[tuple[str, float]],
         *,
-        timeout_s: float = 60.0,
+        limits: Limits | None = None,
         format_pattern: str = FORMAT_PATTERN,
     ) -> None:
         """Load the terms; a user's function starts its process here.
@@ -74,7 +74,7 @@ class RewardFunction:
         Args:
             terms: the name and the weight of each; the name of a rule, "reward_model", or
                 "path/to/file.py:function".
-            timeout_s: limit of one call of a user's function, in seconds.
+            limits: what each user's function may use; None: as much as it likes, for a minute.
             format_pattern: the regular expression of the "format" rule.
 
         Raises:
@@ -98,7 +98,7 @@ class RewardFunction:
         try:
             for name, _ in terms:
                 if ":" in name:
-                    custom = load_custom(name, timeout_s=timeout_s)
+                    custom = load_custom(name, limits or Limits())
                     self._custom[custom.name] = custom
         except RewardError:
             self.close()

@@ -8,32 +8,24 @@ does not know weights, terms or tokens.
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
 import sys
-import tempfile
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mrlhf.errors import RewardError
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
+from mrlhf.rewards.worker_process import Limits, TooManyProcesses, WorkerProcess
 from mrlhf.user_code import UserCodeError, read_reference
 
-__all__ = ["CustomReward", "WorkerTraceback", "load_custom"]
+__all__ = ["CustomReward", "Limits", "WorkerTraceback", "load_custom"]
 
 logger = logging.getLogger(__name__)
 
 _Call = tuple[str, str, str, dict[str, Any]]
 
-_WORKER = Path(__file__).with_name("worker.py")
 _SHOWN_CHARACTERS = 200
-_OUTPUT_BYTES = 4000
+_NO_LIMITS_BUT_TIME = Limits()
 
 
 class WorkerTraceback(Exception):
@@ -55,14 +47,19 @@ class CustomReward:
     """
 
     def __init__(
-        self, file: Path, name: str, *, timeout_s: float = 60.0, load_timeout_s: float = 120.0
+        self,
+        file: Path,
+        name: str,
+        *,
+        limits: Limits = _NO_LIMITS_BUT_TIME,
+        load_timeout_s: float = 120.0,
     ) -> None:
         """Start the process and load the function.
 
         Args:
             file: the user's Python file.
             name: the function in it.
-            timeout_s: limit of one call, in seconds.
+            limits: what the function may use.
             load_timeout_s: limit of importing the file, in seconds.
 
         Raises:
@@ -71,9 +68,9 @@ class CustomReward:
         """
         self.name = name
         self._file = file.resolve()
-        self._timeout_s = timeout_s
+        self._limits = limits
         self._load_timeout_s = load_timeout_s
-        self._process: _Process | None = None
+        self._process: WorkerProcess | None = None
         self._started()
 
     def score(self, inputs: Sequence[RewardInput]) -> list[Scored]:
@@ -113,9 +110,11 @@ class CustomReward:
 
         values = []
         for call in calls:
-            kind, value = self._receive(process, self._timeout_s, f"on {_describe(call)}")
+            kind, value = self._receive(process, self._limits.timeout_s, f"on {_describe(call)}")
             if kind == "error":
                 summary, trace = value
+                if summary.startswith("MemoryError"):
+                    summary += "; reward.memory_mb limits its memory"
                 failure = self._failure(f"raised {summary} on {_describe(call)}", process.drain())
                 raise failure from WorkerTraceback(trace)
             values.append(value)
@@ -131,9 +130,9 @@ class CustomReward:
         except RewardError as error:
             raise RewardError(f"{error}; on {_describe(call)}") from None
 
-    def _started(self) -> _Process:
+    def _started(self) -> WorkerProcess:
         if self._process is None:
-            self._process = _Process(self._file, self.name, self._timeout_s)
+            self._process = WorkerProcess(self._file, self.name, self._limits)
             self._process.send(sys.path)
             when = "while its file was imported"
             kind, value = self._receive(self._process, self._load_timeout_s, when)
@@ -144,17 +143,22 @@ class CustomReward:
                 raise RewardError(f"cannot load a reward function: {summary}") from cause
         return self._process
 
-    def _receive(self, process: _Process, timeout_s: float, when: str) -> tuple[str, Any]:
+    def _receive(self, process: WorkerProcess, timeout_s: float, when: str) -> tuple[str, Any]:
         """The next answer; if none comes in time, or at all, the process is ended."""
         try:
-            if process.connection.poll(timeout_s):
-                reply: tuple[str, Any] = process.connection.recv()
-                return reply
+            return _answer(process.receive(timeout_s))
+        except TimeoutError:
             printed = process.stop()
             what = f"took more than {timeout_s:g} s and was stopped"
+        except TooManyProcesses as error:
+            printed = process.stop()
+            what = f"{error}, and was stopped; reward.max_processes limits them"
         except (EOFError, ConnectionResetError):
             printed = process.stop()
             what = f"ended its process ({process.ending()})"
+        except ValueError as error:
+            printed = process.stop()
+            what = f"sent what is no answer ({error}) and was stopped"
 
         self._process = None
         raise self._failure(f"{what} {when}", printed)
@@ -164,7 +168,7 @@ class CustomReward:
         return RewardError(f"reward function {self._title} {what}{output}")
 
 
-def load_custom(reference: str, *, timeout_s: float = 60.0) -> CustomReward:
+def load_custom(reference: str, limits: Limits = _NO_LIMITS_BUT_TIME) -> CustomReward:
     """The reward function that "path/to/file.py:name" names.
 
     Raises:
@@ -174,62 +178,22 @@ def load_custom(reference: str, *, timeout_s: float = 60.0) -> CustomReward:
         file, name = read_reference(reference)
     except UserCodeError as error:
         raise RewardError(f"reward function {reference!r}: {error}") from None
-    return CustomReward(file, name, timeout_s=timeout_s)
-
-
-class _Process:
-    """The running worker: its socket, its output and its end."""
-
-    def __init__(self, file: Path, name: str, timeout_s: float) -> None:
-        self.connection, theirs = Pipe()
-        # Appending, so that the two processes need not agree on a position.
-        self._output: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in stop)
-
-        arguments = [str(theirs.fileno()), str(file), name, str(timeout_s)]
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-u", str(_WORKER), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._end = weakref.finalize(self, _end, self._popen, self.connection)
-
-    def send(self, message: Any) -> None:
-        """Send `message`; if the worker is gone, the reader of its answer reports that."""
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send(message)
-
-    def drain(self) -> str:
-        """The last part of what was printed since the previous call, on one line."""
-        descriptor = self._output.fileno()
-        start = max(0, os.fstat(descriptor).st_size - _OUTPUT_BYTES)
-        printed = os.pread(descriptor, _OUTPUT_BYTES, start).decode(errors="replace")
-
-        os.ftruncate(descriptor, 0)
-        return " | ".join(printed.split("\n")).strip(" |")
-
-    def stop(self) -> str:
-        """Kill the process and all that it started; returns what it printed last."""
-        self._end()
-        printed = self.drain()
-        self._output.close()
-        return printed
-
-    def ending(self) -> str:
-        """How the process ended; waits for its end."""
-        code = self._popen.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _end(popen: subprocess.Popen[bytes], connection: Connection) -> None:
-    connection.close()
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(popen.pid, signal.SIGKILL)
-    popen.wait()
+    return CustomReward(file, name, limits=limits)
 
 
 def _describe(call: _Call) -> str:
     return f"data_source {call[0]!r}, solution {call[1][:_SHOWN_CHARACTERS]!r}"
+
+
+def _answer(message: Any) -> tuple[str, Any]:
+    """The kind and the value of a message of the worker.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match message:
+        case ["ready" | "score" as kind, value]:
+            return kind, value
+        case ["error", [str(summary), str(trace)]]:
+            return "error", (summary, trace)
+    raise ValueError("it has another form")

@@ -1,27 +1,34 @@
 """The process that runs a user's reward function, so that a hang or a crash there does not stop the
 trainer.
 
-It is started by its path as `worker.py FD FILE NAME TIMEOUT`, not imported, and uses the standard
-library and `user_code.py` alone. It does not know the trainer. It talks over the socket FD:
+It is started by its path as `worker.py FD FILE NAME TIMEOUT MEMORY_MB`, not imported, and uses the
+standard library and `user_code.py` alone. It does not know the trainer. It talks over the socket
+FD, in lines of JSON:
 
-1. It receives the import path and answers `("ready", None)`.
-2. It receives lists of argument tuples and answers each tuple with `("score", value)`. If one
-   fails, it answers `("error", (summary, traceback))` and drops the rest of the list.
+1. It receives the import path and answers `["ready", null]`.
+2. It receives lists of lists of arguments, and answers each list of arguments with
+   `["score", value]`. If one fails, it answers `["error", [summary, traceback]]` and drops the
+   rest.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import json
 import os
+import resource
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+_PR_SET_CHILD_SUBREAPER = 36
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -69,8 +76,32 @@ def without_own_frames(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, step or error.__traceback__))
 
 
+def send(connection: socket.socket, kind: str, value: Any) -> None:
+    """Send one message."""
+    connection.sendall(json.dumps([kind, value]).encode() + b"\n")
+
+
+def limit_resources(memory_mb: int) -> None:
+    """Limit this process and those that it starts; on other systems than Linux, as far as they can.
+
+    Args:
+        memory_mb: most private memory of a process, MB; 0: no limit.
+    """
+    if memory_mb:
+        nbytes = memory_mb * 10**6
+        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
+
+    # If the machine runs out of memory, the kernel ends these processes before the trainer.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+    # It adopts processes whose parents end, so that the trainer finds them among its descendants.
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def answer(
-    connection: Connection,
+    connection: socket.socket,
     function: Callable[..., Any],
     file: Path,
     calls: list[Any],
@@ -84,11 +115,11 @@ def answer(
             value = plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
         except BaseException as error:
             summary = user_code.summarise_error(error, file)
-            connection.send(("error", (summary, without_own_frames(error))))
+            send(connection, "error", [summary, without_own_frames(error)])
             return
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(("score", value))
+        send(connection, "score", value)
 
 
 def main() -> None:
@@ -103,21 +134,27 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
 
     os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
-    try:
-        sys.path[:] = [str(file.parent), *connection.recv()]
-        try:
-            function = user_code.load_function(file, name, PARAMETERS, by_name=True)
-        except user_code.UserCodeError as error:
-            trace = "" if error.__cause__ is None else without_own_frames(error.__cause__)
-            connection.send(("error", (str(error), trace)))
-            return
-        connection.send(("ready", None))
+    connection = socket.socket(fileno=descriptor)
+    limit_resources(int(sys.argv[5]))
+    with suppress(BrokenPipeError, ConnectionResetError):
+        serve(connection, file, name, timeout_s)
+    os.killpg(0, signal.SIGKILL)  # and with this process all that the user's code has left
 
-        while True:
-            answer(connection, function, file, connection.recv(), timeout_s)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+
+def serve(connection: socket.socket, file: Path, name: str, timeout_s: float) -> None:
+    """Load the function and answer what is asked, until the trainer closes its end."""
+    lines = connection.makefile("rb")
+    sys.path[:] = [str(file.parent), *json.loads(lines.readline() or "[]")]
+    try:
+        function = user_code.load_function(file, name, PARAMETERS, by_name=True)
+    except user_code.UserCodeError as error:
+        trace = "" if error.__cause__ is None else without_own_frames(error.__cause__)
+        send(connection, "error", [str(error), trace])
         return
+    send(connection, "ready", None)
+
+    for line in lines:
+        answer(connection, function, file, json.loads(line), timeout_s)
 
 
 if __name__ == "__main__":

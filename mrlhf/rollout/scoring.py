@@ -22,6 +22,7 @@ from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput, RewardResult
+from mrlhf.rewards.worker_process import Limits
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
 
@@ -114,7 +115,8 @@ class Scorer:
             stops: the places where all ranks may stop; every few responses are one. None: nowhere.
         """
         self._function = RewardFunction(
-            [(term.name, term.weight) for term in section.terms], timeout_s=section.timeout_s
+            [(term.name, term.weight) for term in section.terms],
+            limits=Limits(section.timeout_s, section.memory_mb, section.max_processes),
         )
         self._tokenizer = tokenizer
         self._model = reward_model

@@ -73,25 +73,26 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         return BAD_INPUT
 
     logger.info("%s", description)
+    code = 0
     try:
         program.train(config)
     except Interrupted as interrupted:
         logger.info("stopped early: %s; start the same command again to go on", interrupted)
-        dist.barrier()  # a rank that ends earlier would have the others killed
-        _leave(QUEUE_AGAIN)
+        code = QUEUE_AGAIN
     except MrlhfError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        _leave(FAILED)
+        # Starting again would not help where the input is wrong.
+        _leave(BAD_INPUT if isinstance(error, ConfigError) else FAILED)
     except Exception:
         logger.exception("this rank failed")
         _leave(FAILED)
 
     gc.collect()  # an engine that is deleted gives back the memory it shares with other processes
-    dist.barrier()
+    dist.barrier()  # a rank that ends earlier with another code than 0 would have the others killed
     dist.destroy_process_group()
     # A process group that is still referred to would be destroyed when the interpreter ends, and
     # gloo's threads sometimes abort then.
-    _leave(0)
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:

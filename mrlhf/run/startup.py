@@ -27,10 +27,12 @@ from mrlhf.device import (
 )
 from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
+from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.directory import Wishes, inputs_in, open_directory
+from mrlhf.run.hangs import is_time_out
 from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.watcher import Watcher
 
@@ -87,10 +89,20 @@ class Run:
     ) -> None:
         """Tell the other ranks if this one fails, and give the directory back."""
         failed = error is not None and not isinstance(error, Interrupted)
+        hang = None
         if failed and self.watcher is not None:
+            if is_time_out(error):
+                hang = self.watcher.explain_time_out()
             self.watcher.tell_failure()
         if self.lock is not None:
             self.lock.release()
+        if hang is not None:
+            raise hang from error
+
+    def timer(self) -> PhaseTimer:
+        """Measures the phases of one step, and lets other ranks know in which phase this one is."""
+        current = None if self.watcher is None else self.watcher.phase
+        return PhaseTimer(self.device.synchronize, current)
 
 
 def start(
@@ -128,7 +140,14 @@ def start(
     if isinstance(resume_from, MrlhfError):
         raise resume_from
 
-    watcher = Watcher(job.store, rank, job.world_size, _deadline(began, trainer.save_by_minutes))
+    watcher = Watcher(
+        job.store,
+        rank,
+        job.world_size,
+        directory,
+        distributed.timeout_s,
+        _deadline(began, trainer.save_by_minutes),
+    )
     watcher.start()
     return Run(
         device=device,

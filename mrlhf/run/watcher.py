@@ -1,4 +1,4 @@
-"""A thread of each rank that notices signals, the time limit and other ranks' questions at once.
+"""A thread of each rank that notices signals, the time limit, other ranks' questions and hangs.
 
 The main thread may be blocked in a collective for long; this thread is not. It does not know what a
 run does when it is asked to stop, nor how ranks agree on it.
@@ -13,11 +13,15 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
+from mrlhf.errors import HangError
+from mrlhf.metrics import CurrentPhase
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.run.hangs import HangReports, describe
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,8 @@ ENDED_BY_SIGTERM = 143
 _POLL_S = 0.5
 _POLL_SOON_S = 0.02
 _ANSWER_S = 15.0  # a rank whose watcher is silent for so long is not there any more
+_END_S = 15.0  # the launcher ends a rank sooner, once another one has failed
+_STALL = 0.95  # of the time-out of a collective; then all ranks still answer
 
 
 class Watcher:
@@ -35,10 +41,17 @@ class Watcher:
 
     Attributes:
         stops: the stop points of the run, which signals and the time limit use.
+        phase: the phase that this rank is in; others read it in a report of a hang.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, deadline: float | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        output_dir: Path,
+        timeout_s: float,
+        deadline: float | None = None,
     ) -> None:
         """Install nothing yet.
 
@@ -46,11 +59,22 @@ class Watcher:
             store: shared by all ranks; the connection is used by this object alone.
             rank: number of this rank.
             world_size: number of ranks.
+            output_dir: reports of hangs go to `hangs` in it.
+            timeout_s: seconds after which a collective gives up.
             deadline: when to stop, in seconds since 1970; rank 0 alone looks at the clock.
         """
         self.stops = AgreedStop(dist.PrefixStore("stop", store), rank, world_size)
+        self.phase = CurrentPhase()
+        self._hangs = HangReports(
+            dist.PrefixStore("hang", store), rank, world_size, output_dir / "hangs", self.phase
+        )
         self._failures = dist.PrefixStore("failure", store)
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._deadline = deadline if rank == 0 else None
+        self._parent = os.getppid()
+        self._progress = (0, 0)
+        self._progress_at = time.monotonic()
         self._interrupts = 0
         self._asked_at: float | None = None
         self._closed = threading.Event()
@@ -83,6 +107,18 @@ class Watcher:
         """Tell all ranks that this one has failed: a SIGTERM is then no request to save."""
         self._failures.set("failed", "1")
 
+    def explain_time_out(self) -> HangError:
+        """The error to raise after a collective has timed out on this rank.
+
+        One rank says who is missing, and the launcher then ends the others.
+        """
+        self._hangs.time_out()
+        if not self._hangs.claim():
+            time.sleep(_END_S)
+            return HangError("this rank has waited too long for others; another rank says for whom")
+        report = self._hangs.report(since=self._progress_at)
+        return HangError(describe(self._rank, self._timeout_s, report))
+
     def _run(self) -> None:
         try:
             soon = False
@@ -92,6 +128,10 @@ class Watcher:
                 self._look_at_the_clock()
                 soon = self.stops.look()
                 self._look_for_silent_ranks(soon)
+                self._hangs.look()
+                self._look_for_a_stall()
+                if os.getppid() != self._parent:
+                    _end("the launcher has gone, so this rank ends", ENDED_BY_SIGTERM)
         except (RuntimeError, OSError) as error:
             # Whoever holds the store has gone, and the launcher is about to end this process too.
             self.stops.lose(f"the job's store does not answer ({error})")
@@ -125,6 +165,23 @@ class Watcher:
         elif time.monotonic() - self._asked_at > _ANSWER_S:
             ranks = ", ".join(map(str, self.stops.missing()))
             _end(f"cannot stop with the others: rank {ranks} gives no answer", ENDED_BY_SIGTERM)
+
+    def _look_for_a_stall(self) -> None:
+        """Write down where all ranks are if this one has not got on for nearly the time-out.
+
+        NCCL ends the process when a collective times out, so this cannot wait until then.
+        """
+        now = time.monotonic()
+        progress = (self.phase.entered, self.stops.place)
+        if progress != self._progress:
+            self._progress = progress
+            self._progress_at = now
+
+        stalled_s = now - self._progress_at
+        is_long = stalled_s > _STALL * self._timeout_s
+        if is_long and not self._hangs.answered_since(self._progress_at):
+            report = self._hangs.report(since=self._progress_at)
+            logger.warning("no progress: %s", describe(self._rank, stalled_s, report))
 
 
 def _noticed_by_the_watcher(number: int, frame: FrameType | None) -> None:

@@ -61,10 +61,13 @@ class Checkpoints:
         self._frozen = frozen
         identity = RunIdentity(type(config).__name__, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
-        self._saver = Saver(directory, identity, _world(), config.trainer.async_save)
+        verify = None if run.lock is None else run.lock.verify
+        self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
         self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
         self._last_saved = time.monotonic()
         self._saved_step: int | None = None
+        self._has_validation = bool(config.data.val_files)
+        self._measured: set[str] = set()
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring back models and random numbers; returns the trainer's own state.
@@ -88,6 +91,10 @@ class Checkpoints:
         own: dict[str, Any] = state["trainer"]
         return own
 
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Take note of what the run measures, outside of a step too."""
+        self._measured |= metrics.keys()
+
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
@@ -97,8 +104,16 @@ class Checkpoints:
 
         Returns:
             `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
+
+        Raises:
+            ConfigError: `trainer.keep_best` is no metric of the run, which is known after the first
+                validation.
         """
         began = time.monotonic()
+        self.note_metrics(metrics)
+        validated = any(name.startswith("val") for name in self._measured)
+        if validated == self._has_validation:
+            self._best.check(self._measured)
         improved = self._best.is_improved_by(step, metrics)
         if not self._is_due(step, improved):
             waited = self._attempt(lambda: self._saver.finish(wait=False))

@@ -48,9 +48,10 @@ def dump_rollout(
 
 
 def save_batch(path: Path, experience: Experience) -> None:
-    """Write a training batch for study: plain tensors and lists, read by `torch.load(path)`.
+    """Write a training batch for study: tensors and lists, which `torch.load` reads.
 
-    Its `loss_mask` is the experience's; `versions` tells which tokens the policy drew.
+    `weights_only=True` is enough. Its `loss_mask` is the experience's; `versions` tells which
+    tokens the policy drew.
     """
     rollout = experience.rollout
 

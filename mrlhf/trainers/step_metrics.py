@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 from mrlhf.batch import Experience, Rollout
 from mrlhf.metrics import data_metrics, throughput_metrics
+from mrlhf.models.flops import training_flops
 from mrlhf.rollout.collector import Collected
 from mrlhf.run.startup import Run
+from mrlhf.training.engine import ModelEngine
 
 
 def batch_metrics(
@@ -53,3 +55,39 @@ def trained_mini_batches(role: str, metrics: Mapping[str, float]) -> float:
     """
     counts = (f"{role}/optimizer_steps", f"{role}/skipped_steps", f"{role}/kl_stopped")
     return sum(metrics[count] for count in counts if count in metrics)
+
+
+def utilisation(
+    name: str,
+    engine: ModelEngine,
+    rollout: Rollout,
+    *,
+    mini_batches: int,
+    update_metrics: Mapping[str, float],
+    seconds: Mapping[str, float],
+    run: Run,
+    peak_tflops: float | None,
+) -> dict[str, float]:
+    """`perf/mfu/<name>`: the share of the devices' peak that the update of a model reached.
+
+    Args:
+        name: the role.
+        engine: its model.
+        rollout: the batch that it was trained on.
+        mini_batches: of one pass over the batch.
+        update_metrics: the metrics of the update.
+        seconds: seconds of each phase.
+        run: this process's part in the job.
+        peak_tflops: the configured peak of one device; None: that of the device, if it is known.
+
+    Returns:
+        Nothing if the model was not updated in this process's part of the step, or if no peak is
+        known.
+    """
+    peak_tflops = peak_tflops or run.device.peak_tflops(engine.dtype)
+    if peak_tflops is None or f"update_{name}" not in seconds:
+        return {}
+    passes = trained_mini_batches(name, update_metrics) / mini_batches
+    flops = training_flops(engine.spec, sequence_lengths(rollout)) * passes
+    possible = seconds[f"update_{name}"] * run.world_size * peak_tflops * 1e12
+    return {f"perf/mfu/{name}": flops / possible}

@@ -19,7 +19,6 @@ from mrlhf.config.roots import SupervisedConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import Interrupted, TrainingError
-from mrlhf.metrics import PhaseTimer
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight import check_vocabulary
 from mrlhf.run.export import export_checkpoint
@@ -146,7 +145,7 @@ class SupervisedTrainer:
 
     def _train(self, number: int) -> dict[str, float]:
         """Training step `number`, and the validation that is due; returns the metrics of both."""
-        timer = PhaseTimer(self._run.device.synchronize)
+        timer = self._run.timer()
         if self._trained is None:
             rows = next(self._sampler)
             with timer("step"):

@@ -15,7 +15,7 @@ from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator
 from mrlhf.run.program import Program, main
-from mrlhf.run.startup import start
+from mrlhf.run.startup import Run, start
 from tests.fake_engine import FakeEngine, FakeResharder
 
 
@@ -26,7 +26,11 @@ class Raising(FakeEngine):
 
 def train(config: PPOConfig) -> None:
     """Generate once, for four prompts."""
-    run = start(config, config.distributed, config.trainer, config.seed)
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        _generate(config, run)
+
+
+def _generate(config: PPOConfig, run: Run) -> None:
     layout = run.groups("actor", config.actor).layout
     groups = run.factory.engine_groups(EngineLayout.inside(layout, config.rollout.tp))
     engine = Raising() if run.rank == 1 else FakeEngine()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mrlhf.errors import RewardError
-from mrlhf.rewards.custom import CustomReward, WorkerTraceback, load_custom
+from mrlhf.rewards.custom import CustomReward, Limits, WorkerTraceback, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,8 +99,8 @@ def file(tmp_path_factory):
 def load(file):
     opened = []
 
-    def start(name, timeout_s=20.0):
-        opened.append(load_custom(f"{file}:{name}", timeout_s=timeout_s))
+    def start(name, timeout_s=20.0, **limits):
+        opened.append(load_custom(f"{file}:{name}", Limits(timeout_s, **limits)))
         return opened[-1]
 
     yield start
@@ -322,9 +322,9 @@ def test_user_files_import_their_neighbours_and_our_rules(tmp_path):
 TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from mrlhf.rewards.custom import load_custom
+from mrlhf.rewards.custom import Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
-reward = load_custom({reference!r}, timeout_s=0.7)
+reward = load_custom({reference!r}, Limits(0.7))
 {before}
 print(reward._process._popen.pid, flush=True)
 {then}

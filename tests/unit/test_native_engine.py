@@ -1,5 +1,6 @@
 """The native engine on one rank, against transformers and a slow loop."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -387,6 +388,25 @@ def test_a_stop_string_around_tokens_without_text_is_found():
     drawn = [0, *[9] * 30, 1]
     ended = [sequences.record(np.array([0]), np.array([token]), zero) for token in drawn]
     assert ended == [[]] * 31 + [[0]] and sequences.remove(0).stopped
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-tied"])
+def test_a_response_does_not_depend_on_what_is_generated_beside_it(name):
+    engine = make_engine(hf_model(name))
+    whole = answer(engine, PROMPTS, UIDS, SAMPLED)
+    by_place = {(sample.request_id, sample.sample_index): sample for sample in whole}
+
+    for drawn in ([4], [1, 5, 8], list(range(0, 27, 2))):  # alone, few, half of the samples
+        requests = []
+        for number in drawn:
+            prompt, sample = divmod(number, SAMPLED.n)
+            one = [range(sample, sample + 1)]
+            (request,) = requests_for([PROMPTS[prompt]], [UIDS[prompt]], SAMPLED, one)
+            requests.append(dataclasses.replace(request, id=number))
+        for sample in generate(engine, requests).samples:
+            place = (sample.request_id // SAMPLED.n, sample.sample_index)
+            assert sample.token_ids == by_place[place].token_ids
+            assert sample.logprobs == by_place[place].logprobs, "not to the last bit"
 
 
 def test_torch_operators_serve_where_nothing_can_be_compiled(monkeypatch):

@@ -197,6 +197,27 @@ def test_template_that_refuses(directory, tmp_path):
         tokenizer.apply_chat_template([{"role": "system", "content": "hi"}])
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_code_beside_a_tokenizer_is_never_run(directory, tmp_path, whole, monkeypatch):
+    """It is refused where nothing else would serve, and not used where the files are enough."""
+    if whole:
+        load_tokenizer(directory).save_pretrained(tmp_path)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["theirs.Tokenizer", "theirs.Tokenizer"]}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast" if whole else "Theirs"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    (tmp_path / "theirs.py").write_text("raise SystemExit('ran')\n")
+
+    if whole:
+        expected = load_tokenizer(directory).encode(CORPUS[0])
+        assert load_tokenizer(tmp_path).encode(CORPUS[0]) == expected
+    else:
+        message = r"needs Python code of its own \(auto_map\), which is never run; save it anew"
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(tmp_path)
+
+
 def test_missing_tokenizer(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")

@@ -1,0 +1,208 @@
+"""Says which ranks the others wait for, and writes down where every rank is.
+
+A rank that has waited for too long asks through the job's store; each rank's watcher answers, also
+while its main thread is blocked. This file does not know what the ranks do, only the names of their
+phases and the stacks of their threads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from mrlhf.metrics import CurrentPhase
+
+_ANSWER_S = 5.0
+_NAMED_RANKS = 3
+_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
+_TIMED_OUT = ("timed out waiting", "operation timeout", "wait timeout")
+# The innermost functions of a main thread that waits for other ranks.
+_WAITING_IN = ("torch/distributed/", "megatron/core/pipeline_parallel/p2p_communication.py")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a rank is.
+
+    Attributes:
+        phase: the phase of the trainer.
+        seconds: since when it is in the phase.
+        waits: whether it waits for other ranks.
+        where: the innermost place of its main thread that is not in a library.
+    """
+
+    phase: str
+    seconds: float
+    waits: bool
+    where: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all ranks have answered.
+
+    Attributes:
+        answers: by rank; None if a rank gave no answer.
+        directory: holds the stacks of the ranks that did.
+    """
+
+    answers: Mapping[int, Answer | None]
+    directory: Path
+
+
+class HangReports:
+    """Asks all ranks where they are, and answers for this one."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, directory: Path, phase: CurrentPhase
+    ) -> None:
+        """Begin without a question.
+
+        Args:
+            store: shared by all ranks, and used by nothing else.
+            rank: number of this rank.
+            world_size: number of ranks.
+            directory: where a directory for each report is made.
+            phase: the phase that this rank is in.
+        """
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._directory = directory
+        self._phase = phase
+        self._lock = threading.Lock()
+        self._questions = 0
+        self._answered_at = -math.inf
+        self._has_timed_out = False
+
+    def look(self) -> None:
+        """Answer a question, if there is a new one; the watcher calls it from time to time."""
+        with self._lock:
+            while self._store.check([f"question {self._questions}"]):
+                folder = self._store.get(f"question {self._questions}").decode()
+                answer = self._write(self._directory / folder)
+                key = f"answer {self._questions} of rank {self._rank}"
+                self._store.set(key, json.dumps(asdict(answer)))
+                self._questions += 1
+                self._answered_at = time.monotonic()
+
+    def answered_since(self, moment: float) -> bool:
+        """Whether some rank has asked since then (a time of `time.monotonic`)."""
+        return self._answered_at >= moment
+
+    def report(self, since: float) -> Report:
+        """Where all ranks are, or were when one asked after the time `since`.
+
+        It takes some seconds if a rank gives no answer.
+        """
+        if not self.answered_since(since):
+            with self._lock:
+                folder = time.strftime("%Y%m%d-%H%M%S")
+                self._store.compare_set(f"question {self._questions}", "", folder)
+            self.look()
+        question = self._questions - 1
+        folder = self._store.get(f"question {question}").decode()
+
+        keys = [f"answer {question} of rank {rank}" for rank in range(self._world_size)]
+        latest = time.monotonic() + _ANSWER_S
+        while not self._store.check(keys) and time.monotonic() < latest:
+            time.sleep(0.02)
+
+        answers: dict[int, Answer | None] = {}
+        for rank, key in enumerate(keys):
+            given = self._store.check([key])
+            answers[rank] = Answer(**json.loads(self._store.get(key))) if given else None
+        return Report(answers, self._directory / folder)
+
+    def time_out(self) -> None:
+        """Count this rank as one that waits for others, although the wait has just ended."""
+        self._has_timed_out = True
+
+    def claim(self) -> bool:
+        """Whether this rank is the one that reports why the job failed; True for one rank only."""
+        return self._store.compare_set("reporter", "", str(self._rank)) == str(self._rank).encode()
+
+    def _write(self, directory: Path) -> Answer:
+        """Write the stacks of all threads of this rank into the directory."""
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        answer = Answer(
+            phase=self._phase.name,
+            seconds=self._phase.seconds,
+            waits=self._has_timed_out or _waits(main),
+            where=_where(main),
+        )
+
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"rank_{self._rank}.txt").open("w", encoding="utf-8") as file:
+            doing = "waiting for other ranks" if answer.waits else f"at {answer.where}"
+            file.write(
+                f"rank {self._rank}, in {answer.phase} for {answer.seconds:.0f} s, {doing}\n\n"
+            )
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        return answer
+
+
+def is_time_out(error: BaseException | None) -> bool:
+    """Whether the error says that a collective has waited for other ranks for too long."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in _TIMED_OUT)
+
+
+def describe(rank: int, waited_s: float, report: Report) -> str:
+    """One line: for whom `rank` has waited, and where to read more.
+
+    A rank is waited for if it gives no answer, or if it waits for nobody itself. If all ranks wait,
+    those in another phase than `rank` are named.
+    """
+    own = report.answers[rank]
+    phase = own.phase if own is not None else "an unknown phase"
+    others = {number: answer for number, answer in report.answers.items() if number != rank}
+
+    silent = {number for number, answer in others.items() if answer is None}
+    busy = {number for number, answer in others.items() if answer and not answer.waits}
+    elsewhere = {number for number, answer in others.items() if answer and answer.phase != phase}
+    missing = sorted(silent | busy or elsewhere)
+
+    named = [_name(number, others[number]) for number in missing[:_NAMED_RANKS]]
+    if len(missing) > _NAMED_RANKS:
+        named.append(f"{len(missing) - _NAMED_RANKS} more")
+    whom = " and for ".join(named) if named else "other ranks, which all wait in the same phase"
+    return (
+        f"rank {rank} waited {waited_s:.0f} s in {phase} for {whom}; stacks of all ranks: "
+        f"{report.directory}"
+    )
+
+
+def _name(rank: int, answer: Answer | None) -> str:
+    if answer is None:
+        return f"rank {rank}, which gives no answer"
+    place = "" if answer.waits else f" ({answer.where})"
+    return f"rank {rank}, which is in {answer.phase} since {answer.seconds:.0f} s{place}"
+
+
+def _waits(innermost: FrameType) -> bool:
+    """Whether the thread is in a call that waits for other ranks."""
+    file = innermost.f_code.co_filename.replace("\\", "/")
+    return any(part in file for part in _WAITING_IN)
+
+
+def _where(innermost: FrameType) -> str:
+    """The innermost place of the thread that is in no library, or the innermost one."""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+    chosen = frame or innermost
+    path = Path(chosen.f_code.co_filename)
+    return f"{'/'.join(path.parts[-3:])}:{chosen.f_lineno} in {chosen.f_code.co_name}"

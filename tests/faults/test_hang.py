@@ -1,0 +1,84 @@
+"""A rank that hangs is named, with its phase, and the stacks of all ranks are written down."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mrlhf.device import Device
+from mrlhf.errors import HangError
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.run.startup import Run
+from mrlhf.run.watcher import Watcher
+from tests.ranks import run_ranks
+
+TIMEOUT_S = 5.0
+STALL_S = 1.0
+CPU = Device("cpu", torch.device("cpu"), "gloo")
+
+
+def user_reward(store: dist.Store) -> None:
+    """Hang until the others have given up."""
+    while not store.check(["over"]):
+        time.sleep(0.05)
+
+
+def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
+    """The error of the rank, and what it has logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mrlhf").addHandler(handler)
+
+    store = dist.distributed_c10d._get_default_store().clone()
+    impatient = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    directory = Path(root)
+    watcher = Watcher(store, rank, world_size, directory, STALL_S)
+    watcher.start()
+    run = Run(
+        CPU, rank, world_size, GroupFactory(120.0), directory, stops=watcher.stops, watcher=watcher
+    )
+    error = ""
+    try:
+        with run:
+            timer = run.timer()
+            with timer("step"):
+                if rank == 1:
+                    with timer("reward"):
+                        user_reward(store)
+                else:
+                    with timer("update_actor"):
+                        dist.all_reduce(torch.zeros(1), group=impatient)
+    except HangError as hang:
+        error = str(hang)
+        store.set("over", "1")
+    watcher.close()
+    return error, logged
+
+
+def test_a_hung_rank_is_named_and_all_stacks_are_written(tmp_path: Path) -> None:
+    (error, logged), (no_error, logged_too) = run_ranks(2, _in_ranks, str(tmp_path))
+    (directory,) = (tmp_path / "hangs").iterdir()  # one, though the stall was seen before
+    assert no_error == ""
+
+    pattern = (
+        r"rank 0 waited 1 s in update_actor for rank 1, which is in reward since \d s "
+        r"\(tests/faults/test_hang.py:\d+ in user_reward\); stacks of all ranks: "
+    )
+    assert re.fullmatch(pattern + re.escape(str(directory)), error), error
+    warnings = [line for line in logged + logged_too if line.startswith("no progress: ")]
+    assert warnings and all(str(directory) in line for line in warnings)
+
+    waiting = (directory / "rank_0.txt").read_text()
+    hung = (directory / "rank_1.txt").read_text()
+    assert "rank 0, in update_actor for" in waiting.splitlines()[0]
+    assert "waiting for other ranks" in waiting.splitlines()[0]
+    assert "all_reduce" in waiting
+    assert "rank 1, in reward for" in hung.splitlines()[0]
+    assert "user_reward" in hung

@@ -1,0 +1,63 @@
+"""The line that says which ranks are missing, and which errors are time-outs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mrlhf.errors import TrainingError
+from mrlhf.metrics import CurrentPhase, PhaseTimer
+from mrlhf.run.hangs import Answer, Report, describe, is_time_out
+
+WAITING = Answer("update_actor", 600.4, waits=True, where="roles/actor.py:120 in update")
+BUSY = Answer("reward", 612.0, waits=False, where="my/rewards.py:7 in score")
+BEHIND = Answer("values", 601.0, waits=True, where="roles/critic.py:50 in values")
+END = "; stacks of all ranks: out/hangs/now"
+
+
+@pytest.mark.parametrize(
+    ("others", "wanted"),
+    [
+        ([WAITING, BUSY], "rank 2, which is in reward since 612 s (my/rewards.py:7 in score)"),
+        ([None, WAITING], "rank 1, which gives no answer"),
+        ([BEHIND, WAITING], "rank 1, which is in values since 601 s"),
+        ([BEHIND, None], "rank 2, which gives no answer"),
+        (
+            [None, BUSY],
+            "rank 1, which gives no answer and for rank 2, which is in reward since 612 s "
+            "(my/rewards.py:7 in score)",
+        ),
+        ([WAITING, WAITING], "other ranks, which all wait in the same phase"),
+        (
+            [None] * 5,
+            "rank 1, which gives no answer and for rank 2, which gives no answer and for rank 3, "
+            "which gives no answer and for 2 more",
+        ),
+    ],
+)
+def test_the_missing_ranks_are_named(others: list[Answer | None], wanted: str) -> None:
+    report = Report(dict(enumerate([WAITING, *others])), Path("out/hangs/now"))
+    line = describe(0, 600.0, report)
+    assert line == f"rank 0 waited 600 s in update_actor for {wanted}{END}"
+
+
+def test_time_outs_are_told_from_other_errors() -> None:
+    gloo = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation"
+    assert is_time_out(RuntimeError(gloo))
+    assert not is_time_out(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
+    assert not is_time_out(TrainingError("5 gradients in a row were not usable"))
+    assert not is_time_out(None)
+
+
+def test_the_current_phase_is_the_innermost_one() -> None:
+    current = CurrentPhase()
+    timer = PhaseTimer(current=current)
+    names = [current.name]
+    with timer("step"):
+        names.append(current.name)
+        with timer("gen"):
+            names.append(current.name)
+        names.append(current.name)
+    assert [*names, current.name] == ["start", "step", "gen", "step", "start"]
+    assert current.entered == 4

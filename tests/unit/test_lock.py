@@ -1,0 +1,311 @@
+"""One job at a time has an output directory, whatever becomes of the jobs; on real processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.run.lock import DirectoryLock
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(120)
+
+HOLDER = """
+import logging, os, sys
+from pathlib import Path
+from mrlhf.errors import ConfigError
+from mrlhf.run.lock import DirectoryLock
+
+def lost(message):
+    print("lost:", message, flush=True)
+    os._exit(1)
+
+logging.basicConfig(level="INFO")
+lock = DirectoryLock(Path(sys.argv[1]), sys.argv[3], lost, float(sys.argv[2]))
+sys.stdin.readline()
+try:
+    lock.acquire()
+except ConfigError as error:
+    print("refused:", error, flush=True)
+else:
+    print("held", flush=True)
+    for line in sys.stdin:
+        lock.release()
+        print("released", flush=True)
+"""
+
+
+class Job:
+    """A process that takes the lock when told to."""
+
+    def __init__(self, directory, interval_s=10.0, job="4711"):
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(directory), str(interval_s), job],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def ask(self):
+        """Tell the process to go on: to take the lock first, to release it then."""
+        self.popen.stdin.write("\n")
+        self.popen.stdin.flush()
+
+    def says(self):
+        """The next line that the process prints."""
+        return self.popen.stdout.readline().strip()
+
+    def take(self):
+        self.ask()
+        return self.says()
+
+    def kill(self):
+        self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait()
+
+    def log(self):
+        """What it logged, after its end."""
+        return self.popen.communicate()[1]
+
+
+@contextmanager
+def jobs(directory, count=1, **options):
+    started = [Job(directory, **options) for _ in range(count)]
+    try:
+        yield started if count > 1 else started[0]
+    finally:
+        for job in started:
+            job.kill()
+            job.popen.communicate()
+
+
+def lock_of(directory, interval_s=10.0):
+    lost = []
+    return DirectoryLock(directory, None, lost.append, interval_s), lost
+
+
+def lock_files(directory):
+    return sorted((directory / ".lock").glob("*.json"))
+
+
+def pretend_other_machine(directory, silent_s=None, host="node7"):
+    """Make the newest lock file that of a process elsewhere, last touched `silent_s` ago."""
+    file = lock_files(directory)[-1]
+    owner = json.loads(file.read_text())
+    owner["host"] = host
+    file.write_text(json.dumps(owner))
+    if silent_s is not None:
+        now = file.stat().st_mtime
+        os.utime(file, (now - silent_s, now - silent_s))
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
+    with jobs(tmp_path / "run") as job:
+        assert job.take() == "held"
+        lock, _ = lock_of(tmp_path / "run")
+        with pytest.raises(ConfigError) as caught:
+            lock.acquire()
+        message = str(caught.value)
+        host = os.uname().nodename
+        assert f"in use by process {job.popen.pid} of job 4711 on host {host}, since 20" in message
+        assert "another trainer.output_dir" in message and "\n" not in message
+
+        assert job.take() == "released"
+        lock.acquire()
+        lock.verify()
+        lock.release()
+        lock.release()
+        assert len(lock_files(tmp_path / "run")) == 1
+
+
+def test_a_dead_process_of_this_machine_is_followed_at_once(tmp_path):
+    with jobs(tmp_path) as job:
+        assert job.take() == "held"
+        job.kill()
+        lock, _ = lock_of(tmp_path)
+        lock.acquire()  # six missed touches would take a minute
+        lock.verify()
+        lock.release()
+
+
+def test_a_process_that_was_killed_and_not_yet_collected_is_dead(tmp_path):
+    with jobs(tmp_path) as job:
+        assert job.take() == "held"
+        job.popen.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, job.popen.pid, os.WEXITED | os.WNOWAIT)
+        lock, _ = lock_of(tmp_path)
+        lock.acquire()
+        lock.release()
+
+
+def test_another_process_with_the_number_of_the_dead_one_does_not_hold_the_lock(tmp_path):
+    with jobs(tmp_path) as job:
+        assert job.take() == "held"
+        job.kill()
+    file = lock_files(tmp_path)[0]
+    owner = json.loads(file.read_text())
+    owner["pid"] = os.getpid()  # lives, but has started at another time
+    file.write_text(json.dumps(owner))
+
+    lock, _ = lock_of(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_stopped_process_of_this_machine_still_holds_the_lock(tmp_path):
+    with jobs(tmp_path, interval_s=0.01) as job:
+        assert job.take() == "held"
+        job.popen.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, job.popen.pid, os.WSTOPPED | os.WNOWAIT)
+        file = lock_files(tmp_path)[0]
+        os.utime(file, (0, 0))
+        lock, _ = lock_of(tmp_path, 0.01)
+        with pytest.raises(ConfigError, match="in use"):
+            lock.acquire()
+
+
+def test_a_silent_job_of_another_machine_is_followed(tmp_path):
+    with jobs(tmp_path) as job:
+        assert job.take() == "held"
+        job.kill()
+    pretend_other_machine(tmp_path, silent_s=61)
+    lock, _ = lock_of(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_job_of_another_machine_that_dies_is_followed_when_it_has_been_silent(tmp_path, caplog):
+    with jobs(tmp_path, interval_s=0.1) as job:
+        assert job.take() == "held"
+        job.kill()
+    pretend_other_machine(tmp_path, silent_s=0)
+    lock, _ = lock_of(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert "on host node7" in caplog.text
+    assert re.search(r"silent for \d+ s", caplog.text)
+
+
+def test_a_job_of_another_machine_that_lives_is_noticed_by_its_next_touch(tmp_path):
+    with jobs(tmp_path, interval_s=0.5) as job:
+        assert job.take() == "held"
+        pretend_other_machine(tmp_path)
+        lock, _ = lock_of(tmp_path)
+        with pytest.raises(ConfigError, match="job 4711 on host node7"):
+            lock.acquire()
+        assert job.popen.poll() is None
+
+
+def test_the_age_is_read_from_the_file_systems_clock(tmp_path, monkeypatch):
+    """A machine whose clock is a day late or early judges alike."""
+    import time
+
+    with jobs(tmp_path) as job:
+        assert job.take() == "held"
+        job.kill()
+    pretend_other_machine(tmp_path, silent_s=61)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    lock, _ = lock_of(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_many_newcomers_exactly_one_wins(tmp_path, stale):
+    """They all find the directory free, or a lock whose holder is dead, at the same moment."""
+    if stale:
+        with jobs(tmp_path) as job:
+            assert job.take() == "held"
+            job.kill()
+        pretend_other_machine(tmp_path, silent_s=61)
+
+    with jobs(tmp_path, count=4) as rivals:
+        for rival in rivals:
+            rival.ask()
+        said = [rival.says() for rival in rivals]
+        assert said.count("held") == 1, said
+        assert sum(line.startswith("refused:") for line in said) == 3, said
+        winner = rivals[said.index("held")]
+        assert json.loads(lock_files(tmp_path)[-1].read_text())["pid"] == winner.popen.pid
+        assert len(lock_files(tmp_path)) == 1
+
+
+def test_a_newcomer_that_slept_while_others_came_and_went_gives_way(tmp_path):
+    """It creates a lock file with a number that others have used and removed since."""
+    directory = tmp_path / "run"
+    for _ in range(2):
+        earlier, _lost = lock_of(directory)
+        earlier.acquire()
+        earlier.release()
+    with jobs(directory) as job:
+        assert job.take() == "held"
+        late, _lost = lock_of(directory)
+        assert late._create(2) is None  # the step of `acquire` in which it wakes up
+        assert [path.name for path in lock_files(directory)] == ["000003.json"]
+        assert job.take() == "released"
+
+
+@pytest.mark.parametrize("how", ["taken over", "deleted", "replaced"])
+def test_a_holder_whose_lock_is_gone_ends(tmp_path, how):
+    with jobs(tmp_path, interval_s=0.2) as job:
+        assert job.take() == "held"
+        file = lock_files(tmp_path)[0]
+        if how == "taken over":
+            other = json.loads(file.read_text()) | {"host": "node9", "pid": 12, "token": "t"}
+            file.with_name("000002.json").write_text(json.dumps(other))
+        elif how == "deleted":
+            file.unlink()
+        else:
+            other = json.loads(file.read_text()) | {"token": "another"}
+            temporary = file.with_suffix(".new")
+            temporary.write_text(json.dumps(other))
+            temporary.replace(file)
+
+        said = job.says()
+        assert said.startswith("lost: output directory") and "this run ends" in said
+        assert ("taken by process 12 of job 4711 on host node9" in said) == (how == "taken over")
+        assert job.popen.wait() == 1
+
+
+def test_verify_tells_at_once(tmp_path):
+    lock, lost = lock_of(tmp_path)
+    lock.acquire()
+    lock.verify()
+    lock_files(tmp_path)[0].unlink()
+    with pytest.raises(CheckpointError, match="lost its lock file"):
+        lock.verify()
+    lock.release()
+    assert lost == []
+    assert lock_files(tmp_path) == []
+
+
+def test_a_file_that_was_not_written_in_full_counts_as_held_until_it_is_old(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    file = tmp_path / ".lock" / "000001.json"
+    file.write_text('{"token": "a", "ho')
+    lock, _ = lock_of(tmp_path, 0.05)
+    lock.acquire()  # after six intervals
+    assert [path.name for path in lock_files(tmp_path)] == ["000002.json"]
+    lock.release()
+
+
+def test_other_users_cannot_write_the_lock(tmp_path):
+    before = os.umask(0o022)
+    try:
+        lock, _ = lock_of(tmp_path / "run")
+        lock.acquire()
+        modes = [path.stat().st_mode & 0o022 for path in (tmp_path / "run").rglob("*")]
+        assert modes == [0, 0]
+        lock.release()
+    finally:
+        os.umask(before)
