@@ -59,7 +59,8 @@ class Checkpoints:
             if role not in models:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
-        identity = RunIdentity(type(config).__name__, config.model_dump(), frozen)
+        self._program = type(config).__name__
+        identity = RunIdentity(self._program, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
         verify = None if run.lock is None else run.lock.verify
         self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
@@ -76,6 +77,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is of another kind of run, or of other models.
         """
+        if checkpoint.manifest.program != self._program:
+            raise CheckpointError(
+                f"{checkpoint.path} is of {checkpoint.manifest.program} and this run is of "
+                f"{self._program}; to begin with its weights, convert it to Hugging Face with "
+                "tools/convert_checkpoint.py, and name the result as the model's path"
+            )
         check_frozen(checkpoint.manifest.frozen, self._frozen)
         checkpoint.load_models(self._models)
         checkpoint.restore_random_numbers()
