@@ -9,7 +9,7 @@ import sys
 from mrlhf.config import PPOConfig
 from mrlhf.preflight import dry_run, preflight
 from mrlhf.run.program import Program, main
-from mrlhf.trainers.ppo import train_ppo
+from mrlhf.trainers.ppo_run import train_ppo
 
 if __name__ == "__main__":
     sys.exit(main(Program(PPOConfig, preflight, dry_run, train_ppo), sys.argv[1:]))

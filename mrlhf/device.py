@@ -20,7 +20,9 @@ import os
 import random
 import re
 import resource
+import secrets
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,13 +76,11 @@ class Launch:
         rank: number of the process in the whole job.
         world_size: processes in the whole job.
         local_rank: number of the process on its machine.
-        attempt: how often the launcher has started all processes again before.
     """
 
     rank: int
     world_size: int
     local_rank: int
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,7 @@ def read_launch() -> Launch:
             f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
         )
     rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return Launch(rank, world_size, local_rank, attempt)
+    return Launch(rank, world_size, local_rank)
 
 
 def end_of_allocation() -> float | None:
@@ -265,17 +264,55 @@ def init_distributed(device: Device, timeout_s: float) -> Job:
     """
     launch = read_launch()
     timeout = timedelta(seconds=timeout_s)
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    # A launcher may keep the store when it starts the processes again, with the dead ones' keys:
-    # gloo would read their addresses.
-    store = dist.PrefixStore(f"attempt {launch.attempt}", store)
+    connections = []
+    for _ in range(2):
+        connection, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        connection.set_timeout(timeout)
+        connections.append(connection)
+    name = _name_attempt(connections[0], launch.rank, launch.world_size, timeout_s)
 
+    own, for_groups = (dist.PrefixStore(f"mrlhf {name}", store) for store in connections)
     backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+        backend,
+        store=dist.PrefixStore("process groups", for_groups),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
     )
-    return Job(launch.rank, launch.world_size, dist.PrefixStore("mrlhf", store))
+    return Job(launch.rank, launch.world_size, dist.PrefixStore("job", own))
+
+
+def _name_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """A name that all processes of this attempt share, and that no earlier attempt has had.
+
+    torchrun may keep its store when it starts the processes again; keys of the last attempt, such
+    as the addresses of its processes, are then still there. Its count of restarts is no name, since
+    it may differ from machine to machine. So each process shows a fresh number of its own, and rank
+    0 tells all others whom it has seen.
+
+    Raises:
+        RuntimeError: a process did not come in time.
+    """
+    mine = secrets.token_hex(8)
+    store.set(f"number of rank {rank}", mine)
+    numbers = [f"number of rank {other}" for other in range(world_size)]
+    latest = time.monotonic() + timeout_s
+
+    while time.monotonic() < latest:
+        if rank == 0:
+            # A number may be that of a process of the last attempt, until the new one replaces it.
+            if store.check(numbers):
+                store.set("seen", b" ".join(store.multi_get(numbers)).decode())
+            if store.check([f"{mine} is known to rank {other}" for other in range(1, world_size)]):
+                return mine
+        elif store.check(["seen"]):
+            seen = store.get("seen").decode().split()
+            if mine in seen:
+                store.set(f"{seen[0]} is known to rank {rank}", "1")
+                return seen[0]
+        time.sleep(0.02)
+    raise RuntimeError(f"rank {rank} waited {timeout_s:g} s in vain for all {world_size} processes")
 
 
 def seed_everything(seed: int) -> None:

@@ -5,16 +5,19 @@ It decides from numbers. It does not know models or what a checkpoint holds.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import shutil
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
 from mrlhf.config.sections import TrainerSection
+from mrlhf.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,22 @@ class Best:
     mode: str
     step: int | None = None
     value: float = math.nan
+
+    def check(self, measured: AbstractSet[str]) -> None:
+        """Refuse a metric that the run does not measure.
+
+        Args:
+            measured: the names of all metrics that it does.
+
+        Raises:
+            ConfigError: naming the nearest metric.
+        """
+        if self.metric is not None and self.metric not in measured:
+            near = difflib.get_close_matches(self.metric, measured, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"trainer.keep_best is {self.metric}, which this run does not measure{hint}"
+            )
 
     def is_improved_by(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether step `step` has the best value so far; takes note of it then."""

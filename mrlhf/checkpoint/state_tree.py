@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -24,23 +24,37 @@ _TENSORS = "state.safetensors"
 _Class = TypeVar("_Class")
 
 
-def write_state(root: Path, state: Mapping[str, Any]) -> list[WrittenFile]:
-    """Write `state` as `state.json` and `state.safetensors` in `root`.
+@dataclass(frozen=True)
+class StateCopy:
+    """A state as it was when it was copied, ready to be written.
 
-    Dictionaries have text keys; a tuple comes back as a list.
-
-    Raises:
-        CheckpointError: the file system refuses.
+    Attributes:
+        text: everything but the tensors, as JSON.
+        tensors: copies of the tensors.
     """
-    tensors: dict[str, Tensor] = {}
-    tree = _plain(state, "", tensors)
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    sources = [TensorSource.of(key, tensor) for key, tensor in tensors.items()]
-    return [write_bytes(root, _JSON, text), write_tensors(root, _TENSORS, sources)]
+
+    text: bytes
+    tensors: list[TensorSource]
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> StateCopy:
+        """Copy `state`: dictionaries have text keys; a tuple comes back as a list."""
+        tensors: dict[str, Tensor] = {}
+        tree = _plain(state, "", tensors)
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        return StateCopy(text, [TensorSource.of(key, t).copied() for key, t in tensors.items()])
+
+    def write(self, root: Path) -> list[WrittenFile]:
+        """Write it as `state.json` and `state.safetensors` in `root`.
+
+        Raises:
+            CheckpointError: the file system refuses.
+        """
+        return [write_bytes(root, _JSON, self.text), write_tensors(root, _TENSORS, self.tensors)]
 
 
 def read_state(root: Path) -> dict[str, Any]:
-    """The state that `write_state` wrote.
+    """The state that `StateCopy.write` wrote.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -54,7 +68,7 @@ def read_state(root: Path) -> dict[str, Any]:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of the dataclasses in it, as a tree for `write_state`."""
+    """The fields of a dataclass, and of the dataclasses in it, as a tree for `StateCopy`."""
     state = {}
     for item in fields(value):
         content = getattr(value, item.name)

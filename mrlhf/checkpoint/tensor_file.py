@@ -32,7 +32,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_CHUNK = 64 * 2**20  # bytes read at a time when a file is hashed
+_CHUNK = 4 * 2**20  # bytes read at a time when a file is hashed
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,12 @@ def describe_file(root: Path, path: str) -> WrittenFile:
     """
     digest = xxhash.xxh3_64()
     nbytes = 0
+    chunk = memoryview(bytearray(_CHUNK))
     try:
         with (root / path).open("rb", buffering=0) as stream:
-            while chunk := stream.read(_CHUNK):
-                digest.update(chunk)
-                nbytes += len(chunk)
+            while count := stream.readinto(chunk):
+                digest.update(chunk[:count])
+                nbytes += count
     except OSError as error:
         raise CheckpointError(f"cannot read {root / path}: {error.strerror or error}") from error
     return WrittenFile(path, nbytes, digest.hexdigest())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
@@ -86,15 +88,15 @@ class ForwardingAgent(LocalElasticAgent):
 
     def _exit_codes(self) -> list[int | None]:
         """The exit code of each worker of this machine, None while it runs."""
-        assert self._pcontext is not None, "the workers have not been started"
-        handlers = self._pcontext.subprocess_handlers.values()
-        return [handler.proc.poll() for handler in handlers]
+        return [process.poll() for process in self._workers()]
 
     def _running(self) -> list[int]:
         """The process ids of the workers that run, each of which is a child of this process."""
-        assert self._pcontext is not None, "the workers have not been started"
-        handlers = self._pcontext.subprocess_handlers.values()
-        return [handler.proc.pid for handler in handlers if handler.proc.poll() is None]
+        return [process.pid for process in self._workers() if process.poll() is None]
+
+    def _workers(self) -> list[subprocess.Popen]:
+        assert isinstance(self._pcontext, SubprocessContext), "the workers are no programs"
+        return [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
 
 
 def exit_code(codes: Sequence[int]) -> int:

@@ -81,7 +81,8 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         code = QUEUE_AGAIN
     except MrlhfError as error:
         logger.error("%s: %s", type(error).__name__, error)
-        _leave(FAILED)
+        # Starting again would not help where the input is wrong.
+        _leave(BAD_INPUT if isinstance(error, ConfigError) else FAILED)
     except Exception:
         logger.exception("this rank failed")
         _leave(FAILED)

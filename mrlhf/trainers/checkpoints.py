@@ -59,11 +59,15 @@ class Checkpoints:
             if role not in models:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
-        identity = RunIdentity(type(config).__name__, config.model_dump(), frozen)
+        self._program = type(config).__name__
+        identity = RunIdentity(self._program, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
-        self._saver = Saver(directory, identity, _world(), config.trainer.async_save)
+        verify = None if run.lock is None else run.lock.verify
+        self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
         self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
         self._last_saved = time.monotonic()
+        self._has_validation = bool(config.data.val_files)
+        self._measured: set[str] = set()
         # Name of the newest whole checkpoint in the run's directory, if it has its step's metrics.
         self._newest = ""
 
@@ -73,6 +77,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is of another kind of run, or of other models.
         """
+        if checkpoint.manifest.program != self._program:
+            raise CheckpointError(
+                f"{checkpoint.path} is of {checkpoint.manifest.program} and this run is of "
+                f"{self._program}; to begin with its weights, convert it to Hugging Face with "
+                "tools/convert_checkpoint.py, and name the result as the model's path"
+            )
         check_frozen(checkpoint.manifest.frozen, self._frozen)
         checkpoint.load_models(self._models)
         checkpoint.restore_random_numbers()
@@ -91,6 +101,10 @@ class Checkpoints:
         own: dict[str, Any] = state["trainer"]
         return own
 
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Take note of what the run measures, outside of a step too."""
+        self._measured |= metrics.keys()
+
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
@@ -100,8 +114,16 @@ class Checkpoints:
 
         Returns:
             `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
+
+        Raises:
+            ConfigError: `trainer.keep_best` is no metric of the run, which is known after the first
+                validation.
         """
         began = time.monotonic()
+        self.note_metrics(metrics)
+        validated = any(name.startswith("val") for name in self._measured)
+        if validated == self._has_validation:
+            self._best.check(self._measured)
         improved = self._best.is_improved_by(step, metrics)
         due = self._is_due(step, improved)
         waited = self._attempt(lambda: self._saver.finish(wait=due))

@@ -50,8 +50,8 @@ def dump_rollout(
 def save_batch(path: Path, experience: Experience) -> None:
     """Write a training batch for study: tensors and lists, which `torch.load` reads.
 
-    It needs no more than `weights_only=True`.
-    Its `loss_mask` is the experience's; `versions` tells which tokens the policy drew.
+    `weights_only=True` is enough. Its `loss_mask` is the experience's; `versions` tells which
+    tokens the policy drew.
     """
     rollout = experience.rollout
 

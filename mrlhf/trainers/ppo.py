@@ -6,46 +6,29 @@ metrics included; nothing is kept from one phase to the next but what stands in 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
-from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
-from mrlhf.errors import Interrupted, TrainingError
+from mrlhf.errors import TrainingError
 from mrlhf.inference.base import SamplingParams
-from mrlhf.log import PPO_COLUMNS
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
-from mrlhf.run.export import export_checkpoint
-from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.report import closing_report
-from mrlhf.run.reporter import Reporter
-from mrlhf.run.startup import Run, start
-from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.run.startup import Run
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import measure, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
-from mrlhf.trainers.ppo_setup import Parts, assemble
+from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.step_metrics import batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
-
-
-def train_ppo(config: PPOConfig) -> None:
-    """Run PPO as configured; every rank calls it."""
-    with start(config, config.distributed, config.trainer, config.seed) as run:
-        checkpoint = find_checkpoint(run)
-        trainer = PPOTrainer(config, run, assemble(config, run, initial=checkpoint is None))
-        trainer.fit(checkpoint)
 
 
 @dataclass(frozen=True)
@@ -73,13 +56,7 @@ class Evaluated:
 
 
 class PPOTrainer:
-    """The loop over training steps, and what lasts from one step to the next.
-
-    Attributes:
-        completed: the number of training steps that are done.
-        last_metrics: of the last of them; before the first step, those of the validation then.
-        progress: the step that is under way; None between steps.
-    """
+    """Makes training steps, and holds what lasts from one step to the next."""
 
     def __init__(self, config: PPOConfig, run: Run, parts: Parts) -> None:
         self.config = config
@@ -99,76 +76,6 @@ class PPOTrainer:
             stop=tuple(config.rollout.stop),
             seed=config.seed,
         )
-        self.completed = 0
-        self.last_metrics: Mapping[str, float] = {}
-        self.progress: StepProgress | None = None
-        self.checkpoints = Checkpoints(
-            run, config, parts.trained(), parts.steps, self.exports(config.trainer.save_hf)
-        )
-
-    def fit(self, checkpoint: Checkpoint | None = None) -> None:
-        """Train, validate, export the policy to `output_dir/actor`, and report.
-
-        Every rank calls it.
-
-        Args:
-            checkpoint: what to go on from; None to begin anew.
-
-        Raises:
-            Interrupted: the run was asked to stop; a checkpoint is saved.
-        """
-        began = time.monotonic()
-        parts = self.parts
-        trainer = self.config.trainer
-        resumed = None
-        if checkpoint is not None:
-            self.restore(checkpoint)
-            resumed = ResumePoint(checkpoint.manifest.step, checkpoint.manifest.metrics)
-
-        reporter = Reporter(
-            self.run.is_main_rank,
-            self.run.output_dir,
-            trainer.tensorboard,
-            parts.steps,
-            PPO_COLUMNS,
-            resumed,
-        )
-        with reporter:
-            try:
-                self.train(reporter)
-            except Interrupted:
-                self.save_interrupted()
-                raise
-
-        directory = self.run.output_dir / "actor"
-        export_checkpoint(parts.actor.engine, parts.tokenizer, directory, trainer.max_shard_size_mb)
-        parts.scorer.close()
-        if self.run.is_main_rank:
-            seconds = time.monotonic() - began
-            closing_report(self.run.output_dir, directory, parts.steps, seconds)
-
-    def train(self, reporter: Reporter) -> None:
-        """The steps that are left, with what comes before the first one."""
-        trainer = self.config.trainer
-        is_new = self.completed == 0 and not self.last_metrics
-        if is_new and trainer.val_before_train and self.parts.held_out is not None:
-            self.parts.generator.take_weights(version=0)
-            self.last_metrics = self.validate()
-            reporter.report(0, self.last_metrics)
-
-        while self.completed < self.parts.steps:
-            with self.run.stops.phase("between steps"):
-                pass
-            if self.progress is None:
-                self.progress = self.begin_step(self.completed + 1)
-            metrics = self.step(self.progress)
-
-            self.completed = self.progress.number
-            self.last_metrics = metrics
-            self.progress = None
-            saved = self.checkpoints.after_step(self.completed, metrics, self.state_dict)
-            reporter.report(self.completed, metrics | saved)
-        self.checkpoints.finish()
 
     def begin_step(self, number: int) -> StepProgress:
         """Training step `number`, counted from 1, before anything is done for it."""
@@ -424,53 +331,32 @@ class PPOTrainer:
             "response_lengths": parts.generator.state_dict(),
         }
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `state_dict` gave.
 
         Raises:
-            CheckpointError, DataError: it is of a run with other models or data.
+            DataError: it is of a run with other data.
         """
         parts = self.parts
-        state = self.checkpoints.restore(checkpoint)
         parts.sampler.load_state_dict(state["sampler"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         parts.shaper.load_state_dict(state["shaper"])
         parts.generator.load_state_dict(state["response_lengths"])
 
-        self.completed = checkpoint.manifest.step
-        self.last_metrics = checkpoint.manifest.metrics
-        if "drawn" in state:
-            parts.generator.load_drawn_state(state["drawn"])
-        if "progress" in state:
-            self.progress = StepProgress.from_state(state["progress"], parts.prompts.with_uids)
-
-    def save_interrupted(self) -> None:
-        """Save the run as it is, in the middle of a step or between two."""
-        progress = self.progress
-        unfinished = progress is not None
-        state: Mapping[str, Any]
-        if progress is None:
-            state = self.state_dict()
-        elif progress.experience is None:
-            # No model has changed in this step. It begins again, with the responses that it has.
-            drawn = self.parts.generator.drawn_state()
-            state = {**progress.before, "drawn": drawn}
-            unfinished = bool(drawn)
-        else:
-            state = {**self.state_dict(), "progress": progress.state_dict()}
-        self.checkpoints.save_interrupted(self.completed, self.last_metrics, state, unfinished)
-
-    def exports(self, save_hf: bool) -> dict[str, Callable[[Path], None]]:
-        """What is written into each checkpoint for other programs."""
-        if not save_hf:
-            return {}
-        parts = self.parts
-        max_shard_mb = self.config.trainer.max_shard_size_mb
-        return {
-            "hf": lambda directory: export_checkpoint(
-                parts.actor.engine, parts.tokenizer, directory, max_shard_mb
-            )
+    def settings(self) -> dict[str, Any]:
+        """The keys that must not change in the middle of a step, with their values."""
+        config = self.config
+        settings: dict[str, Any] = {
+            "seed": config.seed,
+            "data.train_batch_size": config.data.train_batch_size,
+            "data.gen_batch_size": config.data.gen_batch_size,
+            "data.max_response_length": config.data.max_response_length,
+            "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
+            "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
         }
+        for key in ("n", "temperature", "top_k", "top_p", "stop"):
+            settings[f"rollout.{key}"] = getattr(config.rollout, key)
+        return settings
 
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""

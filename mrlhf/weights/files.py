@@ -40,8 +40,11 @@ def find_files(directory: Path) -> dict[str, Path]:
 
     single = directory / _SINGLE
     if single.is_file():
-        with safe_open(single, framework="pt") as handle:
-            return dict.fromkeys(handle.keys(), single)
+        try:
+            with safe_open(single, framework="pt") as handle:
+                return dict.fromkeys(handle.keys(), single)
+        except Exception as error:  # of safetensors' own type, which has no public name
+            raise WeightError(f"{single}: not readable: {error}; copy it again") from error
 
     raise WeightError(
         f"{directory}: neither {_SINGLE} nor {_INDEX} there; give the directory of a Hugging Face "
@@ -75,6 +78,18 @@ def file_names(count: int) -> list[str]:
 def temporary(file: Path) -> Path:
     """Where `file` is written until the checkpoint is complete."""
     return file.with_name(f".{file.name}.tmp")
+
+
+def open_to_readers(file: Path) -> None:
+    """Give `file` the mode that the user's umask gives to new files.
+
+    safetensors writes files that nobody but their owner can read. The umask itself cannot be asked
+    for without changing it for other threads, so a new file tells it.
+    """
+    probe = file.with_name(f"{file.name}.mode")
+    probe.touch()
+    file.chmod(probe.stat().st_mode & 0o777)
+    probe.unlink()
 
 
 def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:

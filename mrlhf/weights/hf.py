@@ -24,7 +24,14 @@ from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
-from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
+from mrlhf.weights.files import (
+    file_names,
+    find_files,
+    open_to_readers,
+    publish,
+    split_files,
+    temporary,
+)
 from mrlhf.weights.shard import Key, Shape, Slot
 
 _BUFFER = "rotary_emb.inv_freq"
@@ -133,6 +140,7 @@ def write_weights(
         if rank in writers:
             file = directory / files[first + ranks.index(rank)]
             save_file(tensors, temporary(file), metadata=metadata)
+            open_to_readers(temporary(file))
         del tensors
 
     all_gather_objects(None, group)  # all files are complete

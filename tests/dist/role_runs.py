@@ -167,7 +167,7 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     actor.engine.export(out / "actor", 10**9)
 
     if case.has_critic:
-        critic = _build_critic(setting, case)
+        critic = build_critic(setting, case)
         metrics |= critic.update(experience, cut_responses(critic, rollout, plain_ppo.MINI_BATCH))
         critic.engine.export(out / "critic", 10**9)
     return metrics
@@ -177,7 +177,7 @@ def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
     """All tables [batch, response_len] that the roles compute without training."""
     rollout = load_experience(setting.root, case).rollout
     actor = build_actor(setting, case)
-    critic = _build_critic(setting, case)
+    critic = build_critic(setting, case)
     reference = _build_reference(setting, case)
 
     cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
@@ -244,7 +244,8 @@ def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
     )
 
 
-def _build_critic(setting: Setting, case: Case) -> Critic:
+def build_critic(setting: Setting, case: Case) -> Critic:
+    """The case's critic, ready to be trained."""
     section = CriticSection(
         path=str(setting.root / f"{case.model}-critic"),
         ppo_epochs=plain_ppo.EPOCHS,

@@ -6,6 +6,7 @@ All in one process.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from mrlhf.models.families import family_of
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.weights.files import split_files
+from mrlhf.weights.files import open_to_readers, split_files
 from mrlhf.weights.hf import read_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Slot
@@ -206,3 +207,16 @@ def test_initial_weights_have_the_stated_deviations() -> None:
     (head,) = [slot for slot in slots if slot.piece.name == "score.weight"]
     initialise([head], tensor_shapes(spec), 1, std=0.0)
     assert stored(head).eq(0).all()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_a_written_file_has_the_users_mode(umask: int, mode: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    before = os.umask(umask)
+    try:
+        save_file({"w": torch.zeros(1)}, file)
+        open_to_readers(file)
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == mode
+    assert list(tmp_path.iterdir()) == [file]

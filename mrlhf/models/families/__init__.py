@@ -20,7 +20,7 @@ from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen3 import QWEN3
 from mrlhf.models.spec import Head, ModelSpec
 
-__all__ = ["FAMILIES", "Chunk", "Family", "family_of", "load_spec", "save_config"]
+__all__ = ["FAMILIES", "Chunk", "Family", "family_of", "load_spec", "save_config", "spec_of"]
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)
@@ -62,8 +62,23 @@ def load_spec(path: str | Path, head: Head) -> ModelSpec:
         raise ConfigError(f"{file}: no {error.args[0]}") from error
 
 
+def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a `config.json` that stands in no file, completed as transformers completes it.
+
+    Raises:
+        ConfigError: its family or a feature of it is not supported.
+    """
+    if config.get("model_type") not in FAMILIES:
+        raise ConfigError(
+            f"model_type {config.get('model_type')!r} is not supported; supported are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    completed = AutoConfig.for_model(**config).to_dict()
+    return FAMILIES[completed["model_type"]].read_config(completed, head)
+
+
 def save_config(
-    spec: ModelSpec, directory: str | Path, dtype: torch.dtype, pad_token_id: int
+    spec: ModelSpec, directory: str | Path, dtype: torch.dtype, pad_token_id: int | None
 ) -> None:
     """Write the `config.json` that goes with exported weights of `dtype`.
 

@@ -1,0 +1,283 @@
+"""Converts a model's checkpoint from one format to another, one tensor at a time, in one process.
+
+The result is made in a hidden directory beside its place and moved there when it is whole and, if
+asked for, verified. This file knows which formats there are, and nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mrlhf.checkpoint.identify import Found, identify
+from mrlhf.checkpoint.megatron_reader import MegatronSource, find_place
+from mrlhf.checkpoint.megatron_writer import MegatronOptions, write_megatron
+from mrlhf.checkpoint.model_files import HuggingFaceSource, write_hugging_face
+from mrlhf.checkpoint.model_source import ModelSource, TrackedSource, equal_bits
+from mrlhf.checkpoint.training_checkpoints import (
+    TrainingSource,
+    change_layout,
+    compare_checkpoints,
+    slice_bytes,
+    write_training_checkpoint,
+)
+from mrlhf.errors import CheckpointError
+from mrlhf.models.families import load_spec
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import ParallelLayout
+
+Format = Literal["huggingface", "megatron", "training"]
+Progress = Callable[[int], None]
+Start = Callable[[str, int], Progress]
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What a source does not say of itself.
+
+    Attributes:
+        role: the model of a training checkpoint.
+        like: a Hugging Face model of the same shape, whose `config.json` and tokenizer are used.
+        vocab_size: rows of the embedding, padding left out.
+        model_type: the family, for a checkpoint of Megatron-LM.
+    """
+
+    role: str | None = None
+    like: Path | None = None
+    vocab_size: int | None = None
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """What the result is to be.
+
+    Attributes:
+        format: of the result.
+        dtype: of the weights; None to keep that of the source.
+        max_file_bytes: size of a file, bytes.
+        megatron: for Megatron-LM.
+        role: the model's name in a training checkpoint.
+        layout: of a training checkpoint.
+        overwrite: whether to replace what is there.
+    """
+
+    format: Format
+    dtype: torch.dtype | None = None
+    max_file_bytes: int = 5 * 10**9
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
+    role: str = "actor"
+    layout: ParallelLayout = field(default_factory=lambda: ParallelLayout(tp=1, pp=1, dp=1))
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        kind: what the source is.
+        tensors: how many tensors were converted.
+        nbytes: their bytes in the result.
+        left_out: what of the source is not in the result.
+        notes: what else the user should know.
+    """
+
+    kind: str
+    tensors: int
+    nbytes: int
+    left_out: list[str]
+    notes: list[str]
+
+
+def open_source(path: Path, options: SourceOptions) -> ModelSource:
+    """The checkpoint at `path`, whatever its format.
+
+    Raises:
+        CheckpointError, ConfigError, WeightError: it is no checkpoint, not whole, or of a model
+            that we do not know.
+    """
+    found = identify(path)
+    if found.format == "huggingface":
+        return HuggingFaceSource(found.path)
+    if found.format == "training":
+        assets = options.like or found.assets
+        return TrainingSource(found.path, options.role, assets)
+
+    place = find_place(found.path)
+    assert place is not None, found
+    return MegatronSource(
+        place,
+        like=_like(options, found),
+        assets=options.like or found.assets,
+        vocab_size=options.vocab_size,
+        model_type=options.model_type,
+    )
+
+
+def convert(
+    source_path: Path,
+    target_path: Path,
+    source_options: SourceOptions,
+    options: TargetOptions,
+    *,
+    verify: bool,
+    start: Start,
+) -> Report:
+    """Write the checkpoint at `source_path` in another format to `target_path`.
+
+    Args:
+        source_path: what to convert.
+        target_path: where the result goes; it must not exist, unless `overwrite` is set.
+        source_options: what the source does not say of itself.
+        options: what the result is to be.
+        verify: read the result again, and compare every tensor bit for bit.
+        start: is told a task and its bytes, and returns what is told of bytes that are done.
+
+    Raises:
+        CheckpointError, ConfigError, WeightError: the source is not usable, the result would lose
+            something, or the file system refuses.
+    """
+    _check_target(source_path, target_path, options.overwrite)
+    source = open_source(source_path, source_options)
+    hidden = target_path.parent / f".{target_path.name}.converting"
+    try:
+        nbytes = sum(form.nbytes for form in _in_dtype(source, options.dtype).tensors.values())
+        progress = start("converting", nbytes)
+        _make_empty(hidden)
+        tracked = TrackedSource(source, options.dtype, progress)
+        notes = _write(tracked, hidden, options)
+        if tracked.unread:
+            raise CheckpointError(f"{sorted(tracked.unread)[0]} has no place in {options.format}")
+
+        if verify:
+            compare(_in_dtype(source, options.dtype), hidden, options, start("verifying", nbytes))
+            notes = [*notes, f"verified: all {len(tracked.tensors)} tensors are equal bit by bit"]
+        _publish(hidden, target_path)
+    except OSError as error:
+        raise CheckpointError(f"{target_path} was not written: {error}") from error
+    finally:
+        source.close()
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    description = source.describe()
+    return Report(description.kind, len(tracked.tensors), nbytes, description.left_out, notes)
+
+
+def relayout(
+    source_path: Path,
+    target_path: Path,
+    options: TargetOptions,
+    *,
+    role: str | None,
+    verify: bool,
+    start: Start,
+) -> Report:
+    """Cut a training checkpoint anew for `options.layout`, optimizer state included.
+
+    Args:
+        source_path: the checkpoint.
+        target_path: where the result goes.
+        options: its layout, and whether to replace what is there.
+        role: the only model to cut; None for all.
+        verify: read the result again, and compare weights and moments bit for bit.
+        start: is told a task and its bytes, and returns what is told of bytes that are done.
+
+    Raises:
+        CheckpointError, WeightError: the source is no whole training checkpoint, or the models do
+            not divide over the layout.
+    """
+    found = identify(source_path)
+    if found.format != "training":
+        raise CheckpointError(f"{source_path} is a {found.kind} and not a training checkpoint")
+    _check_target(source_path, target_path, options.overwrite)
+    progress = start("cutting", slice_bytes(found.path, role))
+    hidden = target_path.parent / f".{target_path.name}.converting"
+    try:
+        _make_empty(hidden)
+        tensors, nbytes, notes = change_layout(found.path, hidden, role, options.layout, progress)
+        if verify:
+            compared = compare_checkpoints(found.path, hidden)
+            notes = [*notes, f"verified: all {compared} tensors are equal bit by bit"]
+        _publish(hidden, target_path)
+    except OSError as error:
+        raise CheckpointError(f"{target_path} was not written: {error}") from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return Report(found.kind, tensors, nbytes, [], notes)
+
+
+def compare(
+    expected: ModelSource, directory: Path, options: TargetOptions, progress: Progress
+) -> None:
+    """Refuse a result that is not, bit for bit, what was to be written.
+
+    Raises:
+        CheckpointError: naming the first tensor that differs.
+    """
+    like = directory if options.format == "huggingface" else None
+    result = open_source(directory, SourceOptions(role=None, like=like))
+    try:
+        if set(result.tensors) != set(expected.tensors):
+            difference = sorted(set(result.tensors) ^ set(expected.tensors))
+            raise CheckpointError(f"the result and the source differ in {difference[0]}")
+        for name, form in expected.tensors.items():
+            wanted = expected.read(name)
+            found = result.read(name)
+            same = found.shape == wanted.shape and found.dtype == wanted.dtype
+            if not same or not equal_bits(found, wanted):
+                raise CheckpointError(f"{name} differs between the source and the result")
+            progress(form.nbytes)
+    finally:
+        result.close()
+
+
+def _write(source: ModelSource, directory: Path, options: TargetOptions) -> list[str]:
+    if options.format == "huggingface":
+        return write_hugging_face(source, directory, options.max_file_bytes)
+    if options.format == "megatron":
+        return write_megatron(source, directory, options.megatron)
+    return write_training_checkpoint(source, directory, options.role, options.layout)
+
+
+def _in_dtype(source: ModelSource, dtype: torch.dtype | None) -> ModelSource:
+    return TrackedSource(source, dtype, lambda nbytes: None)
+
+
+def _like(options: SourceOptions, found: Found) -> ModelSpec | None:
+    directory = options.like or found.assets
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    return load_spec(directory, "lm")
+
+
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is not a directory")
+    if target.resolve() == source.resolve() or target.resolve() in source.resolve().parents:
+        raise CheckpointError(f"{target} holds the source; give another directory")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())) and not overwrite:
+        raise CheckpointError(f"{target} is there already; give another one, or --overwrite")
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {directory}: {error.strerror or error}") from error
+
+
+def _publish(hidden: Path, target: Path) -> None:
+    """Move a whole result to its place; what was there goes first."""
+    old = target.parent / f".{target.name}.replaced"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    hidden.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

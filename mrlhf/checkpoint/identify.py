@@ -1,0 +1,238 @@
+"""Says what a directory is: which format, of which model and step, and whether it is whole.
+
+Nothing but names, headers, indices and manifests is read, and no tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from mrlhf.checkpoint.manifest import MANIFEST, check_sizes, checkpoints_in, read_manifest
+from mrlhf.checkpoint.megatron_arguments import SHAPE_ARGUMENTS
+from mrlhf.checkpoint.megatron_names import split_names
+from mrlhf.checkpoint.megatron_reader import ASSETS, Place, find_place, read_common
+from mrlhf.checkpoint.model_files import CONFIG_FILE, HuggingFaceSource
+from mrlhf.checkpoint.tensor_file import describe_file
+from mrlhf.checkpoint.torch_dist import TorchDistReader
+from mrlhf.checkpoint.training_checkpoints import model_spec
+from mrlhf.errors import CheckpointError, MrlhfError
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.boxes import whole
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's output directory that holds its checkpoints."""
+
+EXPORT = "hf"
+"""The folder of a checkpoint that holds its policy as a Hugging Face model, if it has one."""
+
+_LEGACY = ("mp_rank_00", "mp_rank_00_000")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a directory is.
+
+    Attributes:
+        format: which of the three it is.
+        kind: the same in words.
+        path: of the checkpoint itself; a run's output directory holds several.
+        assets: a directory with the tokenizer, if it is known.
+    """
+
+    format: Literal["huggingface", "megatron", "training"]
+    kind: str
+    path: Path
+    assets: Path | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is to be said of a directory.
+
+    Attributes:
+        facts: (label, text) in the order to print them.
+        problems: what is wrong; empty if it is whole.
+    """
+
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def identify(path: Path) -> Found:
+    """What the directory is, by the files in it.
+
+    Raises:
+        CheckpointError: it is nothing that we know.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+
+    if (path / MANIFEST).is_file():
+        return Found("training", "training checkpoint", path, _run_assets(path))
+    steps = checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)
+    if steps:
+        return Found("training", "output directory of a run", steps[0], _run_assets(steps[0]))
+
+    if path.name.lstrip(".").startswith("step_"):
+        raise CheckpointError(f"{path} is no whole checkpoint: it has no {MANIFEST}")
+
+    place = find_place(path)
+    if place is not None:
+        assets = place.root / ASSETS
+        return Found(
+            "megatron", "Megatron-LM checkpoint", path, assets if assets.is_dir() else None
+        )
+    if any((path / name).is_dir() for name in _LEGACY):
+        raise CheckpointError(
+            f"{path} is a Megatron-LM checkpoint of the old format torch; save it anew with "
+            f"--ckpt-convert-format torch_dist"
+        )
+    if (path / CONFIG_FILE).is_file() or any(path.glob("model*.safetensors")):
+        return Found("huggingface", "Hugging Face model", path, path)
+    raise CheckpointError(
+        f"{path} is no Hugging Face model, training checkpoint, output directory of a run or "
+        f"Megatron-LM checkpoint"
+    )
+
+
+def examine(path: Path, every_byte: bool = False) -> Finding:
+    """What the directory is, of which model, layout and step, and whether it is whole.
+
+    Args:
+        path: of the directory.
+        every_byte: read every tensor, or compare every file with its hash, and not sizes alone.
+
+    Raises:
+        CheckpointError: it is nothing that we know.
+    """
+    found = identify(path)
+    finding = Finding()
+    finding.facts.append(("what", found.kind))
+    describe: dict[str, Callable[[Found, Finding, bool], None]] = {
+        "huggingface": _examine_hugging_face,
+        "megatron": _examine_megatron,
+        "training": _examine_training,
+    }
+    try:
+        describe[found.format](found, finding, every_byte)
+    except MrlhfError as error:
+        finding.problems.append(str(error))
+    return finding
+
+
+def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> None:
+    source = HuggingFaceSource(found.path)
+    try:
+        description = source.describe()
+        finding.facts[0] = ("what", description.kind)
+        finding.facts.append(("model", _model(source.spec)))
+        dtypes = sorted(
+            {str(form.dtype).removeprefix("torch.") for form in source.tensors.values()}
+        )
+        nbytes = sum(form.nbytes for form in source.tensors.values())
+        finding.facts.append(
+            ("tensors", f"{len(source.tensors)}, {_size(nbytes)}, {', '.join(dtypes)}")
+        )
+        finding.facts.extend([("not a weight", text) for text in description.left_out])
+        has_tokenizer = any(found.path.glob("tokenizer*"))
+        finding.facts.append(("tokenizer", "beside it" if has_tokenizer else "none"))
+        for name in source.tensors if every_byte else ():
+            source.read(name)
+    finally:
+        source.close()
+
+
+def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
+    manifest = read_manifest(found.path)
+    finding.facts.append(("checkpoint", str(found.path)))
+    others = len(checkpoints_in(found.path.parent)) - 1
+    if others > 0:
+        finding.facts.append(("beside it", f"{others} older or newer checkpoints"))
+    part = ", and a part of the next one" if manifest.unfinished_step else ""
+    finding.facts.append(("step", f"{manifest.step}{part}"))
+    finding.facts.append(("saved by", f"{manifest.program} on {manifest.world_size} ranks"))
+
+    for role, model in manifest.models.items():
+        layout = ", ".join(f"{axis} {size}" for axis, size in model.layout.items())
+        kinds = ", ".join(model.kinds)
+        text = f"{_model(model_spec(model))}; {model.dtype}; {layout}; stored: {kinds}"
+        finding.facts.append((role, text))
+    for role in manifest.frozen:
+        finding.facts.append((role, "frozen; its files are elsewhere"))
+    nbytes = sum(file.nbytes for file in manifest.files)
+    finding.facts.append(("files", f"{len(manifest.files)}, {_size(nbytes)}"))
+    check_sizes(found.path, manifest)
+    for listed in manifest.files if every_byte else ():
+        if describe_file(found.path, listed.path) != listed:
+            finding.problems.append(f"{listed.path} is not what was written")
+
+
+def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
+    place = find_place(found.path)
+    assert isinstance(place, Place)
+    finding.facts.append(("checkpoint", str(place.folder)))
+    reader = TorchDistReader(place.folder)
+    common = read_common(place.folder)
+    if common.iteration is not None:
+        finding.facts.append(("step", str(common.iteration)))
+    arguments = common.arguments or {}
+    stated = [f"{name} {arguments[name]}" for name in SHAPE_ARGUMENTS if name in arguments]
+    finding.facts.append(("model", ", ".join(stated) or "not stated in common.pt"))
+    layout = [
+        f"{short} {arguments[name]}"
+        for short, name in (
+            ("tp", "tensor_model_parallel_size"),
+            ("pp", "pipeline_model_parallel_size"),
+            ("dp", "data_parallel_size"),
+        )
+        if name in arguments
+    ]
+    finding.facts.append(("saved by", ", ".join(layout) or "unknown layout"))
+
+    weights, others = split_names([*reader.tensors, *reader.objects])
+    nbytes = sum(reader.tensors[name].nbytes for name in weights if name in reader.tensors)
+    finding.facts.append(("weights", f"{len(weights)} tensors, {_size(nbytes)}"))
+    finding.facts.extend(
+        [("not a weight", f"{count} {kind}") for kind, count in sorted(others.items())]
+    )
+    finding.problems.extend(reader.problems())
+    for name in reader.tensors if every_byte and not finding.problems else ():
+        reader.read(whole(name, reader.tensors[name].shape))
+    reader.close()
+
+
+def _run_assets(checkpoint: Path) -> Path | None:
+    """Where the tokenizer of a run's models is: in its export, or where the run had it from."""
+    if (checkpoint / EXPORT).is_dir():
+        return checkpoint / EXPORT
+    try:
+        config = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    for section, key in (("data", "tokenizer"), ("actor", "path"), ("model", "path")):
+        stated = config.get(section, {}).get(key) if isinstance(config, dict) else None
+        if isinstance(stated, str) and Path(stated).is_dir():
+            return Path(stated)
+    return None
+
+
+def _model(spec: ModelSpec) -> str:
+    head = "language model" if spec.head == "lm" else "scalar head"
+    embeddings = ", tied embeddings" if spec.output_is_embedding else ""
+    return (
+        f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, "
+        f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}, "
+        f"{head}{embeddings}"
+    )
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000  # type: ignore[assignment]
+    return f"{nbytes:.4g} TB"

@@ -1,0 +1,282 @@
+"""A model's numbers as Megatron-LM's command line names them, and as a `config.json` does.
+
+Megatron-LM keeps the arguments of its run in `common.pt`. A model that Hugging Face's families
+cannot express is refused, argument by argument. Pure: this file knows no files and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrlhf.errors import CheckpointError
+from mrlhf.models.families import FAMILIES
+from mrlhf.models.spec import ModelSpec
+
+SHAPE_ARGUMENTS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "padded_vocab_size",
+)
+"""Those that say how large the model is."""
+
+# What Megatron-LM has if an argument is not stated, and what all our families need.
+_NEEDED: dict[str, tuple[Any, Any]] = {
+    "swiglu": (False, True),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "position_embedding_type": ("learned_absolute", "rope"),
+    "add_bias_linear": (True, False),
+    "rotary_percent": (1.0, 1.0),
+    "rotary_interleaved": (False, False),
+    "apply_layernorm_1p": (False, False),
+    "layernorm_zero_centered_gamma": (False, False),
+    "apply_residual_connection_post_layernorm": (False, False),
+    "multi_latent_attention": (False, False),
+    "qk_l2_norm": (False, False),
+    "attention_output_gate": (False, False),
+    "num_experts": (None, None),
+    "mtp_num_layers": (None, None),
+    "window_attn_skip_freq": (None, None),
+    "no_rope_freq": (None, None),
+}
+# Llama 3's numbers, which Megatron-LM has in its code.
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
+    """The arguments of Megatron-LM that describe the model.
+
+    Args:
+        spec: the model.
+        vocab_divisible_by: what the number of embedding rows is rounded up to.
+
+    Raises:
+        CheckpointError: Megatron-LM has no arguments for the model's rotary embedding.
+    """
+    rotary_base = int(spec.rope_theta) if spec.rope_theta.is_integer() else spec.rope_theta
+    window = None if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+    return {
+        "num_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": spec.ffn_size,
+        "num_attention_heads": spec.num_heads,
+        "group_query_attention": spec.num_kv_heads != spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "seq_length": spec.max_positions,
+        "max_position_embeddings": spec.max_positions,
+        "position_embedding_type": "rope",
+        "use_rotary_position_embeddings": False,
+        "add_position_embedding": True,
+        "rotary_base": rotary_base,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        **_rope_arguments(spec),
+        "window_size": window,
+        "swiglu": True,
+        "squared_relu": False,
+        "add_bias_linear": False,
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.qk_norm,
+        "normalization": "RMSNorm",
+        "norm_epsilon": spec.norm_eps,
+        "layernorm_epsilon": spec.norm_eps,
+        "apply_layernorm_1p": False,
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "untie_embeddings_and_output_weights": not spec.tied_embeddings,
+        "vocab_size": spec.vocab_size,
+        "make_vocab_size_divisible_by": vocab_divisible_by,
+        "padded_vocab_size": padded_vocab(spec, vocab_divisible_by),
+        "num_experts": None,
+    }
+
+
+def padded_vocab(spec: ModelSpec, divisor: int) -> int:
+    """Rows of the embedding, padding included."""
+    return -(-spec.vocab_size // divisor) * divisor
+
+
+def command_line(arguments: Mapping[str, Any]) -> str:
+    """The options of `pretrain_gpt.py` that build the model of `arguments_of`, one a line."""
+    options = [
+        "--disable-bias-linear",
+        "--swiglu",
+        "--normalization RMSNorm",
+        "--position-embedding-type rope",
+        "--tokenizer-type HuggingFaceTokenizer",
+        "--attention-dropout 0.0",
+        "--hidden-dropout 0.0",
+    ]
+    for name in (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+        *("seq_length", "max_position_embeddings", "rotary_base", "norm_epsilon"),
+        *(
+            "make_vocab_size_divisible_by",
+            "rotary_seq_len_interpolation_factor",
+        ),
+    ):
+        if arguments[name] is not None:
+            options.append(f"--{name.replace('_', '-')} {arguments[name]}")
+
+    if arguments["group_query_attention"]:
+        options.append("--group-query-attention")
+        options.append(f"--num-query-groups {arguments['num_query_groups']}")
+    for name in ("add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"):
+        if arguments[name]:
+            options.append(f"--{name.replace('_', '-')}")
+    if arguments["use_rope_scaling"]:
+        options.append("--use-rope-scaling")
+        options.append(f"--rope-scaling-factor {arguments['rope_scaling_factor']}")
+    if arguments["window_size"] is not None:
+        options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
+    return "\n".join(options) + "\n"
+
+
+def config_of(
+    arguments: Mapping[str, Any], vocab_size: int, model_type: str | None
+) -> dict[str, Any]:
+    """The `config.json` of the model that Megatron-LM's arguments describe.
+
+    Args:
+        arguments: of the run that wrote the checkpoint.
+        vocab_size: rows of the embedding, without padding.
+        model_type: the family, or None for the first one that has the model's features.
+
+    Raises:
+        CheckpointError: an argument is missing, or no family has what it asks for.
+    """
+    for name, (default, needed) in _NEEDED.items():
+        if arguments.get(name, default) != needed:
+            raise CheckpointError(
+                f"the checkpoint's {name} is {arguments.get(name, default)!r}; only {needed!r} has "
+                f"a Hugging Face family here"
+            )
+
+    heads = _stated(arguments, "num_attention_heads")
+    hidden = _stated(arguments, "hidden_size")
+    # Without grouped queries, num_query_groups is a default that means nothing.
+    groups = arguments.get("num_query_groups")
+    if not arguments.get("group_query_attention", groups is not None):
+        groups = heads
+    window = arguments.get("window_size")
+    family = model_type or _family_of(arguments)
+
+    config = {
+        "model_type": family,
+        "architectures": [FAMILIES[family].class_name("lm")],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": _stated(arguments, "ffn_hidden_size"),
+        "num_hidden_layers": _stated(arguments, "num_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": arguments.get("kv_channels") or hidden // heads,
+        "max_position_embeddings": _stated(arguments, "max_position_embeddings"),
+        "rms_norm_eps": _epsilon(arguments),
+        "rope_parameters": _rope_parameters(arguments),
+        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
+        # transformers has numbers of its own for what is not stated.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if family == "mistral":
+        config["sliding_window"] = None if window is None else window[0] + 1
+    return config
+
+
+def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
+    """Where the arguments of a checkpoint contradict a model, in words.
+
+    An argument that is not there contradicts nothing.
+    """
+    expected = arguments_of(spec, vocab_divisible_by=1)
+    found = []
+    for name in (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
+        *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
+        *("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+    ):
+        stated = arguments.get(name)
+        if stated is not None and stated != expected[name]:
+            found.append(f"{name} is {stated!r} in the checkpoint and {expected[name]!r} there")
+    for name, (_, needed) in _NEEDED.items():
+        if arguments.get(name, needed) != needed:
+            found.append(f"{name} is {arguments[name]!r} in the checkpoint and {needed!r} there")
+    return found
+
+
+def _family_of(arguments: Mapping[str, Any]) -> str:
+    """The family with exactly the features that the arguments turn on."""
+    features = {
+        "qwen2": bool(arguments.get("add_qkv_bias")),
+        "qwen3": bool(arguments.get("qk_layernorm")),
+        "mistral": arguments.get("window_size") is not None,
+    }
+    families = [family for family, is_on in features.items() if is_on]
+    if len(families) > 1:
+        raise CheckpointError(
+            f"the checkpoint has features of {' and '.join(families)} at once; no Hugging Face "
+            f"family here has both"
+        )
+    return families[0] if families else "llama"
+
+
+def _stated(arguments: Mapping[str, Any], name: str) -> Any:
+    value = arguments.get(name)
+    if value is None:
+        raise CheckpointError(
+            f"the checkpoint's arguments do not state {name}; give the directory of a Hugging Face "
+            f"model of the same shape with --like"
+        )
+    return value
+
+
+def _epsilon(arguments: Mapping[str, Any]) -> float:
+    for name in ("norm_epsilon", "layernorm_epsilon"):
+        if arguments.get(name) is not None:
+            return float(arguments[name])
+    return float(_stated(arguments, "norm_epsilon"))
+
+
+def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
+    rope = dict(spec.hf_config["rope_parameters"])
+    kind = rope.get("rope_type", "default")
+    options: dict[str, Any] = {
+        "use_rope_scaling": False,
+        "rope_scaling_factor": 8.0,
+        "rotary_seq_len_interpolation_factor": None,
+    }
+
+    if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
+        options["use_rope_scaling"] = True
+        options["rope_scaling_factor"] = float(rope["factor"])
+    elif kind == "linear" and float(rope["factor"]).is_integer():
+        options["rotary_seq_len_interpolation_factor"] = int(rope["factor"])
+    elif kind != "default":
+        raise CheckpointError(
+            f"the model rotates with {rope}; Megatron-LM has arguments for Llama 3's "
+            f"{_LLAMA3} and for a linear factor that is an integer only"
+        )
+    return options
+
+
+def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    theta = float(_stated(arguments, "rotary_base"))
+    linear = arguments.get("rotary_seq_len_interpolation_factor")
+    if arguments.get("use_rope_scaling"):
+        factor = float(arguments.get("rope_scaling_factor") or 8.0)
+        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
+    if linear is not None:
+        return {"rope_type": "linear", "rope_theta": theta, "factor": float(linear)}
+    return {"rope_type": "default", "rope_theta": theta}

@@ -1,0 +1,158 @@
+"""Writes a model's weights as a checkpoint of Megatron-LM.
+
+A directory of Megatron-LM has one folder for each saved iteration, or one called `release`, and a
+file that names the newest. This file writes weights alone; it does not know Hugging Face's files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mrlhf.checkpoint.megatron_arguments import arguments_of, command_line
+from mrlhf.checkpoint.megatron_names import FUSED_NORMS, LAYERS, STATEFUL_MODULES, whole_model
+from mrlhf.checkpoint.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
+from mrlhf.checkpoint.model_files import copy_assets, write_config
+from mrlhf.checkpoint.model_source import ModelSource
+from mrlhf.checkpoint.torch_dist import FORMAT
+from mrlhf.checkpoint.torch_dist_writer import TorchDistWriter
+from mrlhf.errors import CheckpointError
+from mrlhf.models.families import family_of
+from mrlhf.weights.shard import Slot, local_shape, pieces_of
+
+OPTIONS_FILE = "pretrain_gpt_options.txt"
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """What a checkpoint of Megatron-LM is to be like.
+
+    Attributes:
+        vocab_divisible_by: the vocabulary gets rows of zeros until this divides them.
+        fused_norms: name norms as TransformerEngine's fused layers do; Megatron-LM does so in any
+            case, only older or special models do not.
+        max_file_bytes: a file ends once it has this many bytes.
+    """
+
+    vocab_divisible_by: int = 128
+    fused_norms: bool = True
+    max_file_bytes: int = 5 * 10**9
+
+
+def write_megatron(source: ModelSource, directory: Path, options: MegatronOptions) -> list[str]:
+    """Write weights as a `release` that Megatron-LM loads, into the empty `directory`.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        CheckpointError: Megatron-LM cannot express the model, or the file system refuses.
+    """
+    spec = source.spec
+    if spec.head != "lm":
+        raise CheckpointError(
+            "Megatron-LM has no model with a scalar head; convert the critic or reward model to "
+            "Hugging Face"
+        )
+    arguments = arguments_of(spec, options.vocab_divisible_by)
+
+    folder = directory / RELEASE
+    folder.mkdir(parents=True)
+    writer = TorchDistWriter(folder, options.max_file_bytes)
+    _write_weights(source, writer, arguments["padded_vocab_size"], options.fused_norms)
+    for layer in range(spec.num_layers):
+        for module in STATEFUL_MODULES:
+            key = f"{LAYERS}{module}._extra_state/shard_{layer}_{spec.num_layers}"
+            writer.write_object(key, None)
+
+    step = source.describe().step or 0
+    run = _run_arguments(source.dtype, step)
+    writer.finish(
+        {
+            "args": argparse.Namespace(**arguments, **run),
+            "checkpoint_version": 3.0,
+            "iteration": step,
+            "num_floating_point_operations_so_far": 0,
+            "content_metadata": {
+                "singleton_local_shards": False,
+                "chained_optim_avoid_prefix": True,
+            },
+        }
+    )
+    _write_beside(source, directory, arguments)
+    return [
+        f"{OPTIONS_FILE} holds the options of pretrain_gpt.py for this model; "
+        f"--tokenizer-model is its folder {ASSETS}",
+        "there is no optimizer state; Megatron-LM begins at iteration 0",
+    ]
+
+
+def _write_weights(
+    source: ModelSource, writer: TorchDistWriter, padded_vocab: int, fused_norms: bool
+) -> None:
+    """Write every parameter, each made of the tensors that it fuses."""
+    spec = source.spec
+    family = family_of(spec)
+    shapes = family.tensor_shapes(spec)
+    for parameter in family.parameter_names(spec, whole_model(spec)):
+        rule = family.rule_of(spec, whole_model(spec), parameter)
+        shape = local_shape(rule, shapes, tp_size=1)
+        dtype = source.tensors[rule.names[0]].dtype
+        values = torch.empty(shape, dtype=dtype)
+        for piece in pieces_of(parameter, rule, shapes, tp_rank=0, tp_size=1):
+            Slot(piece, values).store(source.read(piece.name))
+
+        if parameter.startswith(LAYERS):
+            layer, _, rest = parameter.removeprefix(LAYERS).partition(".")
+            key = LAYERS + (FUSED_NORMS.get(rest, rest) if fused_norms else rest)
+            offsets = (int(layer),) + (0,) * values.dim()
+            writer.write_box(key, (spec.num_layers, *shape), offsets, values.unsqueeze(0))
+        elif rule.dim is None:
+            writer.write_box(parameter, shape, (0,) * values.dim(), values)
+        else:
+            padded = (padded_vocab, *shape[1:])
+            writer.write_box(parameter, padded, (0, 0), values)
+            if padded_vocab > shape[0]:
+                padding = values.new_zeros(padded_vocab - shape[0], *shape[1:])
+                writer.write_box(parameter, padded, (shape[0], 0), padding)
+
+
+def _run_arguments(dtype: torch.dtype, step: int) -> dict[str, Any]:
+    """What Megatron-LM also reads of the run that wrote a checkpoint."""
+    return {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "data_parallel_size": 1,
+        "world_size": 1,
+        "ckpt_format": FORMAT,
+        "use_dist_ckpt": True,
+        "iteration": step,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tokenizer_type": "HuggingFaceTokenizer",
+    }
+
+
+def _write_beside(source: ModelSource, directory: Path, arguments: Mapping[str, Any]) -> None:
+    """Write what stands beside the weights; the file that names them comes last."""
+    assets = directory / ASSETS
+    assets.mkdir()
+    copy_assets(source.assets, assets)
+    write_config(source.spec, assets, source.dtype)
+
+    (directory / OPTIONS_FILE).write_text(command_line(arguments), encoding="utf-8")
+    (directory / TRACKER_FILE).write_text(RELEASE, encoding="utf-8")

@@ -1,0 +1,213 @@
+"""Reads and writes Hugging Face models tensor by tensor, in one process.
+
+A tensor that is written goes to its place in its file at once, so nothing but that tensor is held.
+This file does not know ranks or layouts: `weights.hf` reads and writes models that ranks hold
+together.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrlhf.checkpoint.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.streamed_file import StreamedFile
+from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
+from mrlhf.errors import ConfigError, WeightError
+from mrlhf.models.families import family_of, load_spec, save_config
+from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
+
+CONFIG_FILE = "config.json"
+ASSET_PATTERNS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files that belong to a model and hold no weights; code is not among them."""
+
+_INV_FREQ = "rotary_emb.inv_freq"
+
+
+class HuggingFaceSource:
+    """A Hugging Face model: a language model, or a sequence classifier with one label."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read `config.json` and the headers of the files.
+
+        Raises:
+            ConfigError: `config.json` is missing, or describes no model that we know.
+            WeightError: a tensor is missing, unknown, or of another shape than the model's.
+        """
+        self._directory = directory
+        files = find_files(directory)
+        self._resources = ExitStack()
+        self._handles: dict[Path, StreamedFile] = {}
+        for file in dict.fromkeys(files.values()):
+            self._handles[file] = self._resources.enter_context(StreamedFile(file))
+        self._files = files
+
+        self.spec = load_spec(directory, self._head())
+        self._left_out = self._check()
+        self.tensors: dict[str, TensorForm] = {}
+        for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
+            self.tensors[name] = TensorForm(shape, self._stored(name).dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the embedding."""
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def assets(self) -> Path | None:
+        """The directory itself."""
+        return self._directory
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        return self._handles[self._files[name]].read(name)
+
+    def describe(self) -> Description:
+        """What of the directory is not converted."""
+        head = "policy" if self.spec.head == "lm" else "critic or reward model"
+        return Description(f"Hugging Face model ({head})", None, self._left_out)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._resources.close()
+
+    def _stored(self, name: str) -> TensorForm:
+        file = self._files[name]
+        form = self._handles[file].tensors.get(name)
+        if form is None:
+            raise WeightError(f"{file}: {name} is not there, though the index says so")
+        if not form.dtype.is_floating_point:
+            raise WeightError(
+                f"{file}: {name} is of type {form.dtype}, which is no type of weights here; save "
+                f"the model in bfloat16 or float32"
+            )
+        return form
+
+    def _head(self) -> Head:
+        """Whether the model has a scalar head, by the class that its `config.json` names."""
+        try:
+            config = json.loads((self._directory / CONFIG_FILE).read_text(encoding="utf-8"))
+            (architecture, *_) = config.get("architectures") or [""]
+        except (OSError, ValueError, AttributeError):
+            return "lm"  # `load_spec` says what is wrong with it
+        return "scalar" if str(architecture).endswith("ForSequenceClassification") else "lm"
+
+    def _check(self) -> list[str]:
+        """Refuse tensors that are not exactly the model's; returns what else is there."""
+        family = family_of(self.spec)
+        shapes = family.tensor_shapes(self.spec)
+        missing = [name for name in shapes if name not in self._files]
+        if missing:
+            raise WeightError(
+                f"{self._directory}: no tensor {missing[0]} ({len(missing)} are missing); the "
+                f"checkpoint is not of this model or not whole"
+            )
+        for name, shape in shapes.items():
+            found = self._stored(name).shape
+            if found != shape:
+                raise WeightError(
+                    f"{self._directory}: {name} is {list(found)} and not {list(shape)}; check "
+                    f"{CONFIG_FILE} beside it"
+                )
+
+        left_out = []
+        for name in self._files:
+            if name in shapes:
+                continue
+            if name.endswith(_INV_FREQ):
+                left_out.append(f"{name}: follows from {CONFIG_FILE}")
+            elif name == family.language_head and self.spec.output_is_embedding:
+                self._check_copy(name)
+                left_out.append(f"{name}: a copy of the embedding, which the model shares")
+            else:
+                raise WeightError(
+                    f"{self._directory}: the model has no place for tensor {name}; check "
+                    f"{CONFIG_FILE} beside it"
+                )
+        return left_out
+
+    def _check_copy(self, name: str) -> None:
+        """Refuse an output layer that is not the embedding, though the embeddings are tied."""
+        if not torch.equal(self.read("model.embed_tokens.weight"), self.read(name)):
+            raise WeightError(
+                f"{self._directory}: {name} differs from the embedding, but {CONFIG_FILE} says "
+                f"that they are one; set tie_word_embeddings to false"
+            )
+
+
+def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int) -> list[str]:
+    """Write a model, tokenizer included, into the empty `directory`.
+
+    Args:
+        source: of the weights.
+        directory: of the model.
+        max_file_bytes: largest file, bytes of tensors; a larger tensor has a file of its own.
+
+    Returns:
+        What the user should know.
+
+    Raises:
+        CheckpointError: the file system refuses.
+    """
+    sizes = {name: form.nbytes for name, form in source.tensors.items()}
+    contents = split_files(sizes, max_file_bytes)
+    files = dict(zip(file_names(len(contents)), contents, strict=True))
+    for file, names in files.items():
+        tensors = [_to_write(source, name) for name in names]
+        write_tensors(directory, temporary(Path(file)).name, tensors)
+    publish(directory, files, sum(sizes.values()))
+
+    copy_assets(source.assets, directory)
+    write_config(source.spec, directory, source.dtype)
+    if not any(directory.glob("tokenizer*")):
+        return ["there is no tokenizer; copy one beside the model"]
+    return []
+
+
+def _to_write(source: ModelSource, name: str) -> TensorSource:
+    """A tensor that is read when it is written."""
+    form = source.tensors[name]
+    return TensorSource(name, form.dtype, form.shape, lambda: [source.read(name).view(-1)])
+
+
+def copy_assets(source: Path | None, directory: Path) -> None:
+    """Copy the tokenizer and whatever else belongs to a model from `source`."""
+    if source is None:
+        return
+    for pattern in ASSET_PATTERNS:
+        for file in source.glob(pattern):
+            if file.is_file() and file.suffix != ".py":
+                shutil.copyfile(file, directory / file.name)
+
+
+def write_config(spec: ModelSpec, directory: Path, dtype: torch.dtype) -> None:
+    """Write `config.json`; a classifier without a padding token gets the end-of-text token.
+
+    Raises:
+        ConfigError: transformers refuses the configuration.
+    """
+    pad = spec.hf_config.get("pad_token_id")
+    end = spec.hf_config.get("eos_token_id")
+    if pad is None:
+        pad = end[0] if isinstance(end, list) else end
+    try:
+        save_config(spec, directory, dtype, pad)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{directory}: {' '.join(str(error).split())}") from error

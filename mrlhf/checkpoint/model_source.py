@@ -1,0 +1,127 @@
+"""What the converter asks of a checkpoint of any format: a model's tensors, one at a time.
+
+Tensors have their Hugging Face names and full shapes, whatever the format. This file knows no
+format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Shape
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What a tensor is, without its numbers."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a source says of itself.
+
+    Attributes:
+        kind: the format, in words.
+        step: training step of the weights, if it is known.
+        left_out: one sentence for each kind of thing that the source holds and that is not a weight
+            of the model, so that nothing goes in silence.
+    """
+
+    kind: str
+    step: int | None
+    left_out: list[str]
+
+
+class ModelSource(Protocol):
+    """A checkpoint that gives a model's weights."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorForm]:
+        """Every tensor of the model; its names are those of the family's `tensor_shapes`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a converted model should have, unless the user wants another."""
+
+    @property
+    def assets(self) -> Path | None:
+        """A directory with the tokenizer and whatever else belongs to the model, if there is."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole, contiguous and on the host."""
+
+    def describe(self) -> Description:
+        """What it is, and what of it is not converted."""
+
+    def close(self) -> None:
+        """Close its files."""
+
+
+class TrackedSource:
+    """A source in another dtype, which remembers what has been read.
+
+    Attributes:
+        unread: the names that nobody has read yet.
+    """
+
+    def __init__(
+        self, source: ModelSource, dtype: torch.dtype | None, progress: Callable[[int], None]
+    ) -> None:
+        """Pass on `source`.
+
+        Args:
+            source: the checkpoint.
+            dtype: of all tensors; None for that of each tensor.
+            progress: is told the bytes of each tensor when it is first read.
+        """
+        self._source = source
+        self._progress = progress
+        self.spec = source.spec
+        self.assets = source.assets
+        self.dtype = dtype or source.dtype
+        self.unread = set(source.tensors)
+        self.tensors: dict[str, TensorForm] = {}
+        for name, form in source.tensors.items():
+            self.tensors[name] = TensorForm(form.shape, dtype or form.dtype)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        tensor = self._source.read(name).to(self.tensors[name].dtype)
+        if name in self.unread:
+            self.unread.remove(name)
+            self._progress(self.tensors[name].nbytes)
+        return tensor
+
+    def describe(self) -> Description:
+        """What the source says of itself."""
+        return self._source.describe()
+
+    def close(self) -> None:
+        """Close the files of the source."""
+        self._source.close()
+
+
+def equal_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same bits: a NaN equals itself, and 0 is not -0."""
+    views = [tensor.contiguous().view(torch.uint8) for tensor in (first, second)]
+    return torch.equal(views[0], views[1])

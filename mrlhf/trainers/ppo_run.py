@@ -1,0 +1,173 @@
+"""A whole PPO run: begin or go on, train, save, export, report.
+
+What a training step is, `ppo` says. This file does not know it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mrlhf.checkpoint.restorer import Checkpoint
+from mrlhf.config.roots import PPOConfig
+from mrlhf.errors import CheckpointError, Interrupted
+from mrlhf.log import PPO_COLUMNS
+from mrlhf.run.export import export_checkpoint
+from mrlhf.run.metrics_file import ResumePoint
+from mrlhf.run.report import closing_report
+from mrlhf.run.reporter import Reporter
+from mrlhf.run.startup import Run, start
+from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.trainers.ppo import PPOTrainer
+from mrlhf.trainers.ppo_setup import Parts, assemble
+from mrlhf.trainers.step_progress import StepProgress
+
+
+def train_ppo(config: PPOConfig) -> None:
+    """Run PPO as configured; every rank calls it."""
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        checkpoint = find_checkpoint(run)
+        parts = assemble(config, run, initial=checkpoint is None)
+        PPORun(config, run, parts, checkpoint).fit()
+
+
+class PPORun:
+    """The loop over training steps; every rank runs it."""
+
+    def __init__(
+        self, config: PPOConfig, run: Run, parts: Parts, checkpoint: Checkpoint | None
+    ) -> None:
+        """Begin anew, or go on from `checkpoint`.
+
+        Raises:
+            CheckpointError, DataError: the checkpoint is of a run with other models or data.
+        """
+        self._run = run
+        self._parts = parts
+        self._section = config.trainer
+        self._trainer = PPOTrainer(config, run, parts)
+        self._checkpoints = Checkpoints(
+            run, config, parts.trained(), parts.steps, self._exports(config.trainer.save_hf)
+        )
+
+        self._completed = 0
+        self._last_metrics: Mapping[str, float] = {}
+        self._progress: StepProgress | None = None
+        self._resumed: ResumePoint | None = None
+        if checkpoint is not None:
+            self._restore(checkpoint)
+
+    def fit(self) -> None:
+        """Train, validate, export the policy to `output_dir/actor`, and report.
+
+        Raises:
+            Interrupted: the run was asked to stop; a checkpoint is saved.
+        """
+        began = time.monotonic()
+        parts = self._parts
+        reporter = Reporter(
+            self._run.is_main_rank,
+            self._run.output_dir,
+            self._section.tensorboard,
+            parts.steps,
+            PPO_COLUMNS,
+            self._resumed,
+        )
+        with reporter:
+            try:
+                self._train(reporter)
+            except Interrupted:
+                self._save_interrupted()
+                raise
+
+        directory = self._run.output_dir / "actor"
+        self._export(directory)
+        parts.scorer.close()
+        if self._run.is_main_rank:
+            seconds = time.monotonic() - began
+            closing_report(self._run.output_dir, directory, parts.steps, seconds)
+
+    def _train(self, reporter: Reporter) -> None:
+        """The steps that are left, with the validation before the first one."""
+        trainer = self._trainer
+        is_new = self._completed == 0 and not self._last_metrics
+        if is_new and self._section.val_before_train and self._parts.held_out is not None:
+            self._parts.generator.take_weights(version=0)
+            self._last_metrics = trainer.validate()
+            reporter.report(0, self._last_metrics)
+            self._checkpoints.note_metrics(self._last_metrics)
+
+        while self._completed < self._parts.steps:
+            with self._run.stops.phase("between steps"):
+                pass
+            if self._progress is None:
+                self._progress = trainer.begin_step(self._completed + 1)
+            metrics = trainer.step(self._progress)
+
+            self._completed = self._progress.number
+            self._last_metrics = metrics
+            self._progress = None
+            saved = self._checkpoints.after_step(self._completed, metrics, trainer.state_dict)
+            reporter.report(self._completed, metrics | saved)
+        self._checkpoints.finish()
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        parts = self._parts
+        state = self._checkpoints.restore(checkpoint)
+        self._trainer.load_state_dict(state)
+        if "drawn" in state and state["settings"] == self._trainer.settings():
+            parts.generator.load_drawn_state(state["drawn"])
+        if "progress" in state:
+            self._check_settings(state["settings"], checkpoint.path)
+            self._progress = StepProgress.from_state(state["progress"], parts.prompts.with_uids)
+
+        self._completed = checkpoint.manifest.step
+        self._last_metrics = checkpoint.manifest.metrics
+        self._resumed = ResumePoint(self._completed, self._last_metrics)
+
+    def _check_settings(self, stored: Mapping[str, Any], path: Path) -> None:
+        """Refuse to go on in the middle of an update with other mini-batches.
+
+        Raises:
+            CheckpointError: naming the key.
+        """
+        current = self._trainer.settings()
+        for key, value in stored.items():
+            if current[key] != value:
+                raise CheckpointError(
+                    f"{path} was saved in the middle of a step, in which {key} was {value} and not "
+                    f"{current[key]}; restore it, or go on from the checkpoint before"
+                )
+
+    def _save_interrupted(self) -> None:
+        """Save the run as it is, in the middle of a step or between two."""
+        progress = self._progress
+        trainer = self._trainer
+        if progress is None:
+            state = trainer.state_dict()
+            unfinished = False
+        elif progress.experience is None:
+            # No model has changed in this step. It begins again, with the responses that it has.
+            drawn = self._parts.generator.drawn_state()
+            state = {**progress.before, "drawn": drawn, "settings": trainer.settings()}
+            unfinished = bool(drawn)
+        else:
+            state = {
+                **trainer.state_dict(),
+                "progress": progress.state_dict(),
+                "settings": trainer.settings(),
+            }
+            unfinished = True
+        self._checkpoints.save_interrupted(self._completed, self._last_metrics, state, unfinished)
+
+    def _exports(self, save_hf: bool) -> dict[str, Callable[[Path], None]]:
+        """What is written into each checkpoint for other programs."""
+        return {"hf": self._export} if save_hf else {}
+
+    def _export(self, directory: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint."""
+        parts = self._parts
+        max_shard_mb = self._section.max_shard_size_mb
+        export_checkpoint(parts.actor.engine, parts.tokenizer, directory, max_shard_mb)

@@ -1,0 +1,93 @@
+"""Tiny Hugging Face models on disk, for the tests of conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "llama-tied-llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": _LLAMA3,
+        "head_dim": 16,
+        "max_position_embeddings": 16384,
+    },
+    "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": None},
+    "mistral-tied-window": {
+        "model_type": "mistral",
+        "tie_word_embeddings": True,
+        "sliding_window": 6,
+    },
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 6},
+    "qwen3-tied": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 6},
+}
+"""Every family, with tied and untied embeddings."""
+
+
+def save_model(
+    name: str,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    scalar: bool = False,
+    **changes: Any,
+) -> None:
+    """Save a model with random weights, norms and biases among them, as transformers does."""
+    options = {**_SIZES, **CONFIGS[name], **changes}
+    if scalar:
+        options |= {"num_labels": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(**options)
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+
+    generator = torch.Generator().manual_seed(7)
+    model = auto.from_config(config)
+    for parameter in model.parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 0.3 * values + (1.0 if parameter.dim() == 1 else 0.0)
+    model.to(dtype).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor in a directory's safetensors files."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    """The same names, dtypes and bits."""
+    wanted = read_tensors(first)
+    found = read_tensors(second)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name

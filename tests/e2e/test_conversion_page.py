@@ -1,0 +1,76 @@
+"""docs/conversion.md is right: its commands run, one after the other, and its options exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import ParallelLayout
+from tests.checkpoint_models import assert_same_tensors
+from tests.dist.role_runs import Form, Setting, build_actor, build_critic, save_inputs
+from tests.e2e.programs import ROOT, run_program, succeed
+from tests.plain_ppo import Case
+from tests.ranks import run_ranks
+from tools import convert_checkpoint
+
+PAGE = (ROOT / "docs" / "conversion.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    python tools/convert_checkpoint.py (.+)$", PAGE, re.MULTILINE)
+
+
+def _save_run(rank: int, world_size: int, root: Path) -> None:
+    """What a run with an actor and a critic leaves behind."""
+    world = dist.group.WORLD
+    assert world is not None
+    groups = GroupFactory(timeout_s=60.0).role_groups(ParallelLayout(tp=1, pp=1, dp=1))
+    setting = Setting(root, groups, Form("plain", 1000, False))
+    case = Case("qwen2-tied", "token-mean")
+    models = {
+        "actor": build_actor(setting, case).engine,
+        "critic": build_critic(setting, case).engine,
+    }
+    identity = RunIdentity("PPOConfig", {"actor": {"path": str(root / case.model)}})
+    saver = Saver(root / "runs" / "ppo" / "checkpoints", identity, world, asynchronous=False)
+    for step in (20, 40):
+        saver.save(Contents(step, False, models, {}))
+
+
+@pytest.mark.timeout(300)
+def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_inputs(tmp_path)
+    run_ranks(1, _save_run, tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    said = {}
+    for command in COMMANDS:
+        with redirect_stdout(StringIO()) as output:
+            assert convert_checkpoint.main(shlex.split(command)) == 0, command
+        said[command] = output.getvalue()
+    assert len(said) == 7
+
+    runs = tmp_path / "runs"
+    assert AutoModelForCausalLM.from_pretrained(runs / "policy") is not None
+    critic = AutoModelForSequenceClassification.from_pretrained(runs / "critic")
+    assert critic.config.num_labels == 1
+    assert_same_tensors(runs / "policy", runs / "back")
+    assert "checkpoint: runs/ppo/checkpoints/step_000040" in said["--inspect runs/ppo"]
+    for name in ("pretrain_gpt_options.txt", "latest_checkpointed_iteration.txt", "huggingface"):
+        assert (runs / "megatron" / name).exists() and name in PAGE
+    assert (runs / "cut" / "state.json").exists() and (runs / "weights" / "manifest.json").exists()
+
+
+def test_its_options_exist() -> None:
+    said = succeed(run_program(["tools/convert_checkpoint.py", "--help"]))
+    named = set(re.findall(r"`(--[a-z-]+)", PAGE)) - {
+        *("--load", "--save", "--tokenizer-model", "--ckpt-format")  # Megatron-LM's
+    }
+    assert len(named) > 7
+    assert {option for option in named if option not in said} == set()

@@ -1,0 +1,171 @@
+"""Checkpoints go to megatron-core's own GPTModel and come from it, and the logits are the same.
+
+The other side is `tests/megatron_models.py`, which does as pretrain_gpt.py does and knows nothing
+of our weight map. Its processes are started twice: with one rank, and with two that share a model.
+"""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint_models import CONFIGS, assert_same_tensors, save_model
+from tests.megatron_models import TOKENS, run_jobs
+from tools import convert_checkpoint
+
+VOCABULARY = 37
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"layers": 4, "tied": False},
+    "llama-tied-llama3": {
+        "layers": 4,
+        "tied": True,
+        "head_dim": 16,
+        "max_positions": 16384,
+        "rope_scaling_factor": 4.0,
+    },
+    "mistral": {"layers": 4, "tied": False},
+    "qwen2": {"layers": 4, "tied": False, "qkv_bias": True},
+    "qwen2-tied": {"layers": 4, "tied": True, "qkv_bias": True},
+    "qwen3": {"layers": 4, "tied": False, "qk_norm": True, "head_dim": 6},
+    "qwen3-tied": {"layers": 4, "tied": True, "qk_norm": True, "head_dim": 6},
+}
+"""What Megatron-LM is told of the models of `tests/checkpoint_models.py`."""
+
+SAME_ARGUMENTS = [
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("group_query_attention", "kv_channels", "max_position_embeddings", "rotary_base"),
+    *("position_embedding_type", "rotary_percent", "rotary_interleaved", "use_rope_scaling"),
+    *("rope_scaling_factor", "rotary_seq_len_interpolation_factor", "swiglu", "normalization"),
+    *("norm_epsilon", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "window_size"),
+    *("untie_embeddings_and_output_weights", "make_vocab_size_divisible_by", "padded_vocab_size"),
+    *("num_experts",),
+]
+SAVED: dict[str, dict[str, Any]] = {
+    "optimizer": {"model": MODELS["llama"], "optimizer": True},
+    "own-norms": {"model": MODELS["qwen2"], "names": "own"},
+    "own-norms-separate": {"model": MODELS["qwen3"], "names": "own", "separate": True},
+    "separate": {"model": MODELS["qwen2-tied"], "separate": True},
+    "tied": {"model": MODELS["llama-tied-llama3"]},
+    "two-ranks": {"model": MODELS["qwen3-tied"], "optimizer": True},
+    "two-ranks-separate": {"model": MODELS["qwen2"], "separate": True},
+}
+"""What Megatron-LM saves: with optimizer or not, layers stacked or not, norms under either name."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of every family, converted and loaded by Megatron-LM; and what it saved itself."""
+    path = tmp_path_factory.mktemp("megatron")
+    for name in MODELS:
+        save_model(name, path / "hf" / name)
+        options = ["--vocab-divisible-by", "8", "--verify"]
+        _convert(path / "hf" / name, "megatron", path / "megatron" / name, *options)
+
+    for ranks in (1, 2):
+        jobs = []
+        for name, model in MODELS.items():
+            if ranks == 1 or name in ("qwen3-tied", "llama"):
+                same = SAME_ARGUMENTS if ranks == 1 else []
+                jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, model=model))
+        for name, saved in SAVED.items():
+            if name.startswith("two-ranks") == (ranks == 2):
+                jobs.append(_job(path, "save", path / "saved" / name, ranks, [], **saved))
+        directory = path / f"{ranks} ranks"
+        directory.mkdir()
+        run_jobs(directory, jobs, ranks)
+    return path
+
+
+def _job(
+    root: Path, do: str, checkpoint: Path, ranks: int, same: list[str], **rest: Any
+) -> dict[str, Any]:
+    logits = root / f"{do} {checkpoint.name} {ranks}"
+    common = {"do": do, "checkpoint": str(checkpoint), "logits": str(logits)}
+    return {**common, "same_arguments": same, **rest}
+
+
+def _convert(source: Path, to: str, target: Path, *options: str) -> str:
+    return _tool(str(source), "--to", to, "--out", str(target), *options)
+
+
+def _tool(*arguments: str) -> str:
+    """Run the tool in this process, and return what it prints."""
+    with redirect_stdout(StringIO()) as said:
+        assert convert_checkpoint.main(arguments) == 0
+    return said.getvalue()
+
+
+def _logits(directory: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits
+
+
+def _assert_near(theirs: Path, directory: Path) -> None:
+    """Megatron-LM's logits, without those of the padding, and transformers'."""
+    wanted = load_file(theirs)["logits"][..., :VOCABULARY]
+    found = _logits(directory)[..., :VOCABULARY]
+    assert wanted.std() > 0.1 and found.shape == wanted.shape
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_computes_with_what_we_wrote_what_transformers_computes(
+    root: Path, name: str
+) -> None:
+    _assert_near(root / f"load {name} 1", root / "hf" / name)
+    two_ranks = root / f"load {name} 2"
+    if two_ranks.exists():
+        _assert_near(two_ranks, root / "hf" / name)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_transformers_computes_with_what_megatron_saved_what_it_computed(
+    root: Path, name: str
+) -> None:
+    target = root / "back" / name
+    source = root / "saved" / name
+    said = _convert(source, "huggingface", target, "--verify", "--vocab-size", str(VOCABULARY))
+    _assert_near(root / f"save {name} {1 + name.startswith('two-ranks')}", target)
+
+    assert "left out: 1 states of random numbers" in said
+    assert "left out: unread classes in common.pt: " in said and "signal.Signals" in said
+    assert ("optimizer tensors or objects" in said) == bool(SAVED[name].get("optimizer"))
+    assert ("opt_param_scheduler" in said) == bool(SAVED[name].get("optimizer"))
+
+
+def test_what_megatron_saved_goes_to_it_and_back_unchanged(root: Path) -> None:
+    """The padding of the vocabulary is kept, where nothing says what is padding."""
+    said = _convert(root / "saved" / "optimizer", "huggingface", root / "padded")
+    assert "does not say how many of its 40 vocabulary rows are padding" in said
+    _convert(root / "padded", "megatron", root / "again")
+    _convert(root / "again", "huggingface", root / "padded again")
+    assert_same_tensors(root / "padded", root / "padded again")
+
+    like = ["--like", str(root / "hf" / "llama")]
+    _convert(root / "saved" / "optimizer", "huggingface", root / "like", *like)
+    assert (root / "like" / "tokenizer.json").exists()
+    _assert_near(root / "save optimizer 1", root / "like")
+
+
+def test_it_is_said_what_a_directory_of_megatron_is(root: Path) -> None:
+    said = _tool("--inspect", str(root / "saved" / "two-ranks"), "--verify").splitlines()
+    assert said[0] == "what: Megatron-LM checkpoint"
+    assert "step: 10" in said and "saved by: tp 2, pp 1, dp 1" in said
+    assert said[-1] == "whole: yes"
+
+
+def test_every_family_is_here() -> None:
+    assert {CONFIGS[name]["model_type"] for name in MODELS} == {
+        config["model_type"] for config in CONFIGS.values()
+    }

@@ -1,0 +1,47 @@
+"""Processes that start again on the same store do not meet the keys of their last attempt."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from mrlhf.device import _name_attempt
+
+WORLD_SIZE = 4
+
+
+def names_of_attempt(store: dist.Store, order: list[int]) -> list[str]:
+    """The name that each rank finds; the ranks come in this order, a moment apart."""
+    names = [""] * WORLD_SIZE
+
+    def find(rank: int) -> None:
+        names[rank] = _name_attempt(store, rank, WORLD_SIZE, timeout_s=30.0)
+
+    threads = [threading.Thread(target=find, args=[rank]) for rank in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.03)
+    for thread in threads:
+        thread.join()
+    return names
+
+
+def test_all_ranks_find_one_new_name_in_each_attempt() -> None:
+    store = dist.HashStore()
+    orders = random.Random(0)
+    seen = set()
+    for _ in range(5):
+        order = orders.sample(range(WORLD_SIZE), WORLD_SIZE)
+        names = set(names_of_attempt(store, order))
+        assert len(names) == 1, order
+        assert not names & seen
+        seen |= names
+
+
+def test_a_process_that_never_comes_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 0 waited 0.1 s in vain for all 2 processes"):
+        _name_attempt(dist.HashStore(), rank=0, world_size=2, timeout_s=0.1)

@@ -1,0 +1,348 @@
+"""Conversion between formats in one process: every tensor comes back, and every key counts."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from mrlhf.checkpoint.convert import SourceOptions, TargetOptions, convert, open_source, relayout
+from mrlhf.checkpoint.identify import examine, identify
+from mrlhf.checkpoint.manifest import read_manifest
+from mrlhf.checkpoint.megatron_writer import MegatronOptions
+from mrlhf.checkpoint.training_checkpoints import compare_checkpoints
+from mrlhf.errors import CheckpointError, MrlhfError, WeightError
+from mrlhf.models.families import load_spec
+from mrlhf.parallel.layout import ParallelLayout
+from tests.checkpoint_models import CONFIGS, assert_same_tensors, read_tensors, save_model
+from tools import convert_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def _meter(told: list[int]) -> Any:
+    """Notes the bytes of each task as a negative number, and then those that are done."""
+
+    def start(task: str, nbytes: int) -> Any:
+        told.append(-nbytes)
+        return told.append
+
+    return start
+
+
+def _convert(source: Path, target: Path, to: Any, **options: Any) -> list[str]:
+    """Convert and verify; returns what was left out, and the notes."""
+    told: list[int] = []
+    source_options = options.pop("given", SourceOptions())
+    target_options = TargetOptions(format=to, **options)
+    report = convert(
+        source, target, source_options, target_options, verify=True, start=_meter(told)
+    )
+    assert sum(told) == 0 and len(told) > 40, "progress does not add up"
+    return report.left_out + report.notes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("fused_norms", [True, False])
+def test_megatron_and_back(name: str, fused_norms: bool, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if "tied" in name else torch.float32
+    save_model(name, tmp_path / "hf", dtype)
+    options = MegatronOptions(vocab_divisible_by=8, fused_norms=fused_norms, max_file_bytes=9000)
+    _convert(tmp_path / "hf", tmp_path / "megatron", "megatron", megatron=options)
+    assert len(list((tmp_path / "megatron" / "release").glob("*.distcp"))) > 3
+
+    told = _convert(tmp_path / "megatron", tmp_path / "back", "huggingface")
+    assert "16 extra states (8-bit scaling factors, if any)" in told
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    assert load_spec(tmp_path / "back", "lm") == load_spec(tmp_path / "hf", "lm")
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_arguments_alone_describe_the_model(name: str, tmp_path: Path) -> None:
+    """As for a checkpoint that Megatron-LM wrote, beside which there is no config.json."""
+    save_model(name, tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    _convert(tmp_path / "megatron" / "release", tmp_path / "back", "huggingface")
+    (tmp_path / "megatron" / "huggingface").rename(tmp_path / "elsewhere")
+
+    family = CONFIGS[name]["model_type"]
+    options = {} if family != "mistral" else {"model_type": "mistral"}
+    source = SourceOptions(**options)
+    told = _convert(tmp_path / "megatron", tmp_path / "again", "huggingface", given=source)
+    assert "there is no tokenizer; copy one beside the model" in told
+    assert_same_tensors(tmp_path / "hf", tmp_path / "again")
+    assert load_spec(tmp_path / "again", "lm") == load_spec(tmp_path / "hf", "lm")
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama"])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_training_checkpoints_of_any_layout(name: str, scalar: bool, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "hf", torch.bfloat16, scalar=scalar)
+    for tp, pp in ((1, 1), (2, 2), (4, 1)):
+        layout = ParallelLayout(tp=tp, pp=pp, dp=2)
+        cut = tmp_path / f"tp{tp}pp{pp}"
+        _convert(tmp_path / "hf", cut, "training", layout=layout, role="critic")
+        files = sorted(file.name for file in (cut / "critic").iterdir())
+        assert len(files) == tp * pp
+
+        _convert(cut, tmp_path / f"hf{tp}{pp}", "huggingface")
+        assert_same_tensors(tmp_path / "hf", tmp_path / f"hf{tp}{pp}")
+
+        again = tmp_path / f"again{tp}{pp}"
+        target = TargetOptions("training", layout=ParallelLayout(tp=2, pp=1, dp=1))
+        done: list[int] = []
+        relayout(cut, again, target, role=None, verify=True, start=_meter(done))
+        assert sum(done) == 0 and len(done) > 40, "progress does not add up"
+        assert read_manifest(again).models["critic"].layout == {"tp": 2, "pp": 1, "dp": 1}
+        assert compare_checkpoints(cut, again) == len(read_tensors(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "mistral"])
+def test_a_critic_is_a_classifier_with_one_label(name: str, tmp_path: Path) -> None:
+    save_model(name, tmp_path / "hf", scalar=True)
+    _convert(tmp_path / "hf", tmp_path / "ours", "training", role="critic")
+    _convert(tmp_path / "ours", tmp_path / "back", "huggingface", max_file_bytes=20_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.num_labels == 1
+    wanted = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in model.state_dict().items())
+
+    with pytest.raises(CheckpointError, match="no model with a scalar head"):
+        _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "half", "huggingface", dtype=torch.bfloat16)
+    half = read_tensors(tmp_path / "half")
+    for name, tensor in read_tensors(tmp_path / "hf").items():
+        assert torch.equal(half[name], tensor.to(torch.bfloat16)), name
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_a_copy_of_the_embedding_is_left_out_and_said(tmp_path: Path) -> None:
+    save_model("qwen2-tied", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    told = _convert(tmp_path / "hf", tmp_path / "back", "huggingface")
+    assert any(text.startswith("lm_head.weight: a copy") for text in told)
+
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, file)
+    with pytest.raises(WeightError, match=r"lm_head.weight differs from the embedding"):
+        _convert(tmp_path / "hf", tmp_path / "other", "huggingface")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("unknown", "the model has no place for tensor model.layers.0.mlp.gate_proj.bias"),
+        ("missing", "no tensor model.layers.2.mlp.up_proj.weight"),
+        ("shape", r"model.norm.weight is \[31\] and not \[32\]"),
+    ],
+)
+def test_every_key_of_a_model_counts(change: str, message: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    if change == "unknown":
+        tensors["model.layers.0.mlp.gate_proj.bias"] = torch.zeros(24)
+    elif change == "missing":
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+    else:
+        tensors["model.norm.weight"] = torch.zeros(31)
+    save_file(tensors, file)
+
+    with pytest.raises(WeightError, match=message) as refusal:
+        _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    assert "\n" not in str(refusal.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_result_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="is there already; give another one, or --overwrite"):
+        _convert(tmp_path / "hf", tmp_path / "out", "megatron")
+    _convert(tmp_path / "hf", tmp_path / "out", "megatron", overwrite=True)
+    assert not (tmp_path / "out" / "mine").exists()
+
+    for target in (tmp_path / "hf", tmp_path):
+        with pytest.raises(CheckpointError, match="holds the source"):
+            _convert(tmp_path / "hf", target, "megatron", overwrite=True)
+
+
+def test_a_rope_that_megatron_cannot_have_is_refused(tmp_path: Path) -> None:
+    rope = {**CONFIGS["llama-tied-llama3"]["rope_parameters"], "high_freq_factor": 5.0}
+    save_model("llama", tmp_path / "hf", rope_parameters=rope)
+    with pytest.raises(CheckpointError, match="Megatron-LM has arguments for Llama 3's"):
+        _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+
+
+def test_what_a_directory_is(tmp_path: Path) -> None:
+    save_model("qwen2-tied", tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    _convert(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step_000004", "training")
+
+    facts = dict(examine(tmp_path / "hf", every_byte=True).facts)
+    assert facts["what"] == "Hugging Face model (policy)"
+    assert facts["model"].startswith("qwen2, 4 layers, hidden 32, 8 heads, 4 KV heads, vocabulary")
+    assert facts["model"].endswith("37, language model, tied embeddings")
+
+    facts = dict(examine(tmp_path / "megatron", every_byte=True).facts)
+    assert facts["what"] == "Megatron-LM checkpoint"
+    assert "num_layers 4, hidden_size 32" in facts["model"]
+
+    facts = dict(examine(tmp_path / "run", every_byte=True).facts)
+    assert facts["what"] == "output directory of a run"
+    assert "tp 1, pp 1, dp 1; stored: weight" in facts["actor"]
+    assert identify(tmp_path / "run").path.name == "step_000004"
+
+    with pytest.raises(CheckpointError, match="is no Hugging Face model, training checkpoint, out"):
+        examine(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["huggingface", "megatron", "training"])
+def test_damage_is_found(format: str, tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "ck", format)
+    (file,) = (
+        path
+        for path in (tmp_path / "ck").rglob("*")
+        if path.suffix == ".distcp" or (path.suffix == ".safetensors" and path.stem != "state")
+    )
+    content = file.read_bytes()
+    assert examine(tmp_path / "ck", every_byte=True).problems == []
+
+    file.write_bytes(content[:-100])
+    (problem, *_) = examine(tmp_path / "ck").problems
+    assert file.name in problem
+    with pytest.raises(MrlhfError, match=file.name):
+        _convert(tmp_path / "ck", tmp_path / "out", "huggingface")
+
+    file.unlink()
+    assert examine(tmp_path / "ck").problems if format != "huggingface" else True
+    with pytest.raises(MrlhfError):
+        _convert(tmp_path / "ck", tmp_path / "out", "huggingface")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["huggingface", "megatron", "training"])
+def test_a_full_disk_is_said_and_leaves_nothing(format: str, tmp_path: Path) -> None:
+    """A limit on the size of a file stands for the disk."""
+    save_model("llama", tmp_path / "hf")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large"):
+            _convert(tmp_path / "hf", tmp_path / "out", format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_checkpoint_that_is_being_saved_is_not_whole(tmp_path: Path) -> None:
+    (tmp_path / ".step_000004.saving" / "actor").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"is no whole checkpoint: it has no manifest.json"):
+        examine(tmp_path / ".step_000004.saving")
+
+
+def test_a_flipped_bit_does_not_pass_as_whole(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "ck", "training")
+    file = tmp_path / "ck" / "actor" / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert examine(tmp_path / "ck").problems == []
+    (problem,) = examine(tmp_path / "ck", every_byte=True).problems
+    assert "rank_00000.safetensors is not what was written" in problem
+
+
+def test_bad_input_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        (["--inspect", str(tmp_path / "nowhere")], "nowhere is not a directory"),
+        ([str(tmp_path / "empty"), "--to", "megatron", "--out", "x"], "is no Hugging Face model"),
+        ([str(tmp_path / "empty"), "--to", "megatron"], "--out is missing; see --help"),
+        (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
+        (["x", "--to", "megatron", "--tp", "0"], "argument --tp: 0 is not positive"),
+    ):
+        try:
+            code: Any = convert_checkpoint.main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+        assert code == 2, arguments
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        assert said.err.startswith("error: ") and message in said.err
+
+
+_MEASURE = """
+import sys
+sys.path.insert(0, {root!r})
+from tools import convert_checkpoint
+def peak():
+    status = open("/proc/self/status").read()
+    return int(status.split("VmHWM:")[1].split()[0])
+for arguments in {commands!r}:
+    before = peak()
+    assert convert_checkpoint.main(arguments) == 0
+    print("GREW", peak() - before)
+assert "megatron.core" not in sys.modules
+assert not __import__("torch").distributed.is_initialized()
+"""
+
+
+def test_memory_is_bounded_by_a_file_and_not_by_the_model(tmp_path: Path) -> None:
+    size = {"hidden_size": 256, "intermediate_size": 2048, "num_hidden_layers": 50}
+    save_model("llama", tmp_path / "hf", **size, vocab_size=512, head_dim=32)
+    model = sum(file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")) // 1000
+    assert model > 350_000, "kB"
+
+    commands = []
+    for source, to in (("hf", "megatron"), ("megatron", "huggingface"), ("hf", "training")):
+        arguments = [str(tmp_path / source), "--to", to, "--out", str(tmp_path / to)]
+        commands.append([*arguments, "--verify", "--max-shard-mb", "50"])
+    program = _MEASURE.format(root=str(ROOT), commands=commands)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+
+    grown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("GREW")]
+    assert len(grown) == 3
+    assert sum(grown) < 100_000, f"kB for a model of {model} kB: {grown}"
+    index = json.loads((tmp_path / "huggingface" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 5
+
+
+def test_a_source_is_opened_by_what_it_is(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path / "hf")
+    for format in ("megatron", "training", "huggingface"):
+        _convert(tmp_path / "hf", tmp_path / format, format)
+        source = open_source(tmp_path / format, SourceOptions())
+        assert source.spec == load_spec(tmp_path / "hf", "lm")
+        assert next(iter(source.tensors)) == "model.embed_tokens.weight"
+        source.close()
