@@ -81,7 +81,7 @@ def test_a_run_is_interrupted_in_each_phase(
     assert interrupt(run, faults.END_OF_STEP, 1) in ("step_000001", part)
     assert interrupt(run, faults.HAND_OVER, 1, "SIGUSR1") in ("step_000001", part)
     for where, call in ((faults.SCORING, 2), (faults.FORWARD, 2), (faults.VALUES, 1)):
-        assert interrupt(run, where, call) == part
+        assert interrupt(run, where, call, rank=-1) == part
         assert len(run.state(part)["drawn"]["train 2"]["rows"]) == 16
 
     # In the update, its mini-batches are counted: 4 of the critic, then 4 of the actor.
