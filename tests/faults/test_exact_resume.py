@@ -85,10 +85,10 @@ def test_a_run_is_interrupted_in_each_phase(
         assert len(run.state(part)["drawn"]["train 2"]["rows"]) == 16
 
     # In the update, its mini-batches are counted: 4 of the critic, then 4 of the actor.
-    assert interrupt(run, faults.CRITIC_LOSS, 4, rank=0) == part
+    assert interrupt(run, faults.CRITIC_LOSS, 2, rank=0) == part
     progress = run.state(part)["progress"]
     assert progress["updated"] == []
-    assert 1 <= progress["critic"]["mini_batches"] <= 2
+    assert 1 <= progress["critic"]["mini_batches"] <= 3
     assert interrupt(run, faults.ACTOR_LOSS, 5) == part
     progress = run.state(part)["progress"]
     assert progress["updated"] == ["critic"]
