@@ -161,12 +161,13 @@ class Cluster:
     def _show_started(self, job: str) -> dict[str, str]:
         """What Slurm says of a job; one that was put back starts soon, not after two minutes.
 
-        A node refuses a job that starts in the second in which it was put back.
+        A node refuses a job that starts in the second in which it was put back. A node that was
+        lost is told to end the job's processes when it is back, old and new.
         """
         shown = self.show(job)
         start = (job, shown["Restarts"])
         waits = shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime"
-        if waits and start not in self._hastened:
+        if waits and start not in self._hastened and self._nodes_are_idle():
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
             self._hastened.add(start)
         return shown
@@ -267,6 +268,7 @@ class Cluster:
             "JobRequeue=1",
             "KillWait=20",
             "SlurmctldTimeout=10",
+            "MessageTimeout=3",
             "SlurmdTimeout=5",
         ]
         for node, port in zip(NODES, ports, strict=True):
