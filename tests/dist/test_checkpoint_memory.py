@@ -35,6 +35,11 @@ def test_a_save_needs_no_memory(grown: list[dict[str, int]]) -> None:
         assert rank["save"] < SLACK
 
 
+def test_a_load_needs_no_memory(grown: list[dict[str, int]]) -> None:
+    for rank in grown:
+        assert rank["load"] < 2 * SLACK  # a bucket and its parts
+
+
 def test_a_save_in_a_thread_copies_the_state_once(grown: list[dict[str, int]]) -> None:
     for rank in grown:
         assert 0.9 * rank["state"] < rank["first in a thread"] < rank["state"] + SLACK
@@ -61,8 +66,9 @@ def _save_and_load(rank: int, world_size: int, root: Path) -> dict[str, int]:
             saver.finish(wait=True)
             grown[label] = _status("VmHWM") - before
 
-    checkpoint = open_checkpoint(root / "save" / "step_000001", world)
-    checkpoint.load_models({"actor": engine})
+    before = _reset_peak()
+    open_checkpoint(root / "save" / "step_000001", world).load_models({"actor": engine})
+    grown["load"] = _status("VmHWM") - before
     return grown
 
 
