@@ -33,7 +33,7 @@ from mrlhf.checkpoint.model_source import (
     equal_bits,
 )
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
-from mrlhf.checkpoint.state_tree import write_state
+from mrlhf.checkpoint.state_tree import StateCopy
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of, spec_of
@@ -184,7 +184,7 @@ def write_training_checkpoint(
         optimizer_steps=0,
         tensors={},
     )
-    files = write_state(directory, {})
+    files = StateCopy.of({}).write(directory)
     written, stored = _write_model(directory, role, model, layout, read, len(files))
     manifest = Manifest(
         step=source.describe().step or 0,

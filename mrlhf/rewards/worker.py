@@ -129,6 +129,10 @@ def main() -> None:
     name = sys.argv[3]
     timeout_s = float(sys.argv[4])
 
+    # A scheduler sends these to every process of the job; the trainer decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     limit_resources(int(sys.argv[5]))

@@ -1,0 +1,43 @@
+"""A real Slurm, tiny inputs and a run to compare with, once for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.programs import succeed, torchrun
+from tests.slurm.cluster import Cluster, Unavailable, install, running
+from tests.slurm.tiny_runs import Gate, write_inputs
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    try:
+        install()
+    except Unavailable as reason:
+        pytest.skip(f"no Slurm here: {reason}")
+    with running(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, data, `ppo.yaml` and `sft.yaml`."""
+    root = tmp_path_factory.mktemp("inputs")
+    write_inputs(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of `ppo.yaml` in two ranks on one machine, without Slurm; with a `job.log`."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    gate = Gate(root / "gate")
+    gate.make()
+    output = root / "out"
+    keys = ["--config", str(inputs / "ppo.yaml"), f"trainer.output_dir={output}", gate.reward]
+    log = succeed(torchrun(2, ["launch/train_ppo.py", *keys]))
+    (output / "job.log").write_text(log, encoding="utf-8")
+    return output

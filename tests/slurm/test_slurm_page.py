@@ -1,0 +1,63 @@
+"""docs/slurm.md is right: its commands run as far as Slurm, and its variables are the script's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from mrlhf.config import PPOConfig
+from mrlhf.config.schema import keys
+from tests.e2e.programs import ROOT
+
+PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+SCRIPT = (ROOT / "launch" / "slurm" / "train_ppo.sbatch").read_text(encoding="utf-8")
+
+# In place of Slurm: `sbatch [options] SCRIPT [arguments]` becomes the script's own dry run.
+SBATCH = """
+sbatch() {
+    local options=()
+    while [[ $1 != *.sbatch ]]; do options+=("$1"); shift; done
+    bash "$1" --dry-run "${options[@]}" -- "${@:2}"
+}
+"""
+
+
+def test_its_commands_run(tmp_path: Path) -> None:
+    blocks = re.findall(r"(?:^    .+\n)+", PAGE, re.MULTILINE)
+    blocks = [block for block in blocks if "launch/slurm/train_ppo.sbatch" in block]
+    assert len(blocks) == 7
+
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "runs").mkdir()
+    environment = {name: text for name, text in os.environ.items() if "SLURM" not in name}
+    for block in blocks:
+        done = subprocess.run(
+            ["bash", "-euc", SBATCH + block],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("launch/torchrun.py") == block.count(".sbatch"), block
+
+
+def test_its_variables_are_those_of_the_script() -> None:
+    header = re.findall(r"^#   ([A-Z_]+) {2,}", SCRIPT, re.MULTILINE)
+    table = re.findall(r"^\| `([A-Z_]+)` \|", PAGE, re.MULTILINE)
+    assert len(table) == 13
+    assert table == header
+
+    body = SCRIPT.split("set -euo pipefail")[1]
+    for name in header:
+        assert f"${{{name}:" in body, f"the script does not read {name}"
+
+
+def test_its_keys_exist() -> None:
+    known = {key.name for key in keys(PPOConfig)}
+    named = set(re.findall(r"`((?:trainer|actor|rollout)\.\w+)`", PAGE))
+    assert len(named) >= 4
+    assert named <= known
