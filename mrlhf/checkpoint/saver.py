@@ -278,9 +278,10 @@ def _writer_of_rest(hidden: Path, contents: Contents) -> Callable[[], list[Writt
     state = StateCopy.of(contents.state) if rank == 0 else None
 
     def write() -> list[WrittenFile]:
-        files = [write_tensors(hidden, f"rng/rank_{rank:05d}.safetensors", numbers)]
+        path = f"rng/rank_{rank:05d}.safetensors"
+        files = [write_tensors(hidden, path, numbers, sync=False)]
         if state is not None:
-            files += state.write(hidden)
+            files += state.write(hidden, sync=False)
             files += _files_in(hidden, contents.exports)
         return files
 

@@ -44,13 +44,16 @@ class StateCopy:
         text = json.dumps(tree, separators=(",", ":")).encode()
         return StateCopy(text, [TensorSource.of(key, t).copied() for key, t in tensors.items()])
 
-    def write(self, root: Path) -> list[WrittenFile]:
-        """Write it as `state.json` and `state.safetensors` in `root`.
+    def write(self, root: Path, sync: bool = True) -> list[WrittenFile]:
+        """Write it as `state.json` and `state.safetensors` in `root`; `sync` waits for the disk.
 
         Raises:
             CheckpointError: the file system refuses.
         """
-        return [write_bytes(root, _JSON, self.text), write_tensors(root, _TENSORS, self.tensors)]
+        return [
+            write_bytes(root, _JSON, self.text, sync),
+            write_tensors(root, _TENSORS, self.tensors, sync),
+        ]
 
 
 def read_state(root: Path) -> dict[str, Any]:
