@@ -37,7 +37,7 @@ def test_a_save_needs_no_memory(grown: list[dict[str, int]]) -> None:
 
 def test_a_load_needs_no_memory(grown: list[dict[str, int]]) -> None:
     for rank in grown:
-        assert rank["load"] < 2 * SLACK  # a bucket and its parts
+        assert rank["load"] < 4 * SLACK  # a bucket, its parts, and what the allocator keeps
 
 
 def test_a_save_in_a_thread_copies_the_state_once(grown: list[dict[str, int]]) -> None:
