@@ -13,4 +13,4 @@ from tests.faults.runs import launch
 if __name__ == "__main__":
     faults = [Fault(**entry) for entry in json.loads(Path(sys.argv[1]).read_text())]
     install(faults, int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
-    sys.exit(launch(sys.argv[2], sys.argv[3:]))
+    launch(sys.argv[2], sys.argv[3:])

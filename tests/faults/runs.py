@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import signal
 import sys
 import time
@@ -27,6 +28,7 @@ from mrlhf.checkpoint.state_tree import read_state
 from tests.faults.faults import Fault, install
 from tests.ranks import fork_server
 
+ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 LIMIT_S = 120.0
 GRACE_S = 5.0
@@ -151,24 +153,14 @@ def _rank(
 
     torch.set_num_threads(1)
     install(faults, int(environment["RANK"]), attempt=0)
-    sys.exit(launch(program, arguments))
+    launch(program, arguments)
 
 
-def launch(program: Program, arguments: Sequence[str]) -> int:
-    """What `launch/train_<program>.py` does."""
-    from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
-    from mrlhf.preflight import dry_run, preflight
-    from mrlhf.run.program import Program as Launcher
-    from mrlhf.run.program import main
-    from mrlhf.trainers.ppo import train_ppo
-    from mrlhf.trainers.reward_model import train_reward_model
-    from mrlhf.trainers.sft import train_sft
-
-    if program == "ppo":
-        return main(Launcher(PPOConfig, preflight, dry_run, train_ppo), arguments)
-    if program == "sft":
-        return main(Launcher(SFTConfig, preflight, dry_run, train_sft), arguments)
-    return main(Launcher(RewardModelConfig, preflight, dry_run, train_reward_model), arguments)
+def launch(program: str, arguments: Sequence[str]) -> None:
+    """Run `launch/train_<program>.py` in this process, which it ends."""
+    file = str(ROOT / "launch" / f"train_{program}.py")
+    sys.argv = [file, *arguments]
+    runpy.run_path(file, run_name="__main__")
 
 
 @dataclass(frozen=True)

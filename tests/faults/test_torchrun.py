@@ -19,6 +19,7 @@ from tests.faults.faults import Fault
 from tests.faults.runs import (
     LIMIT_S,
     QUEUE_AGAIN,
+    ROOT,
     Sequel,
     Setting,
     assert_nothing_is_left,
@@ -27,7 +28,6 @@ from tests.faults.runs import (
 
 pytestmark = pytest.mark.timeout(300)
 Undisturbed = Callable[[Setting], Sequel]
-ROOT = Path(__file__).parents[2]
 
 
 def torchrun(run: Sequel, launcher: list[str], *sequence: Fault) -> subprocess.Popen[str]:
