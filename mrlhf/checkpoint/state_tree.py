@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def read_state(root: Path) -> dict[str, Any]:
     try:
         tree = json.loads((root / _JSON).read_bytes())
         state: dict[str, Any] = _filled(tree, load_file(root / _TENSORS))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{root}: the state of the run cannot be read: {error}") from error
     return state
 
@@ -119,6 +120,6 @@ def _filled(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         if tree.keys() == {_TENSOR}:
             return tensors[tree[_TENSOR]]
         return {key: _filled(item, tensors) for key, item in tree.items()}
-    if isinstance(tree, list) and tree and isinstance(tree[0], (dict, list)):
+    if isinstance(tree, list) and any(isinstance(item, (dict, list)) for item in tree):
         return [_filled(item, tensors) for item in tree]
     return tree

@@ -56,10 +56,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "c"
     manifest = save(directory)
     (directory / "actor.bin").write_bytes(b"012")
-    with pytest.raises(CheckpointError, match="actor.bin has 3 bytes and not 10"):
+    with pytest.raises(CheckpointError, match=r"actor\.bin has 3 bytes and not 10"):
         check_sizes(directory, manifest)
     (directory / "actor.bin").unlink()
-    with pytest.raises(CheckpointError, match="actor.bin is missing"):
+    with pytest.raises(CheckpointError, match=r"actor\.bin is missing"):
         check_sizes(directory, manifest)
 
     change(directory, format=99)
