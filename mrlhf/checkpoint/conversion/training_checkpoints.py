@@ -16,6 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrlhf.checkpoint.conversion.model_source import (
+    Description,
+    ModelSource,
+    TensorForm,
+    equal_bits,
+)
 from mrlhf.checkpoint.manifest import (
     MANIFEST,
     WEIGHT,
@@ -25,12 +31,6 @@ from mrlhf.checkpoint.manifest import (
     check_sizes,
     read_manifest,
     slice_key,
-)
-from mrlhf.checkpoint.model_source import (
-    Description,
-    ModelSource,
-    TensorForm,
-    equal_bits,
 )
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.state_tree import StateCopy
