@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from tests import preloaded
 
 
-def _fork_server() -> BaseContext:
+def fork_server() -> BaseContext:
     """The context that starts ranks; its server starts with the first ranks and lasts."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([preloaded.__name__])
@@ -95,7 +95,7 @@ def run_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    context = _fork_server()
+    context = fork_server()
     queue = context.Queue()
     environment = dict(os.environ)
     ranks = []

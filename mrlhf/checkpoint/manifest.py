@@ -20,6 +20,7 @@ from mrlhf.weights.boxes import Box
 from mrlhf.weights.shard import Shape
 
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"
 FORMAT = 1
 WEIGHT = "weight"
 _NAME = re.compile(r"step_(\d+)(_interrupted)?")
@@ -122,6 +123,25 @@ def checkpoints_in(directory: Path) -> list[Path]:
             if match and (path / MANIFEST).is_file():
                 found.append((int(match[1]), match[2] is not None, path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def hidden_directories(directory: Path) -> list[Path]:
+    """What is left in `directory` of saves and deletions that did not come to their end."""
+    hidden: list[Path] = []
+    for ending in (".saving", ".deleted", REPLACED):
+        hidden += directory.glob(f".step_*{ending}")
+    return hidden
+
+
+def bring_back_replaced(directory: Path) -> None:
+    """Give back its name to a checkpoint that another one of that name was about to replace.
+
+    Call it before a run looks for checkpoints in `directory`, while no other process writes there.
+    """
+    for hidden in directory.glob(f".step_*{REPLACED}"):
+        path = hidden.with_name(hidden.name.removeprefix(".").removesuffix(REPLACED))
+        if not path.exists():
+            hidden.rename(path)
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -5,16 +5,16 @@ This file knows neither the manifest nor the other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.model_slices import RankSlices
-from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_tensors
+from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, sync_files, write_tensors
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box
 
@@ -72,7 +72,7 @@ class Staging:
 
 
 class RankWriter:
-    """Writes the model files of one rank."""
+    """Writes the files of one rank."""
 
     def __init__(self, root: Path, rank: int) -> None:
         """`root` is the directory of the checkpoint that is being made."""
@@ -80,29 +80,49 @@ class RankWriter:
         self._rank = rank
         self._part = RankPart()
         self._thread: Thread | None = None
+        self._copied = Event()
 
-    def write(self, models: Mapping[str, RankSlices]) -> None:
-        """Write the files of all models; returns when they are on disk, or writing has failed."""
+    def write(
+        self, models: Mapping[str, RankSlices], write_rest: Callable[[], list[WrittenFile]]
+    ) -> None:
+        """Write all files; returns when they are on disk, or writing has failed.
+
+        Args:
+            models: what to write of each model, by role.
+            write_rest: writes the rank's other files; need not wait for the disk.
+        """
         part = RankPart()
         try:
+            part.files.extend(write_rest())
             for role, slices in models.items():
                 path = f"{role}/rank_{self._rank:05d}.safetensors"
                 (self._root / role).mkdir(exist_ok=True)
-                part.files.append(write_tensors(self._root, path, slices.sources))
+                part.files.append(write_tensors(self._root, path, slices.sources, sync=False))
                 part.models[role] = ModelPart(
                     path, slices.kinds, slices.optimizer_steps, slices.boxes
                 )
+            sync_files(self._root, part.files)
         except (CheckpointError, OSError) as error:
             part = RankPart(error=str(error))
         self._part = part
 
-    def begin(self, models: Mapping[str, RankSlices], staging: Staging) -> None:
-        """Copy the models' state, and write the files in a thread."""
-        copied = {}
-        for role, slices in models.items():
-            copied[role] = replace(slices, sources=staging.copy(role, slices.sources))
-        self._thread = Thread(target=self.write, args=(copied,), name="checkpoint")
+    def begin(
+        self,
+        models: Mapping[str, RankSlices],
+        write_rest: Callable[[], list[WrittenFile]],
+        staging: Staging,
+    ) -> None:
+        """Copy the models' state and write all files, in a thread.
+
+        The models must not change before `wait_until_copied` has returned.
+        """
+        arguments = (models, write_rest, staging)
+        self._thread = Thread(target=self._copy_and_write, args=arguments, name="checkpoint")
         self._thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Return once the thread does not look at the models any more."""
+        self._copied.wait()
 
     @property
     def is_done(self) -> bool:
@@ -115,3 +135,21 @@ class RankWriter:
             self._thread.join()
             self._thread = None
         return self._part
+
+    def _copy_and_write(
+        self,
+        models: Mapping[str, RankSlices],
+        write_rest: Callable[[], list[WrittenFile]],
+        staging: Staging,
+    ) -> None:
+        # Whatever is raised in a thread is lost with it; so every error goes into the result.
+        try:
+            copied = {}
+            for role, slices in models.items():
+                copied[role] = replace(slices, sources=staging.copy(role, slices.sources))
+            self._copied.set()
+            self.write(copied, write_rest)
+        except Exception as error:
+            self._part = RankPart(error=f"{type(error).__name__}: {error}")
+        finally:
+            self._copied.set()

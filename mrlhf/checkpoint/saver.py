@@ -23,16 +23,18 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.manifest import (
     MANIFEST,
+    REPLACED,
     Manifest,
     StoredModel,
     StoredTensor,
     check_sizes,
     checkpoint_name,
+    hidden_directories,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
 from mrlhf.checkpoint.random_state import random_state
 from mrlhf.checkpoint.rank_files import RankPart, RankWriter, Staging
-from mrlhf.checkpoint.state_tree import write_state
+from mrlhf.checkpoint.state_tree import StateCopy
 from mrlhf.checkpoint.tensor_file import (
     TensorSource,
     WrittenFile,
@@ -70,7 +72,7 @@ class Contents:
         step: training steps that are complete.
         unfinished_step: whether the state holds a part of the next step.
         models: the trained models, by role.
-        state: everything else that lasts, as a tree for `write_state`.
+        state: everything else that lasts, as a tree for `StateCopy`.
         metrics: of step `step`.
         exports: writes further files into the directory that it is given, such as a Hugging Face
             checkpoint; every rank calls each. By the name of the directory.
@@ -91,7 +93,6 @@ class _Pending:
     contents: Contents
     hidden: Path
     writer: RankWriter
-    own_files: list[WrittenFile]
     error: str | None
     began: float
 
@@ -120,6 +121,8 @@ class Saver:
         self.directory = directory
         self._identity = identity
         self._world = world
+        self._versions = {name: version(name) for name in _PACKAGES}
+        self._versions["python"] = platform.python_version()
         self._verify = verify
         self._staging = Staging() if asynchronous else None
         self._pending: _Pending | None = None
@@ -145,16 +148,19 @@ class Saver:
         error = self._prepare(hidden)
 
         writer = RankWriter(hidden, dist.get_rank())
-        own_files: list[WrittenFile] = []
         if error is None:
-            own_files, error = self._write_small(hidden, contents)
-        if error is None:
+            # An export that fails ends the run: ranks that wait for each other cannot be told.
+            for export_name, export in contents.exports.items():
+                export(hidden / export_name)
+            write_rest = _writer_of_rest(hidden, contents)
             models = {role: slices_to_save(engine) for role, engine in contents.models.items()}
             if self._staging is None:
-                writer.write(models)
+                writer.write(models, write_rest)
             else:
-                writer.begin(models, self._staging)
-        self._pending = _Pending(contents, hidden, writer, own_files, error, began)
+                writer.begin(models, write_rest, self._staging)
+                for engine in contents.models.values():
+                    engine.hold_until(writer.wait_until_copied)
+        self._pending = _Pending(contents, hidden, writer, error, began)
         return self.finish(wait=self._staging is None)
 
     def finish(self, wait: bool) -> Path | None:
@@ -182,7 +188,6 @@ class Saver:
         part = pending.writer.result()
         if pending.error is not None:
             part = RankPart(error=pending.error)
-        part.files.extend(pending.own_files)
         path = self._publish(pending, part)
         if dist.get_rank() == 0:
             seconds = time.monotonic() - pending.began
@@ -195,7 +200,7 @@ class Saver:
         if dist.get_rank() == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                for rest in self.directory.glob(".*.saving"):
+                for rest in hidden_directories(self.directory):
                     shutil.rmtree(rest)
                 (hidden / "rng").mkdir(parents=True)
             except OSError as failure:
@@ -203,32 +208,6 @@ class Saver:
         verdict = [error]
         dist.broadcast_object_list(verdict, src=0, group=self._world)
         return verdict[0]
-
-    def _write_small(
-        self, hidden: Path, contents: Contents
-    ) -> tuple[list[WrittenFile], str | None]:
-        """Write everything but the models; returns the files, and what is wrong on this rank.
-
-        An export is made by all ranks together. One that fails ends the run, since the ranks that
-        wait for each other in it cannot be told.
-        """
-        for name, export in contents.exports.items():
-            export(hidden / name)
-
-        rank = dist.get_rank()
-        files = []
-        error = None
-        try:
-            random_numbers = [
-                TensorSource.of(name, tensor) for name, tensor in random_state().items()
-            ]
-            files.append(write_tensors(hidden, f"rng/rank_{rank:05d}.safetensors", random_numbers))
-            if rank == 0:
-                files += write_state(hidden, contents.state)
-                files += _files_in(hidden, contents.exports)
-        except CheckpointError as failure:
-            error = str(failure)
-        return files, error
 
     def _publish(self, pending: _Pending, part: RankPart) -> Path:
         """Make the hidden directory a checkpoint, or delete it if a rank has failed."""
@@ -278,19 +257,35 @@ class Saver:
         for role, engine in contents.models.items():
             models[role] = _stored_model(role, engine, parts, numbers)
 
-        versions = {name: version(name) for name in _PACKAGES}
         return Manifest(
             step=contents.step,
             unfinished_step=contents.unfinished_step,
             program=self._identity.program,
             world_size=len(parts),
             config=self._identity.config,
-            versions=versions | {"python": platform.python_version()},
+            versions=self._versions,
             files=tuple(files),
             models=models,
             frozen=self._identity.frozen,
             metrics=dict(contents.metrics),
         )
+
+
+def _writer_of_rest(hidden: Path, contents: Contents) -> Callable[[], list[WrittenFile]]:
+    """Copy everything but the models, as it is now; returns what writes it."""
+    rank = dist.get_rank()
+    numbers = [TensorSource.of(name, tensor) for name, tensor in random_state().items()]
+    state = StateCopy.of(contents.state) if rank == 0 else None
+
+    def write() -> list[WrittenFile]:
+        path = f"rng/rank_{rank:05d}.safetensors"
+        files = [write_tensors(hidden, path, numbers, sync=False)]
+        if state is not None:
+            files += state.write(hidden, sync=False)
+            files += _files_in(hidden, contents.exports)
+        return files
+
+    return write
 
 
 def _stored_model(
@@ -333,9 +328,11 @@ def _files_in(root: Path, directories: Mapping[str, object]) -> list[WrittenFile
 
 
 def _replace(hidden: Path, path: Path) -> None:
-    """Give a whole checkpoint its name; an older one of that name goes."""
-    old = path.with_name(f".{path.name}.deleted")
-    shutil.rmtree(old, ignore_errors=True)
+    """Give a whole checkpoint its name; an older one of that name goes.
+
+    If the process is killed in between, `bring_back_replaced` brings the older one back.
+    """
+    old = path.with_name(f".{path.name}{REPLACED}")
     if path.exists():
         path.rename(old)
     hidden.rename(path)

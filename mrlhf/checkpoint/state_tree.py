@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,23 +25,40 @@ _TENSORS = "state.safetensors"
 _Class = TypeVar("_Class")
 
 
-def write_state(root: Path, state: Mapping[str, Any]) -> list[WrittenFile]:
-    """Write `state` as `state.json` and `state.safetensors` in `root`.
+@dataclass(frozen=True)
+class StateCopy:
+    """A state as it was when it was copied, ready to be written.
 
-    Dictionaries have text keys; a tuple comes back as a list.
-
-    Raises:
-        CheckpointError: the file system refuses.
+    Attributes:
+        text: everything but the tensors, as JSON.
+        tensors: copies of the tensors.
     """
-    tensors: dict[str, Tensor] = {}
-    tree = _plain(state, "", tensors)
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    sources = [TensorSource.of(key, tensor) for key, tensor in tensors.items()]
-    return [write_bytes(root, _JSON, text), write_tensors(root, _TENSORS, sources)]
+
+    text: bytes
+    tensors: list[TensorSource]
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> StateCopy:
+        """Copy `state`: dictionaries have text keys; a tuple comes back as a list."""
+        tensors: dict[str, Tensor] = {}
+        tree = _plain(state, "", tensors)
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        return StateCopy(text, [TensorSource.of(key, t).copied() for key, t in tensors.items()])
+
+    def write(self, root: Path, sync: bool = True) -> list[WrittenFile]:
+        """Write it as `state.json` and `state.safetensors` in `root`; `sync` waits for the disk.
+
+        Raises:
+            CheckpointError: the file system refuses.
+        """
+        return [
+            write_bytes(root, _JSON, self.text, sync),
+            write_tensors(root, _TENSORS, self.tensors, sync),
+        ]
 
 
 def read_state(root: Path) -> dict[str, Any]:
-    """The state that `write_state` wrote.
+    """The state that `StateCopy.write` wrote.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -48,13 +66,13 @@ def read_state(root: Path) -> dict[str, Any]:
     try:
         tree = json.loads((root / _JSON).read_bytes())
         state: dict[str, Any] = _filled(tree, load_file(root / _TENSORS))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{root}: the state of the run cannot be read: {error}") from error
     return state
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of the dataclasses in it, as a tree for `write_state`."""
+    """The fields of a dataclass, and of the dataclasses in it, as a tree for `StateCopy`."""
     state = {}
     for item in fields(value):
         content = getattr(value, item.name)
@@ -102,6 +120,6 @@ def _filled(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         if tree.keys() == {_TENSOR}:
             return tensors[tree[_TENSOR]]
         return {key: _filled(item, tensors) for key, item in tree.items()}
-    if isinstance(tree, list) and tree and isinstance(tree[0], (dict, list)):
+    if isinstance(tree, list) and any(isinstance(item, (dict, list)) for item in tree):
         return [_filled(item, tensors) for item in tree]
     return tree

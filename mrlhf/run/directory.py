@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrlhf.checkpoint.manifest import MANIFEST, checkpoints_in
+from mrlhf.checkpoint.manifest import MANIFEST, bring_back_replaced, checkpoints_in
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
@@ -104,6 +104,7 @@ def open_directory(directory: Path, config: Root, wishes: Wishes) -> Path | None
         ConfigError: the directory holds a run that must not be touched, or there is no checkpoint
             where `trainer.resume` says.
     """
+    bring_back_replaced(directory / CHECKPOINTS)
     resume_from = _open(directory, _contents(directory), wishes)
 
     _write_config(directory, config)

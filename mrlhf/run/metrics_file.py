@@ -21,7 +21,8 @@ class ResumePoint:
 
     Attributes:
         step: the last step that the checkpoint holds in full.
-        row: the metrics of that step; empty if there are none, as before the first step.
+        row: the metrics of that step; empty if nothing has been measured in it yet, as before the
+            validation that comes before the first step.
     """
 
     step: int
@@ -31,6 +32,7 @@ class ResumePoint:
 def rewind_metrics(file: Path, point: ResumePoint) -> None:
     """Drop the rows after the checkpoint's step, and add the row of that step if it is missing.
 
+    If the checkpoint has no row, its step has yet to be measured, so a row of it is dropped too.
     A last line that was not written in full is dropped as well. Whenever the process is killed, the
     file holds either the old rows or the new ones.
 
@@ -49,7 +51,7 @@ def rewind_metrics(file: Path, point: ResumePoint) -> None:
     kept = []
     for number, line in enumerate(lines, start=1):
         step = _step(line, f"{file}:{number}")
-        if step <= point.step:
+        if step < point.step or (step == point.step and point.row):
             steps.append(step)
             kept.append(line)
     missing = bool(point.row) and point.step not in steps

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint
-from mrlhf.checkpoint.manifest import MANIFEST
+from mrlhf.checkpoint.manifest import MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
@@ -59,15 +59,17 @@ class Checkpoints:
             if role not in models:
                 frozen[role] = fingerprint(section.path)
         self._frozen = frozen
-        identity = RunIdentity(type(config).__name__, config.model_dump(), frozen)
+        self._program = type(config).__name__
+        identity = RunIdentity(self._program, config.model_dump(), frozen)
         directory = run.output_dir / CHECKPOINTS
         verify = None if run.lock is None else run.lock.verify
         self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
         self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
         self._last_saved = time.monotonic()
-        self._saved_step: int | None = None
         self._has_validation = bool(config.data.val_files)
         self._measured: set[str] = set()
+        # Name of the newest whole checkpoint in the run's directory, if it has its step's metrics.
+        self._newest = ""
 
     def restore(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Bring back models and random numbers; returns the trainer's own state.
@@ -75,6 +77,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is of another kind of run, or of other models.
         """
+        if checkpoint.manifest.program != self._program:
+            raise CheckpointError(
+                f"{checkpoint.path} is of {checkpoint.manifest.program} and this run is of "
+                f"{self._program}; to begin with its weights, convert it to Hugging Face with "
+                "tools/convert_checkpoint.py, and name the result as the model's path"
+            )
         check_frozen(checkpoint.manifest.frozen, self._frozen)
         checkpoint.load_models(self._models)
         checkpoint.restore_random_numbers()
@@ -82,7 +90,9 @@ class Checkpoints:
         for role, engine in self._models.items():
             engine.load_state_dict(state["models"][role])
         self._best.load_state_dict(state["best"])
-        self._saved_step = checkpoint.manifest.step
+        is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
+        if is_own and checkpoint.manifest.metrics:
+            self._newest = checkpoint_name(checkpoint.manifest.step, False)
 
         if self._run.is_main_rank:
             manifest = checkpoint.manifest
@@ -115,13 +125,12 @@ class Checkpoints:
         if validated == self._has_validation:
             self._best.check(self._measured)
         improved = self._best.is_improved_by(step, metrics)
-        if not self._is_due(step, improved):
-            waited = self._attempt(lambda: self._saver.finish(wait=False))
-        else:
+        due = self._is_due(step, improved)
+        waited = self._attempt(lambda: self._saver.finish(wait=due))
+        if due:
             contents = self._contents(step, metrics, state(), unfinished_step=False)
             waited = self._attempt(lambda: self._saver.save(contents))
             self._last_saved = time.monotonic()
-            self._saved_step = step
         return {"timing_s/save_checkpoint": time.monotonic() - began} if waited else {}
 
     def save_interrupted(
@@ -137,18 +146,15 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         self.finish()
-        if unfinished_step or self._saved_step != step:
-            self._saver.save(self._contents(step, metrics, state, unfinished_step))
-        self.finish()
+        if not unfinished_step and self._newest == checkpoint_name(step, False):
+            return
+        self._saver.save(self._contents(step, metrics, state, unfinished_step))
+        self._saver.finish(wait=True)
+        self._delete_old()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._saver.finish(wait=True) is not None:
-            self._delete_old()
+        """Wait until the last checkpoint is complete, or could not be written."""
+        self._attempt(lambda: self._saver.finish(wait=True))
 
     def _contents(
         self,
@@ -183,6 +189,7 @@ class Checkpoints:
                 logger.error("%s; training goes on", error)
             return True
         if saved is not None:
+            self._newest = saved.name
             self._delete_old()
         return saved is not None or self._saver.is_saving
 

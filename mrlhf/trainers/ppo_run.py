@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
-from mrlhf.errors import Interrupted
+from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.run.export import export_checkpoint
 from mrlhf.run.metrics_file import ResumePoint
@@ -116,14 +117,29 @@ class PPORun:
         parts = self._parts
         state = self._checkpoints.restore(checkpoint)
         self._trainer.load_state_dict(state)
-        if "drawn" in state:
+        if "drawn" in state and state["settings"] == self._trainer.settings():
             parts.generator.load_drawn_state(state["drawn"])
         if "progress" in state:
+            self._check_settings(state["settings"], checkpoint.path)
             self._progress = StepProgress.from_state(state["progress"], parts.prompts.with_uids)
 
         self._completed = checkpoint.manifest.step
         self._last_metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._last_metrics)
+
+    def _check_settings(self, stored: Mapping[str, Any], path: Path) -> None:
+        """Refuse to go on in the middle of an update with other mini-batches.
+
+        Raises:
+            CheckpointError: naming the key.
+        """
+        current = self._trainer.settings()
+        for key, value in stored.items():
+            if current[key] != value:
+                raise CheckpointError(
+                    f"{path} was saved in the middle of a step, in which {key} was {value} and not "
+                    f"{current[key]}; restore it, or go on from the checkpoint before"
+                )
 
     def _save_interrupted(self) -> None:
         """Save the run as it is, in the middle of a step or between two."""
@@ -135,10 +151,14 @@ class PPORun:
         elif progress.experience is None:
             # No model has changed in this step. It begins again, with the responses that it has.
             drawn = self._parts.generator.drawn_state()
-            state = {**progress.before, "drawn": drawn}
+            state = {**progress.before, "drawn": drawn, "settings": trainer.settings()}
             unfinished = bool(drawn)
         else:
-            state = {**trainer.state_dict(), "progress": progress.state_dict()}
+            state = {
+                **trainer.state_dict(),
+                "progress": progress.state_dict(),
+                "settings": trainer.settings(),
+            }
             unfinished = True
         self._checkpoints.save_interrupted(self._completed, self._last_metrics, state, unfinished)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,7 @@ class ShardedOptimizer:
             pg_collection=groups.collection,
         )
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
+        self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0
 
     @property
@@ -137,10 +138,19 @@ class ShardedOptimizer:
             self._skip(grad_norm)
             return OptimizerStep(grad_norm, taken=False)
 
+        self._let_reader_finish()
         successful, *_ = self._optimizer.step()
         assert successful, "the optimizer refused finite gradients"
         self.skipped_in_a_row = 0
         return OptimizerStep(grad_norm, taken=True)
+
+    def hold_until(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before weights and moments change next.
+
+        A thread that copies them can so go on while the next step is still generating responses.
+        """
+        self._let_reader_finish()
+        self._wait_for_reader = wait
 
     def ranges(self, parameters: Sequence[Tensor]) -> list[OptimizedRange | None]:
         """What this rank holds of each of the model's parameters; None where it holds nothing.
@@ -183,6 +193,7 @@ class ShardedOptimizer:
 
         After no step there are no moments.
         """
+        self._let_reader_finish()
         for inner in self._inner_optimizers():
             inner.state.clear()
             if steps_taken == 0:
@@ -209,6 +220,11 @@ class ShardedOptimizer:
         """Go on from a state that `state_dict` gave; learning rates are those configured now."""
         self._scheduler.step(state["updates"] - self._scheduler.num_steps)
         self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    def _let_reader_finish(self) -> None:
+        if self._wait_for_reader is not None:
+            self._wait_for_reader()
+            self._wait_for_reader = None
 
     def _place(self, parameter: Tensor) -> tuple[torch.optim.Optimizer, int, Tensor] | None:
         """The inner optimizer, first element and main weight of a parameter of the model."""

@@ -59,10 +59,12 @@ def test_the_checkpoint_of_another_directory_brings_its_row(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5]
 
 
-def test_before_the_first_step_there_is_no_row(tmp_path):
-    report(tmp_path, range(3))
-    report(tmp_path, [1], ResumePoint(0, {}))
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
+def test_a_step_that_is_measured_again_has_one_row(tmp_path):
+    report(tmp_path / "whole", range(2))
+    report(tmp_path / "run", range(3))
+    report(tmp_path / "run", [0, 1], ResumePoint(0, {}))
+    wanted = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == wanted
 
 
 def test_a_file_that_needs_nothing_is_not_written(tmp_path):

@@ -1,0 +1,144 @@
+"""docs/checkpoints.md and docs/operations.md are right: their commands run, their keys and files
+exist, and a run ends with the exit codes that they name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
+from mrlhf.config.sections import TrainerSection
+from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
+from tests import plain_ppo
+from tests.e2e.programs import ROOT, read_lines, run_program, succeed
+
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+LIMIT_S = 150.0
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `my.yaml` of the pages: a tiny model and task, and more steps than anybody waits for."""
+    root = tmp_path_factory.mktemp("operations")
+    plain_ppo.save_models(root)
+    task = ArithmeticTask(
+        digits=2,
+        operations="+",
+        sft=8,
+        train=40,
+        held_out=4,
+        wrong_fraction=0.0,
+        wrong_kind="near",
+        vocab_size=plain_ppo.SIZES["vocab_size"],
+        seed=1,
+    )
+    write_arithmetic(root / "data", task)
+    content = {
+        "actor": {"path": str(root / "llama"), "tp": 2, "ppo_mini_batch_size": 4},
+        "critic": {"path": str(root / "llama-critic")},
+        "reward": {"terms": [{"name": "exact_match"}]},
+        "data": {
+            "train_files": str(root / "data" / "train.jsonl"),
+            "val_files": str(root / "data" / "held_out.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "train_batch_size": 8,
+            "max_prompt_length": 6,
+            "max_response_length": 4,
+        },
+        "trainer": {
+            "output_dir": str(root / "run"),
+            "total_steps": 100_000,
+            "val_before_train": False,
+        },
+    }
+    (root / "my.yaml").write_text(yaml.safe_dump(content))
+    return root / "my.yaml"
+
+
+def test_a_run_is_stopped_and_goes_on_as_the_page_says(config: Path) -> None:
+    run = config.with_name("run")
+    command = _start_command(config)
+    stopped = _start_and_stop(command, run)
+    assert stopped == _code("interrupted")
+
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
+    done = read_manifest(checkpoint).step
+    assert done >= 1
+    holder = json.loads(next((run / ".lock").glob("*.json")).read_text())
+    assert holder["released"] and {"host", "pid", "job", "since"} <= holder.keys()
+
+    succeed(run_program([*command, f"trainer.total_steps={done + 2}"], LIMIT_S))
+    rows = read_lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, done + 3))
+    assert (run / "summary.json").is_file() and (run / "config.1.yaml").is_file()
+
+    refused = run_program([*command, "trainer.resume=never"], LIMIT_S)
+    assert refused.returncode == _code("bad input")
+    assert "or give another trainer.output_dir" in refused.stderr
+
+    mistaken = run_program([*command, "trainer.save_frequency=1"], LIMIT_S)
+    assert mistaken.returncode == _code("bad input")
+
+
+def test_its_keys_have_their_defaults() -> None:
+    rows = re.findall(r"^\| `trainer\.(\w+)` \| (\S+) \|", CHECKPOINTS, re.MULTILINE)
+    fields = TrainerSection.model_fields
+    assert len(rows) == 10
+    for name, default in rows:
+        assert yaml.safe_load(default) == fields[name].default, name
+
+
+@pytest.mark.parametrize("page", [CHECKPOINTS, OPERATIONS])
+def test_the_tests_that_it_names_exist(page: str) -> None:
+    named = re.findall(r"`(tests/[\w/.]+)`", page)
+    assert len(named) >= 3
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def _start_command(config: Path) -> list[str]:
+    """The arguments of Python in the page's first command, for this configuration."""
+    first, *_ = re.findall(r"^    python (launch/torchrun\.py .+)$", OPERATIONS, re.MULTILINE)
+    return [str(config) if word == "my.yaml" else word for word in shlex.split(first)]
+
+
+def _start_and_stop(command: list[str], run: Path) -> int:
+    """Start a run, send it the page's signal after its first step, and return its exit code."""
+    (name,) = re.findall(r"^    kill -(\w+) ", OPERATIONS, re.MULTILINE)
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        latest = time.monotonic() + LIMIT_S
+        metrics = run / "metrics.jsonl"
+        while not (metrics.is_file() and metrics.read_text().count("\n")):
+            assert process.poll() is None, "the run ended before its first step"
+            assert time.monotonic() < latest, "the run took no step"
+            time.sleep(0.05)
+        process.send_signal(signal.Signals[f"SIG{name}"])
+        return process.wait(LIMIT_S)
+    finally:
+        process.kill()
+
+
+def _code(meaning: str) -> int:
+    """The exit code that the page gives this meaning."""
+    (code,) = re.findall(rf"^\| (\d+) \| {meaning}", OPERATIONS, re.MULTILINE)
+    return int(code)

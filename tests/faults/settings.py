@@ -1,0 +1,154 @@
+"""The runs that are disturbed: their models, data, reward function and configurations, all tiny."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
+from mrlhf.data.rows import write_rows
+from tests import plain_ppo
+from tests.faults.runs import Setting
+
+STEPS = 4
+
+# It has no state, and the responses of a random policy differ in it.
+REWARD = """
+def digits(data_source, solution_str, ground_truth, extra_info):
+    count = sum(character.isdigit() for character in solution_str)
+    return {"score": count / 4, "acc": float(count > 2)}
+
+
+def hangs(data_source, solution_str, ground_truth, extra_info):
+    while True:
+        pass
+"""
+
+
+def write_inputs(rank: int, world_size: int, directory: str) -> None:
+    """Write everything that the runs read; one process calls it."""
+    root = Path(directory)
+    torch.manual_seed(3)
+    plain_ppo.save_models(root)
+    task = ArithmeticTask(
+        digits=2,
+        operations="+",
+        sft=40,
+        train=40,
+        held_out=4,
+        wrong_fraction=0.0,
+        wrong_kind="near",
+        vocab_size=plain_ppo.SIZES["vocab_size"],
+        seed=1,
+    )
+    write_arithmetic(root / "data", task)
+    write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
+    (root / "rewards.py").write_text(REWARD)
+    for name, content in (("ppo", _ppo(root)), ("sft", _sft(root)), ("rm", _rm(root))):
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(content))
+
+
+def ppo(inputs: Path) -> Setting:
+    """A critic, an adaptive KL, dynamic sampling, sampled validation; the actor has TP=2."""
+    return Setting("ppo", "ppo", ["--config", str(inputs / "ppo.yaml")])
+
+
+def bypass(inputs: Path) -> Setting:
+    """Without a pass before the update, which may end early."""
+    keys = [
+        "algorithm.rollout_correction.bypass_mode=true",
+        "algorithm.filter_groups.enable=false",
+        "actor.target_kl_stop=0.015",
+    ]
+    return Setting("bypass", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
+
+
+def sft(inputs: Path) -> Setting:
+    """Supervised fine-tuning."""
+    return Setting("sft", "sft", ["--config", str(inputs / "sft.yaml")])
+
+
+def reward_model(inputs: Path) -> Setting:
+    """Training of a reward model."""
+    return Setting("rm", "rm", ["--config", str(inputs / "rm.yaml")])
+
+
+def _preferences(file: Path) -> list[dict[str, str]]:
+    pairs = []
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        wrong = row["response"][::-1] + "0"
+        pairs.append({"prompt": row["prompt"], "chosen": row["response"], "rejected": wrong})
+    return pairs
+
+
+def _trainer() -> dict[str, Any]:
+    return {
+        "total_steps": STEPS,
+        "save_freq": 1,
+        "test_freq": 2,
+        "save_every_minutes": None,
+        "max_to_keep": None,
+        "output_dir": "given by each test",
+    }
+
+
+def _ppo(root: Path) -> dict[str, Any]:
+    trained = {
+        "ppo_mini_batch_size": 4,
+        "ppo_epochs": 2,
+        "micro_batch_tokens": 64,
+        "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS, "lr_decay_style": "linear"},
+    }
+    return {
+        "seed": 3,
+        "actor": {"path": str(root / "llama"), "tp": 2, **trained},
+        "critic": {"path": str(root / "llama-critic"), **trained},
+        "reference": {"path": str(root / "llama-ref")},
+        "reward": {"terms": [{"name": f"{root}/rewards.py:digits"}]},
+        "rollout": {"n": 2},
+        "data": {
+            "train_files": str(root / "data" / "train.jsonl"),
+            "val_files": str(root / "data" / "held_out.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "train_batch_size": 8,
+            "max_prompt_length": 6,
+            "max_response_length": 12,
+        },
+        "algorithm": {
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01, "horizon": 100},
+            "reward_norm": "running",
+            "filter_groups": {"enable": True, "metric": "score", "max_num_gen_batches": 3},
+        },
+        "trainer": {**_trainer(), "val_sampled": True},
+    }
+
+
+def _sft(root: Path) -> dict[str, Any]:
+    return {
+        "seed": 3,
+        "model": {"path": str(root / "llama"), "tp": 1, "micro_batch_tokens": 32},
+        "optim": {"lr": 1e-3, "lr_decay_style": "cosine"},
+        "data": {
+            "train_files": str(root / "data" / "sft.jsonl"),
+            "val_files": str(root / "data" / "sft.jsonl"),
+            "tokenizer": str(root / "data" / "tokenizer"),
+            "batch_size": 8,
+            "max_length": 16,
+        },
+        "trainer": _trainer(),
+    }
+
+
+def _rm(root: Path) -> dict[str, Any]:
+    content = _sft(root)
+    content["model"]["tp"] = 2
+    del content["data"]["val_files"]
+    content["data"]["train_files"] = str(root / "data" / "preferences.jsonl")
+    content["data"]["held_out_fraction"] = 0.2
+    return content

@@ -1,0 +1,134 @@
+"""Checkpoints that were damaged on disk: refused by name, or passed over for the last good one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import settings
+from tests.faults.runs import Sequel, Setting, assert_same_run
+
+pytestmark = pytest.mark.timeout(200)
+Undisturbed = Callable[[Setting], Sequel]
+
+WEIGHTS = "actor/rank_00001.safetensors"
+
+
+def truncate(checkpoint: Path) -> None:
+    file = checkpoint / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    file = checkpoint / WEIGHTS
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 4
+    file.write_bytes(content)
+
+
+def delete_half(checkpoint: Path) -> None:
+    for file in sorted(checkpoint.rglob("*.safetensors"))[::2]:
+        file.unlink()
+
+
+def lead_outside(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["files"][0]["path"] = "../../run.json"
+    file.write_text(json.dumps(manifest))
+
+
+def test_the_last_good_checkpoint_is_taken(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    whole = undisturbed(settings.ppo(inputs))
+    run = Sequel(whole.setting, tmp_path / "run")
+    shutil.copytree(whole.directory, run.directory)
+    checkpoints = run.directory / "checkpoints"
+    truncate(checkpoints / "step_000004")
+    flip_a_bit(checkpoints / "step_000003")
+    (checkpoints / "step_000002" / "state.json").unlink()
+
+    ended = run.finish()
+    main_rank = ended.outputs[0]
+    for name, what in (
+        ("step_000004", f"is damaged: {WEIGHTS} has "),
+        ("step_000003", f"is damaged: {WEIGHTS} is not what was written"),
+        ("step_000002", "is not whole: state.json is missing or cannot be read"),
+    ):
+        (line,) = [
+            line for line in main_rank.splitlines() if f"{checkpoints / name} {what}" in line
+        ]
+        assert line.endswith("the checkpoint before it is tried")
+    assert f"going on from {checkpoints / 'step_000001'}: step 1" in main_rank
+    assert_same_run(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, f"is damaged: {WEIGHTS} has "),
+        (flip_a_bit, f"is damaged: {WEIGHTS} is not what was written"),
+        (delete_half, "is not whole: actor/rank_00000.safetensors is missing"),
+        (lead_outside, "names the file '../../run.json', which is outside of the checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    damage: Callable[[Path], None],
+    message: str,
+    inputs: Path,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "step_000002"
+    whole = undisturbed(settings.ppo(inputs))
+    shutil.copytree(whole.directory / "checkpoints" / checkpoint.name, checkpoint)
+    damage(checkpoint)
+
+    run = Sequel(whole.setting, tmp_path / "run")
+    ended = run.run(keys=[f"trainer.resume={checkpoint}"])
+    assert 1 in ended.codes and 0 not in ended.codes, ended.codes
+    errors = [line for line in ended.text.splitlines() if " ERROR " in line]
+    assert errors, ended.text
+    for error in errors:
+        assert f"CheckpointError: {checkpoint}" in error
+        assert message in error
+    assert "Traceback" not in ended.text
+
+
+def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    whole = undisturbed(settings.ppo(inputs))
+    run = Sequel(whole.setting, tmp_path / "run")
+    shutil.copytree(whole.directory, run.directory)
+    for checkpoint in (run.directory / "checkpoints").iterdir():
+        flip_a_bit(checkpoint)
+
+    ended = run.run()
+    assert 1 in ended.codes and 0 not in ended.codes, ended.codes
+    assert "no checkpoint in" in ended.text
+    assert "trainer.overwrite=true" in ended.text
+    assert run.rows() == whole.rows()
+
+
+def test_a_frozen_model_that_has_changed_is_refused(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    whole = undisturbed(settings.ppo(inputs))
+    reference = tmp_path / "reference"
+    shutil.copytree(inputs / "llama-ref", reference)
+    file = reference / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+    run = Sequel(whole.setting, tmp_path / "run")
+    checkpoint = whole.directory / "checkpoints" / "step_000002"
+    ended = run.run(keys=[f"trainer.resume={checkpoint}", f"reference.path={reference}"])
+    assert 1 in ended.codes and 0 not in ended.codes, ended.codes
+    assert f"CheckpointError: reference.path {reference} does not hold the weights" in ended.text

@@ -1,0 +1,138 @@
+"""A run that was killed or interrupted anywhere, and started again, has the numbers of one that was
+not.
+
+Each test is one run that goes on through one fault after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults import faults, settings
+from tests.faults.faults import Fault
+from tests.faults.runs import QUEUE_AGAIN, Ended, Sequel, Setting, assert_same_run
+
+pytestmark = pytest.mark.timeout(200)
+Undisturbed = Callable[[Setting], Sequel]
+
+BOTH_STOPPED = [QUEUE_AGAIN, QUEUE_AGAIN]
+
+
+def assert_killed(ended: Ended, rank: int) -> None:
+    assert ended.codes[rank] == -9, ended.text
+    assert ended.codes[1 - rank] not in (0, QUEUE_AGAIN), ended.text
+
+
+def test_a_rank_is_killed_in_each_phase(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.ppo(inputs), tmp_path / "run")
+    killed = [
+        Fault(faults.GENERATION, 2, "SIGKILL", rank=1),  # in the first validation
+        Fault(faults.HAND_OVER, 3, "SIGKILL", rank=1),  # of step 2
+        Fault(faults.GENERATION, 3, "SIGKILL", rank=0),
+        Fault(faults.SCORING, 2, "SIGKILL", rank=1),
+        Fault(faults.REFERENCE, 1, "SIGKILL", rank=0),
+        Fault(faults.FORWARD, 2, "SIGKILL", rank=1),
+        Fault(faults.VALUES, 1, "SIGKILL", rank=0),
+        Fault(faults.CRITIC_LOSS, 3, "SIGKILL", rank=0),
+        Fault(faults.ACTOR_LOSS, 5, "SIGKILL", rank=1),
+        Fault(faults.VALIDATION, 1, "SIGKILL", rank=0),  # of step 2
+        Fault(faults.FILE, 1, "SIGKILL", rank=1),  # the first file of the checkpoint of step 2
+    ]
+    for fault in killed:
+        assert_killed(run.run(fault), fault.rank)
+    assert run.checkpoints == ["step_000001"]
+
+    assert_killed(run.run(Fault(faults.MODEL_FILE, 2, "SIGKILL", rank=0)), rank=0)
+    assert_killed(run.run(Fault(faults.MANIFEST_FILE, 1, "SIGKILL", rank=0)), rank=0)
+    assert run.checkpoints == ["step_000001"]
+    assert run.run(Fault(faults.ACTOR_LOSS, 22, "SIGKILL", rank=-1)).codes == [-9, -9]
+    run.finish()
+    assert_same_run(run, undisturbed(run.setting))
+
+
+def interrupt(run: Sequel, where: str, call: int, action: str = "SIGTERM", rank: int = 1) -> str:
+    """Interrupt the run there; returns the name of its newest checkpoint."""
+    ended = run.run(Fault(where, call, action, rank))
+    assert ended.codes == BOTH_STOPPED, ended.text
+    return run.checkpoints[-1]
+
+
+def test_a_run_is_interrupted_in_each_phase(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.ppo(inputs), tmp_path / "run")
+    assert interrupt(run, faults.VALIDATION, 1) == "step_000000"
+    assert interrupt(run, faults.GENERATION, 35, "SIGUSR1") == "step_000000_interrupted"
+    drawn = run.state("step_000000_interrupted")["drawn"]["train 1"]
+    assert 0 < len(drawn["rows"]) < 16, "some of the responses to the first 8 prompts had ended"
+
+    # In step 2. Until the update begins, what lasts are the responses.
+    # A rank may have begun the next phase before it hears of the signal.
+    part = "step_000001_interrupted"
+    assert interrupt(run, faults.END_OF_STEP, 1) in ("step_000001", part)
+    assert interrupt(run, faults.HAND_OVER, 1, "SIGUSR1") in ("step_000001", part)
+    for where, call in ((faults.SCORING, 2), (faults.FORWARD, 2), (faults.VALUES, 1)):
+        assert interrupt(run, where, call) == part
+        assert len(run.state(part)["drawn"]["train 2"]["rows"]) == 16
+
+    # In the update, its mini-batches are counted: 4 of the critic, then 4 of the actor.
+    assert interrupt(run, faults.CRITIC_LOSS, 4, rank=0) == part
+    progress = run.state(part)["progress"]
+    assert progress["updated"] == []
+    assert 1 <= progress["critic"]["mini_batches"] <= 2
+    assert interrupt(run, faults.ACTOR_LOSS, 5) == part
+    progress = run.state(part)["progress"]
+    assert progress["updated"] == ["critic"]
+    assert 1 <= progress["actor"]["mini_batches"] <= 2
+    assert interrupt(run, faults.OPTIMIZER_STEP, 1, "SIGUSR1") == part
+    assert run.state(part)["progress"]["actor"]["mini_batches"] > progress["actor"]["mini_batches"]
+
+    # In the validation that ends step 2, and while its checkpoint is saved.
+    assert interrupt(run, faults.VALIDATION, 1) == part
+    assert run.state(part)["progress"]["updated"] == ["critic", "actor"]
+    assert interrupt(run, faults.MODEL_FILE, 1) in ("step_000002", "step_000002_interrupted")
+    run.finish()
+    assert_same_run(run, undisturbed(run.setting))
+
+
+def test_an_update_in_bypass_mode_is_interrupted(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.bypass(inputs), tmp_path / "run")
+    done = []
+    for call in (4, 5):
+        # The checkpoint of the second interrupt replaces the first; a rank is killed in between.
+        if done:
+            again = Fault(faults.ACTOR_LOSS, 2, "SIGUSR1")
+            assert_killed(run.run(again, Fault(faults.RENAMING, 2, "SIGKILL", rank=0)), rank=0)
+            assert run.checkpoints == []
+        assert interrupt(run, faults.ACTOR_LOSS, call, "SIGUSR1") == "step_000000_interrupted"
+        progress = run.state("step_000000_interrupted")["progress"]
+        done.append(progress["actor"]["mini_batches"])
+    assert done == [1, 2]
+
+    run.finish()
+    stopped = [row["actor/kl_stopped"] for row in run.rows() if row["step"]]
+    assert 1.0 in stopped, "choose a lower target_kl_stop"
+    assert_same_run(run, undisturbed(run.setting))
+
+
+@pytest.mark.parametrize("make", [settings.sft, settings.reward_model])
+def test_supervised_training_is_killed_and_interrupted(
+    make: Callable[[Path], Setting], inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(make(inputs), tmp_path / "run")
+    assert_killed(run.run(Fault(faults.SUPERVISED_STEP, 2, "SIGKILL", rank=1)), rank=1)
+    for where, action, newest in (
+        (faults.SUPERVISED_VALIDATION, "SIGTERM", ("step_000001_interrupted", "step_000002")),
+        (faults.SUPERVISED_STEP, "SIGUSR1", ("step_000002", "step_000003")),
+        (faults.OPTIMIZER_STEP, "SIGINT", ("step_000003", "step_000003_interrupted")),
+    ):
+        assert interrupt(run, where, 1, action) in newest
+    run.finish()
+    assert_same_run(run, undisturbed(run.setting))
