@@ -163,6 +163,8 @@ def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
         return named
     is_whole = not contents.finished or _ends_with(directory, contents.newest)
     if wishes.resume == "auto" and own is not None and is_whole:
+        # It is written anew at the end; until then the run is not finished.
+        (directory / SUMMARY).unlink(missing_ok=True)
         return own
     if wishes.resume == "auto" and not contents.finished:
         _set_aside_rows(directory)
