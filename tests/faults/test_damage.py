@@ -73,7 +73,7 @@ def test_the_last_good_checkpoint_is_taken(
     [
         (truncate, f"is damaged: {WEIGHTS} has "),
         (flip_a_bit, f"is damaged: {WEIGHTS} is not what was written"),
-        (delete_half, "is not whole: actor/rank_00000.safetensors is missing"),
+        (delete_half, ".safetensors is missing or cannot be read"),
         (lead_outside, "names the file '../../run.json', which is outside of the checkpoint"),
     ],
 )

@@ -67,8 +67,12 @@ def test_a_run_is_interrupted_in_each_phase(
 ) -> None:
     run = Sequel(settings.ppo(inputs), tmp_path / "run")
     assert interrupt(run, faults.VALIDATION, 1) == "step_000000"
-    assert interrupt(run, faults.GENERATION, 35, "SIGUSR1") == "step_000000_interrupted"
-    drawn = run.state("step_000000_interrupted")["drawn"]["train 1"]
+    start = "step_000000_interrupted"
+    # Both ranks get the signal: each is a replica, and one that had not heard of it for a moment
+    # would have drawn all of its responses.
+    assert interrupt(run, faults.HAND_OVER, 2, "SIGUSR1", -1) in ("step_000000", start)
+    assert interrupt(run, faults.GENERATION, 8, "SIGUSR1", -1) == start
+    drawn = run.state(start)["drawn"]["train 1"]
     assert 0 < len(drawn["rows"]) < 16, "some of the responses to the first 8 prompts had ended"
 
     # In step 2. Until the update begins, what lasts are the responses.
