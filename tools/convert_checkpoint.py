@@ -22,9 +22,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mrlhf.checkpoint.convert import SourceOptions, TargetOptions, convert, relayout
-from mrlhf.checkpoint.identify import examine, identify
-from mrlhf.checkpoint.megatron_writer import MegatronOptions
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, relayout
+from mrlhf.checkpoint.conversion.identify import examine, identify
+from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.errors import MrlhfError
 from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.layout import ParallelLayout

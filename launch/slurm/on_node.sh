@@ -6,6 +6,12 @@
 # ATTEMPT is the folder of the attempt's logs, INTERFACE a network interface or empty.
 set -euo pipefail
 
+# Slurm sends signals to every process of the node. SIGUSR1 must not end one that has no handler for
+# it yet, and this shell must outlive torchrun, to which Slurm gives KillWait seconds after SIGTERM.
+ended='' code=0
+trap '' USR1
+trap 'ended=1' TERM
+
 INTERRUPTED=75
 attempt=$1
 interface=$2
@@ -17,15 +23,10 @@ conf=is_host=0
 [[ $SLURM_NODEID != 0 ]] || conf=is_host=1
 command+=(--rdzv-conf="$conf" --log-dir="$attempt/$SLURMD_NODENAME")
 if [[ -n $interface ]]; then
-    address=$("${command[0]}" launch/slurm/check_node.py --address-of="$interface")
+    address=$("${command[0]}" launch/slurm/check_node.py --address-of="$interface") || exit 1
     command+=(--local-addr="$address")
 fi
 
-# Slurm sends signals to every process of the node. SIGUSR1 must not end one that has no handler for
-# it yet, and this shell must outlive torchrun, to which Slurm gives KillWait seconds after SIGTERM.
-trap '' USR1
-trap 'ended=1' TERM
-ended='' code=0
 "${command[@]}" "$@" || code=$?
 
 # With --kill-on-bad-exit, an exit code of 75 here would end the other nodes, which are about to

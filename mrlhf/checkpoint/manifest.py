@@ -127,7 +127,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def hidden_directories(directory: Path) -> list[Path]:
     """What is left in `directory` of saves and deletions that did not come to their end."""
-    hidden = []
+    hidden: list[Path] = []
     for ending in (".saving", ".deleted", REPLACED):
         hidden += directory.glob(f".step_*{ending}")
     return hidden

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.checkpoint.model_slices import RankSlices
-from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_tensors
+from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, sync_files, write_tensors
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box
 
@@ -89,7 +89,7 @@ class RankWriter:
 
         Args:
             models: what to write of each model, by role.
-            write_rest: writes the rank's other files.
+            write_rest: writes the rank's other files; need not wait for the disk.
         """
         part = RankPart()
         try:
@@ -97,10 +97,11 @@ class RankWriter:
             for role, slices in models.items():
                 path = f"{role}/rank_{self._rank:05d}.safetensors"
                 (self._root / role).mkdir(exist_ok=True)
-                part.files.append(write_tensors(self._root, path, slices.sources))
+                part.files.append(write_tensors(self._root, path, slices.sources, sync=False))
                 part.models[role] = ModelPart(
                     path, slices.kinds, slices.optimizer_steps, slices.boxes
                 )
+            sync_files(self._root, part.files)
         except (CheckpointError, OSError) as error:
             part = RankPart(error=str(error))
         self._part = part

@@ -70,10 +70,11 @@ class Checkpoint:
             restore_random_state(load_file(file))
 
 
-def newest_checkpoint(directory: Path, world: dist.ProcessGroup) -> Checkpoint | None:
+def newest_checkpoint(directory: Path, world: dist.ProcessGroup, is_own: bool) -> Checkpoint | None:
     """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
 
-    A damaged checkpoint is passed over, and a warning says so.
+    A damaged checkpoint is passed over, and a warning says so. If the directory is this run's own,
+    it also loses its name, so that it is never counted among those that are kept.
     """
     names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
     dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
@@ -83,6 +84,8 @@ def newest_checkpoint(directory: Path, world: dist.ProcessGroup) -> Checkpoint |
         except CheckpointError as error:
             if dist.get_rank() == 0:
                 logger.warning("%s; the checkpoint before it is tried", error)
+                if is_own:
+                    _set_aside(directory / name)
     return None
 
 
@@ -93,12 +96,14 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
         CheckpointError: it is not whole or damaged, on every rank; the message names the file.
     """
     manifest = None
+    state: dict[str, Any] = {}
     error = None
     try:
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         ranks = dist.get_world_size(world)
         check_hashes(path, manifest, range(dist.get_rank(), len(manifest.files), ranks))
+        state = read_state(path)
     except CheckpointError as failure:
         error = str(failure)
 
@@ -106,7 +111,18 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
         if other is not None:
             raise CheckpointError(other)
     assert manifest is not None
-    return Checkpoint(path, manifest, read_state(path))
+    return Checkpoint(path, manifest, state)
+
+
+def _set_aside(path: Path) -> None:
+    """Give a damaged checkpoint a name by which it is none."""
+    number = 1
+    while (aside := path.with_name(f"damaged_{number}.{path.name}")).exists():
+        number += 1
+    try:
+        path.rename(aside)
+    except OSError as error:
+        logger.warning("cannot rename %s: %s", path, error)
 
 
 def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:

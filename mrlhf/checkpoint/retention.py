@@ -48,7 +48,9 @@ class Best:
             ConfigError: naming the nearest metric.
         """
         if self.metric is not None and self.metric not in measured:
-            near = difflib.get_close_matches(self.metric, measured, n=1, cutoff=0.3)
+            kind = self.metric.split("/")[0]
+            alike = [name for name in measured if name.startswith(f"{kind}/")]
+            near = difflib.get_close_matches(self.metric, sorted(alike or measured), 1, cutoff=0.1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
                 f"trainer.keep_best is {self.metric}, which this run does not measure{hint}"

@@ -75,7 +75,8 @@ class Contents:
         state: everything else that lasts, as a tree for `StateCopy`.
         metrics: of step `step`.
         exports: writes further files into the directory that it is given, such as a Hugging Face
-            checkpoint; every rank calls each. By the name of the directory.
+            checkpoint; every rank calls each, and if one fails, each raises a CheckpointError. By
+            the name of the directory.
     """
 
     step: int
@@ -148,10 +149,13 @@ class Saver:
         error = self._prepare(hidden)
 
         writer = RankWriter(hidden, dist.get_rank())
-        if error is None:
-            # An export that fails ends the run: ranks that wait for each other cannot be told.
+        try:
             for export_name, export in contents.exports.items():
-                export(hidden / export_name)
+                if error is None:
+                    export(hidden / export_name)
+        except CheckpointError as failure:  # on every rank
+            error = str(failure)
+        if error is None:
             write_rest = _writer_of_rest(hidden, contents)
             models = {role: slices_to_save(engine) for role, engine in contents.models.items()}
             if self._staging is None:
@@ -278,9 +282,10 @@ def _writer_of_rest(hidden: Path, contents: Contents) -> Callable[[], list[Writt
     state = StateCopy.of(contents.state) if rank == 0 else None
 
     def write() -> list[WrittenFile]:
-        files = [write_tensors(hidden, f"rng/rank_{rank:05d}.safetensors", numbers)]
+        path = f"rng/rank_{rank:05d}.safetensors"
+        files = [write_tensors(hidden, path, numbers, sync=False)]
         if state is not None:
-            files += state.write(hidden)
+            files += state.write(hidden, sync=False)
             files += _files_in(hidden, contents.exports)
         return files
 

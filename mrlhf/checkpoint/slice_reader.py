@@ -5,19 +5,20 @@ It knows manifests and boxes. It does not know engines or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mrlhf.checkpoint.manifest import Manifest, StoredModel, StoredTensor, slice_key
+from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box, boxes_in
 from mrlhf.weights.shard import Piece, Shape
+
+_BUCKET = 2 * 2**20  # elements that are read at a time
 
 
 def check_shapes(
@@ -41,17 +42,11 @@ def check_shapes(
 class SliceReader:
     """Reads boxes of a checkpoint's tensors; a context manager that closes the files."""
 
-    def __init__(
-        self,
-        directory: Path,
-        manifest: Manifest,
-        open_file: Callable[[Path], Any] | None = None,
-    ) -> None:
-        """Open nothing yet; `open_file` stands for the safetensors package's `safe_open`."""
-        self._open_file = open_file or partial(safe_open, framework="pt")
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Open nothing yet."""
         self._directory = directory
         self._manifest = manifest
-        self._files: dict[int, Any] = {}
+        self._files: dict[int, StreamedFile] = {}
 
     def read(self, role: str, kind: str, box: Box) -> Tensor:
         """The elements of `box`, with its shape, in the dtype in which they are stored.
@@ -94,24 +89,38 @@ class SliceReader:
         Padding, which belongs to no piece, becomes zero.
         """
         target.zero_()
-        for piece in pieces:
-            for stored in boxes_in(piece, parameter_shape, start, start + target.numel()):
-                values = self.read(role, kind, stored.box).reshape(-1)
-                place = 0
-                for begin, end in stored.runs:
-                    length = end - begin
-                    target[begin - start : end - start].copy_(values[place : place + length])
-                    place += length
+        columns = math.prod(parameter_shape[1:])
+        step = max(1, _BUCKET // columns) * columns
+        stop = start + target.numel()
+        begin = start
+        while begin < stop:
+            end = min(stop, begin - begin % columns + step)
+            part = target[begin - start : end - start]
+            for piece in pieces:
+                self._fill_part(role, kind, piece, parameter_shape, part, begin)
+            begin = end
+
+    def _fill_part(
+        self, role: str, kind: str, piece: Piece, parameter_shape: Shape, part: Tensor, start: int
+    ) -> None:
+        """Fill the elements of one piece, of those from `start` on."""
+        for stored in boxes_in(piece, parameter_shape, start, start + part.numel()):
+            values = self.read(role, kind, stored.box).reshape(-1)
+            place = 0
+            for begin, end in stored.runs:
+                length = end - begin
+                part[begin - start : end - start].copy_(values[place : place + length])
+                place += length
 
     def __enter__(self) -> SliceReader:
         return self
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            file.__exit__(None, None, None)
+            file.close()
 
-    def _file(self, number: int) -> Any:
+    def _file(self, number: int) -> StreamedFile:
         if number not in self._files:
             path = self._directory / self._manifest.files[number].path
-            self._files[number] = self._open_file(path).__enter__()
+            self._files[number] = StreamedFile(path)
         return self._files[number]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -44,13 +45,16 @@ class StateCopy:
         text = json.dumps(tree, separators=(",", ":")).encode()
         return StateCopy(text, [TensorSource.of(key, t).copied() for key, t in tensors.items()])
 
-    def write(self, root: Path) -> list[WrittenFile]:
-        """Write it as `state.json` and `state.safetensors` in `root`.
+    def write(self, root: Path, sync: bool = True) -> list[WrittenFile]:
+        """Write it as `state.json` and `state.safetensors` in `root`; `sync` waits for the disk.
 
         Raises:
             CheckpointError: the file system refuses.
         """
-        return [write_bytes(root, _JSON, self.text), write_tensors(root, _TENSORS, self.tensors)]
+        return [
+            write_bytes(root, _JSON, self.text, sync),
+            write_tensors(root, _TENSORS, self.tensors, sync),
+        ]
 
 
 def read_state(root: Path) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def read_state(root: Path) -> dict[str, Any]:
     try:
         tree = json.loads((root / _JSON).read_bytes())
         state: dict[str, Any] = _filled(tree, load_file(root / _TENSORS))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{root}: the state of the run cannot be read: {error}") from error
     return state
 
@@ -116,6 +120,6 @@ def _filled(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         if tree.keys() == {_TENSOR}:
             return tensors[tree[_TENSOR]]
         return {key: _filled(item, tensors) for key, item in tree.items()}
-    if isinstance(tree, list) and tree and isinstance(tree[0], (dict, list)):
+    if isinstance(tree, list) and any(isinstance(item, (dict, list)) for item in tree):
         return [_filled(item, tensors) for item in tree]
     return tree

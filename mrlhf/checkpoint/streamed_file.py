@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.model_source import TensorForm
+from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.checkpoint.tensor_file import DTYPES
 from mrlhf.errors import WeightError
 

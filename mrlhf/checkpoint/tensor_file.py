@@ -90,8 +90,10 @@ class WrittenFile:
     xxh3: str
 
 
-def write_tensors(root: Path, path: str, tensors: Sequence[TensorSource]) -> WrittenFile:
-    """Write `tensors` as the safetensors file `root/path`, and wait until the disk has it.
+def write_tensors(
+    root: Path, path: str, tensors: Sequence[TensorSource], sync: bool = True
+) -> WrittenFile:
+    """Write `tensors` as the safetensors file `root/path`; `sync` waits until the disk has it.
 
     Raises:
         CheckpointError: the file system refuses; the message names the file.
@@ -111,14 +113,15 @@ def write_tensors(root: Path, path: str, tensors: Sequence[TensorSource]) -> Wri
                     digest.update(data)
                     nbytes += len(data)
             stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                os.fsync(stream.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
     return WrittenFile(path, nbytes, digest.hexdigest())
 
 
-def write_bytes(root: Path, path: str, content: bytes) -> WrittenFile:
-    """Write `content` as the file `root/path`, and wait until the disk has it.
+def write_bytes(root: Path, path: str, content: bytes, sync: bool = True) -> WrittenFile:
+    """Write `content` as the file `root/path`; `sync` waits until the disk has it.
 
     Raises:
         CheckpointError: the file system refuses.
@@ -128,10 +131,26 @@ def write_bytes(root: Path, path: str, content: bytes) -> WrittenFile:
         with file.open("wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                os.fsync(stream.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
     return WrittenFile(path, len(content), xxhash.xxh3_64_hexdigest(content))
+
+
+def sync_files(root: Path, files: Sequence[WrittenFile]) -> None:
+    """Wait until the disk has these files; several take hardly longer than one.
+
+    Raises:
+        CheckpointError: the file system refuses; the message names the file.
+    """
+    for written in files:
+        file = root / written.path
+        try:
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def describe_file(root: Path, path: str) -> WrittenFile:

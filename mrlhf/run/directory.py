@@ -16,7 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrlhf.checkpoint.manifest import MANIFEST, bring_back_replaced, checkpoints_in
+from mrlhf.checkpoint.manifest import (
+    MANIFEST,
+    bring_back_replaced,
+    checkpoint_name,
+    checkpoints_in,
+)
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
@@ -45,7 +50,7 @@ _WRITTEN = {
         "failed_step_*",
         "tensorboard.before_*",
     ),
-    CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*"),
+    CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
     TENSORBOARD: ("events.out.tfevents.*",),
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
@@ -156,7 +161,10 @@ def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
     if wishes.overwrite:
         _delete_run(directory, wishes.inputs)
         return named
-    if wishes.resume == "auto" and own is not None:
+    is_whole = not contents.finished or _ends_with(directory, contents.newest)
+    if wishes.resume == "auto" and own is not None and is_whole:
+        # It is written anew at the end; until then the run is not finished.
+        (directory / SUMMARY).unlink(missing_ok=True)
         return own
     if wishes.resume == "auto" and not contents.finished:
         _set_aside_rows(directory)
@@ -164,15 +172,31 @@ def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
     raise _refusal(directory, contents, wishes)
 
 
+def _ends_with(directory: Path, checkpoint: str | None) -> bool:
+    """Whether the last row of a run's metrics is that of its newest checkpoint."""
+    if checkpoint is None:
+        return False
+    try:
+        last = (directory / METRICS).read_text(encoding="utf-8").splitlines()[-1]
+        step = int(json.loads(last)["step"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return False
+    return checkpoint == checkpoint_name(step, unfinished_step=False)
+
+
 def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError:
     holds = "a run"
     if contents.newest is not None:
-        holds = f"a run with the checkpoint {contents.newest}"
+        kind = "a finished run" if contents.finished else "a run"
+        holds = f"{kind} with the checkpoint {contents.newest}"
     elif contents.finished:
         holds = "a finished run without a checkpoint to go on from"
 
     go_on = ""
-    if wishes.resume != "auto" and contents.newest is not None:
+    if contents.newest is not None and contents.finished:
+        newest = directory / CHECKPOINTS / contents.newest
+        go_on = f"trainer.resume={newest} trains from it again, "
+    elif contents.newest is not None:
         go_on = "trainer.resume=auto goes on from it, "
     return ConfigError(
         f"trainer.output_dir {directory} holds {holds}; {go_on}trainer.overwrite=true deletes it, "

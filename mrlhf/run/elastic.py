@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
+from mrlhf.run.watcher import HELD_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,15 @@ class ForwardingAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start them; from then on signals are theirs."""
-        started = super()._start_workers(worker_group)
-        # torchrun has just installed handlers of its own.
-        for number in _FORWARDED:
-            signal.signal(number, self._forward)
+        # A worker imports for seconds before it has handlers; a signal waits until it has.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+        try:
+            started = super()._start_workers(worker_group)
+            # torchrun has just installed handlers of its own.
+            for number in _FORWARDED:
+                signal.signal(number, self._forward)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -24,16 +26,20 @@ def export_checkpoint(
         tokenizer: is saved beside it.
         directory: where the files go; created if it does not exist.
         max_shard_mb: largest safetensors file, MB.
+
+    Raises:
+        CheckpointError: a rank could not write, on every rank.
     """
-    is_main_rank = dist.get_rank() == 0
-    if is_main_rank:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    error = None
+    try:
+        engine.export(directory, max_shard_mb * 10**6)
+        if dist.get_rank() == 0:
+            save_config(engine.spec, directory, engine.dtype, tokenizer.pad_id)
+            tokenizer.save_pretrained(directory)
+            logger.info("wrote the Hugging Face checkpoint %s", directory)
+    except (OSError, WeightError) as failure:
+        error = f"cannot write {directory}: {failure}"
 
-    engine.export(directory, max_shard_mb * 10**6)
-
-    if is_main_rank:
-        save_config(engine.spec, directory, engine.dtype, tokenizer.pad_id)
-        tokenizer.save_pretrained(directory)
-        logger.info("wrote the Hugging Face checkpoint %s", directory)
-    dist.barrier()
+    for other in all_gather_objects(error, engine.groups.world):
+        if other is not None:
+            raise CheckpointError(other)

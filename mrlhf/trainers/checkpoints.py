@@ -5,9 +5,12 @@ The trainer says what its state is. This file does not know what is in it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,23 @@ from mrlhf.training.engine import ModelEngine
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """When a run has measured all that it measures, so that a wrong name is known to be wrong.
+
+    Attributes:
+        has_validation: whether it validates.
+        from_step: the first step that trains everything.
+    """
+
+    has_validation: bool
+    from_step: int = 1
+
+    def is_validated(self, names: AbstractSet[str]) -> bool:
+        """Whether `names`, those of the metrics so far, hold a validation, if there is any."""
+        return not self.has_validation or any(name.startswith("val") for name in names)
+
+
 class Checkpoints:
     """The checkpoints of one run; every rank calls each method together."""
 
@@ -38,6 +58,7 @@ class Checkpoints:
         models: Mapping[str, ModelEngine],
         last_step: int,
         exports: Mapping[str, Callable[[Path], None]],
+        measured: Measured,
     ) -> None:
         """Save nothing yet.
 
@@ -46,7 +67,8 @@ class Checkpoints:
             config: the whole configuration.
             models: the trained models, by role.
             last_step: of the run.
-            exports: what else is written into each checkpoint; see `Contents`.
+            exports: what else is written into the checkpoint of a complete step; see `Contents`.
+            measured: when the run has measured all that it measures.
         """
         self._run = run
         self._section = config.trainer
@@ -65,9 +87,10 @@ class Checkpoints:
         verify = None if run.lock is None else run.lock.verify
         self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
         self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
+        self._saved_best = copy.copy(self._best)
         self._last_saved = time.monotonic()
-        self._has_validation = bool(config.data.val_files)
-        self._measured: set[str] = set()
+        self._measured = measured
+        self._names: set[str] = set()
         # Name of the newest whole checkpoint in the run's directory, if it has its step's metrics.
         self._newest = ""
 
@@ -90,6 +113,7 @@ class Checkpoints:
         for role, engine in self._models.items():
             engine.load_state_dict(state["models"][role])
         self._best.load_state_dict(state["best"])
+        self._saved_best = copy.copy(self._best)
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         if is_own and checkpoint.manifest.metrics:
             self._newest = checkpoint_name(checkpoint.manifest.step, False)
@@ -103,7 +127,7 @@ class Checkpoints:
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
         """Take note of what the run measures, outside of a step too."""
-        self._measured |= metrics.keys()
+        self._names |= metrics.keys()
 
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
@@ -121,13 +145,12 @@ class Checkpoints:
         """
         began = time.monotonic()
         self.note_metrics(metrics)
-        validated = any(name.startswith("val") for name in self._measured)
-        if validated == self._has_validation:
-            self._best.check(self._measured)
-        improved = self._best.is_improved_by(step, metrics)
-        due = self._is_due(step, improved)
-        waited = self._attempt(lambda: self._saver.finish(wait=due))
-        if due:
+        if step >= self._measured.from_step and self._measured.is_validated(self._names):
+            self._best.check(self._names)
+        waited = self._attempt(lambda: self._saver.finish(wait=False))
+        if self._is_due(step, metrics):
+            self._attempt(lambda: self._saver.finish(wait=True))
+            self._best.is_improved_by(step, metrics)
             contents = self._contents(step, metrics, state(), unfinished_step=False)
             waited = self._attempt(lambda: self._saver.save(contents))
             self._last_saved = time.monotonic()
@@ -148,7 +171,8 @@ class Checkpoints:
         self.finish()
         if not unfinished_step and self._newest == checkpoint_name(step, False):
             return
-        self._saver.save(self._contents(step, metrics, state, unfinished_step))
+        contents = self._contents(step, metrics, state, unfinished_step)
+        self._saver.save(replace(contents, exports={}))  # there may be little time
         self._saver.finish(wait=True)
         self._delete_old()
 
@@ -170,11 +194,12 @@ class Checkpoints:
         }
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
 
-    def _is_due(self, step: int, improved: bool) -> bool:
-        """Whether to save after step `step`; rank 0 looks at the clock for all."""
+    def _is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether to save after step `step`; rank 0 looks at clock and metrics for all."""
         elapsed = time.monotonic() - self._last_saved
+        improved = copy.copy(self._best).is_improved_by(step, metrics)
         due = is_due(self._section, step, self._last_step, elapsed, improved)
-        if self._section.save_every_minutes is None:
+        if self._section.save_every_minutes is None and self._section.keep_best is None:
             return due
         verdict = torch.tensor(float(due), dtype=torch.float32)
         dist.broadcast(verdict, src=0, group=_world())
@@ -187,9 +212,11 @@ class Checkpoints:
         except CheckpointError as error:
             if self._run.is_main_rank:
                 logger.error("%s; training goes on", error)
+            self._best = copy.copy(self._saved_best)
             return True
         if saved is not None:
             self._newest = saved.name
+            self._saved_best = copy.copy(self._best)
             self._delete_old()
         return saved is not None or self._saver.is_saving
 
@@ -210,7 +237,8 @@ def find_checkpoint(run: Run) -> Checkpoint | None:
     if (source / MANIFEST).is_file():
         return open_checkpoint(source, _world())
 
-    checkpoint = newest_checkpoint(source, _world())
+    is_own = source.resolve() == (run.output_dir / CHECKPOINTS).resolve()
+    checkpoint = newest_checkpoint(source, _world(), is_own)
     if checkpoint is None:
         raise CheckpointError(
             f"no checkpoint in {source} is whole; restore one, or set trainer.overwrite=true to "

@@ -5,6 +5,7 @@ What a training step is, `ppo` says. This file does not know it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,10 +20,12 @@ from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, start
-from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import Parts, assemble
 from mrlhf.trainers.step_progress import StepProgress
+
+logger = logging.getLogger(__name__)
 
 
 def train_ppo(config: PPOConfig) -> None:
@@ -49,7 +52,12 @@ class PPORun:
         self._section = config.trainer
         self._trainer = PPOTrainer(config, run, parts)
         self._checkpoints = Checkpoints(
-            run, config, parts.trained(), parts.steps, self._exports(config.trainer.save_hf)
+            run,
+            config,
+            parts.trained(),
+            parts.steps,
+            self._exports(config.trainer.save_hf),
+            Measured(parts.held_out is not None, config.trainer.critic_warmup),
         )
 
         self._completed = 0
@@ -117,8 +125,11 @@ class PPORun:
         parts = self._parts
         state = self._checkpoints.restore(checkpoint)
         self._trainer.load_state_dict(state)
-        if "drawn" in state and state["settings"] == self._trainer.settings():
-            parts.generator.load_drawn_state(state["drawn"])
+        if "drawn" in state:
+            if state["settings"] == self._trainer.settings():
+                parts.generator.load_drawn_state(state["drawn"])
+            elif self._run.is_main_rank:
+                logger.warning("sampling has changed, so all responses of the step are drawn again")
         if "progress" in state:
             self._check_settings(state["settings"], checkpoint.path)
             self._progress = StepProgress.from_state(state["progress"], parts.prompts.with_uids)

@@ -56,6 +56,11 @@ class PreferenceLearning:
         self._pairs = _encode(train, tokenizer, config)
         self._held_out = _encode(held_out, tokenizer, config) if held_out else None
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out rows to validate on."""
+        return self._held_out is not None
+
     def __len__(self) -> int:
         return len(self._pairs)
 

@@ -47,6 +47,11 @@ class FineTuning:
         if config.data.val_files:
             self._held_out = _read(config.data.val_files, tokenizer, config)
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out rows to validate on."""
+        return bool(self._held_out)
+
     def __len__(self) -> int:
         return len(self._examples)
 

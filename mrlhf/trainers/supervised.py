@@ -26,7 +26,7 @@ from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run
 from mrlhf.run.summary import write_summary
-from mrlhf.trainers.checkpoints import Checkpoints, find_checkpoint
+from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
 from mrlhf.training.engine import ModelEngine
 
 
@@ -36,6 +36,10 @@ class SupervisedTask(Protocol):
     @property
     def columns(self) -> Sequence[tuple[str, str]]:
         """Label and metric of each number that the progress display shows."""
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out rows to validate on."""
 
     def __len__(self) -> int:
         """Number of training rows."""
@@ -95,7 +99,12 @@ class SupervisedTrainer:
         self._trained: dict[str, float] | None = None
         self._resumed: ResumePoint | None = None
         self._checkpoints = Checkpoints(
-            run, config, {"model": self._engine}, self._steps, self._exports()
+            run,
+            config,
+            {"model": self._engine},
+            self._steps,
+            self._exports(),
+            Measured(task.has_held_out),
         )
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -119,7 +128,12 @@ class SupervisedTrainer:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)
             self._checkpoints.finish()
-        self._finish(self._metrics, began)
+
+        metrics = dict(self._metrics)
+        if self._task.has_held_out and not any(name.startswith("val/") for name in metrics):
+            # The run had reached its last step before this start, in a step without a validation.
+            metrics |= self._task.validate(self._engine)
+        self._finish(metrics, began)
 
     def _one_step(self, number: int, reporter: Reporter) -> None:
         """Training step `number` with all that belongs to it, or the rest of it."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -118,10 +118,10 @@ def write_weights(
         options: what the files are like.
 
     Raises:
-        WeightError: the ranks do not hold the whole model.
+        WeightError: the ranks do not hold the whole model, or a rank could not write, on all of
+            them.
     """
     directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
     ranks = dist.get_process_group_ranks(group)
 
@@ -131,22 +131,41 @@ def write_weights(
     files = file_names(len(contents))
     metadata = {"format": "pt", **options.metadata}
 
+    error = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        error = f"cannot make {directory}: {failure}"
+
     connect(group, slots[0].parameter.device)
     for first in range(0, len(files), len(ranks)):
         # In the last turn some ranks may have no file to write.
         turn = contents[first : first + len(ranks)]
         writers = dict(zip(ranks, turn, strict=False))
         tensors = _collect(writers, model, slots, group)
-        if rank in writers:
+        if rank in writers and error is None:
             file = directory / files[first + ranks.index(rank)]
-            save_file(tensors, temporary(file), metadata=metadata)
-            open_to_readers(temporary(file))
+            try:
+                save_file(tensors, temporary(file), metadata=metadata)
+                open_to_readers(temporary(file))
+            except (OSError, SafetensorError) as failure:
+                error = f"cannot write {file}: {failure}"
         del tensors
 
-    all_gather_objects(None, group)  # all files are complete
+    _raise_together(error, group)  # all files are complete
     if rank == ranks[0]:
-        publish(directory, dict(zip(files, contents, strict=True)), sum(sizes.values()))
-    all_gather_objects(None, group)
+        try:
+            publish(directory, dict(zip(files, contents, strict=True)), sum(sizes.values()))
+        except OSError as failure:
+            error = f"cannot write {directory}: {failure}"
+    _raise_together(error, group)
+
+
+def _raise_together(error: str | None, group: dist.ProcessGroup) -> None:
+    """Raise a WeightError on every rank of the group if one of them has an error."""
+    for other in all_gather_objects(error, group):
+        if other is not None:
+            raise WeightError(other)
 
 
 def _check(

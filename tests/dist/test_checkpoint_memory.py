@@ -35,6 +35,11 @@ def test_a_save_needs_no_memory(grown: list[dict[str, int]]) -> None:
         assert rank["save"] < SLACK
 
 
+def test_a_load_needs_no_memory(grown: list[dict[str, int]]) -> None:
+    for rank in grown:
+        assert rank["load"] < 4 * SLACK  # a bucket, its parts, and what the allocator keeps
+
+
 def test_a_save_in_a_thread_copies_the_state_once(grown: list[dict[str, int]]) -> None:
     for rank in grown:
         assert 0.9 * rank["state"] < rank["first in a thread"] < rank["state"] + SLACK
@@ -45,13 +50,8 @@ def _save_and_load(rank: int, world_size: int, root: Path) -> dict[str, int]:
     world = dist.group.WORLD
     assert world is not None
     engine = _engine(world_size)
-    assert engine.optimizer is not None
     contents = Contents(1, False, {"actor": engine}, {})
-
-    ranges = engine.optimizer.ranges([slot.parameter for slot in engine.slots])
-    parts = {held.main.data_ptr(): held for held in ranges if held is not None}
-    state = 3 * sum(held.main.nbytes for held in parts.values())
-    grown = {"state": state}
+    grown = {"state": _state_bytes(engine)}
 
     for name, asynchronous, times in (("save", False, ["save"]), ("thread", True, _THREAD)):
         saver = Saver(root / name, RunIdentity("test", {}), world, asynchronous)
@@ -61,12 +61,21 @@ def _save_and_load(rank: int, world_size: int, root: Path) -> dict[str, int]:
             saver.finish(wait=True)
             grown[label] = _status("VmHWM") - before
 
-    checkpoint = open_checkpoint(root / "save" / "step_000001", world)
-    checkpoint.load_models({"actor": engine})
+    before = _reset_peak()
+    open_checkpoint(root / "save" / "step_000001", world).load_models({"actor": engine})
+    grown["load"] = _status("VmHWM") - before
     return grown
 
 
 _THREAD = ["first in a thread", "next in a thread"]
+
+
+def _state_bytes(engine: ModelEngine) -> int:
+    """What this rank holds of main weights and moments; nothing refers to them afterwards."""
+    assert engine.optimizer is not None
+    parameters = {id(slot.parameter): slot.parameter for slot in engine.slots}
+    ranges = engine.optimizer.ranges(list(parameters.values()))
+    return 3 * sum(held.main.nbytes for held in ranges if held is not None)
 
 
 def _engine(world_size: int) -> ModelEngine:
@@ -89,7 +98,8 @@ def _engine(world_size: int) -> ModelEngine:
     engine.attach_optimizer(ActorOptimSection(), total_updates=1)
     assert engine.optimizer is not None
     engine.optimizer.make_moments(1)
-    for held in engine.optimizer.ranges([slot.parameter for slot in engine.slots]):
+    parameters = {id(slot.parameter): slot.parameter for slot in engine.slots}
+    for held in engine.optimizer.ranges(list(parameters.values())):
         if held is not None:
             for moment in held.moments.values():
                 moment.fill_(torch.pi)  # pages that were never written take no memory

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from mrlhf.checkpoint.convert import SourceOptions, TargetOptions, convert, relayout
-from mrlhf.checkpoint.identify import examine
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, relayout
+from mrlhf.checkpoint.conversion.identify import examine
 from mrlhf.checkpoint.manifest import WEIGHT, read_manifest
 from mrlhf.checkpoint.model_slices import slices_to_save
 from mrlhf.checkpoint.restorer import open_checkpoint

@@ -86,7 +86,7 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_says(config: Path) -> None:
     assert (run / "summary.json").is_file() and (run / "config.1.yaml").is_file()
 
     refused = run_program([*command, "trainer.resume=never"], LIMIT_S)
-    assert refused.returncode == _code("failed")
+    assert refused.returncode == _code("bad input")
     assert "or give another trainer.output_dir" in refused.stderr
 
     mistaken = run_program([*command, "trainer.save_frequency=1"], LIMIT_S)

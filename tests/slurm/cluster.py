@@ -7,57 +7,20 @@ folder, so a Slurm that the machine has otherwise is not touched. It knows nothi
 from __future__ import annotations
 
 import os
-import platform
-import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
+from tests.slurm.packages import need
+
 NODES = ("n1", "n2")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
-DAEMONS = ("slurmctld", "slurmd", "sbatch", "munged")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "setpriv")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-
-
-class Unavailable(Exception):
-    """Slurm cannot be had here; the message says why."""
-
-
-def install() -> None:
-    """Install the packages, if they are missing.
-
-    Raises:
-        Unavailable: it cannot be done.
-    """
-    if platform.system() != "Linux":
-        raise Unavailable(f"Slurm needs Linux, and this is {platform.system()}")
-    if os.geteuid() != 0:
-        raise Unavailable("setting up Slurm needs root")
-    if _all_there():
-        return
-    if shutil.which("apt-get") is None:
-        raise Unavailable("Slurm is not installed, and there is no apt-get")
-
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    get = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=120"]
-    for arguments in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(
-            [*get, *arguments], env=environment, capture_output=True, text=True, timeout=300
-        )
-        if done.returncode:
-            lines = (done.stderr or done.stdout).strip().splitlines()
-            raise Unavailable(f"apt-get {arguments[0]} failed: {lines[-1] if lines else ''}")
-    if not _all_there():
-        raise Unavailable(f"apt-get has not installed {', '.join(DAEMONS)}")
-
-
-def _all_there() -> bool:
-    return all(shutil.which(name) for name in DAEMONS)
 
 
 class Cluster:
@@ -73,8 +36,9 @@ class Cluster:
         """Start the daemons and wait until both nodes are idle.
 
         Raises:
-            Unavailable: a daemon ends or the nodes do not come up.
+            Unavailable: Slurm cannot be installed.
         """
+        need(PROGRAMS, PACKAGES)
         for name in ("state", "log", "munge", *NODES):
             (self.root / name).mkdir()
         (self.root / "munge").chmod(0o755)
@@ -95,7 +59,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancel all jobs and end the daemons."""
-        if self._daemons["slurmctld"].poll() is None:
+        if "slurmctld" in self._daemons and self._daemons["slurmctld"].poll() is None:
             self.run("scancel", "--full", "--signal=KILL", "--user=root")
             self.run("scancel", "--user=root")
             self.wait(lambda: not self.run("squeue", "-h").stdout.strip(), "all jobs to end")
@@ -161,12 +125,13 @@ class Cluster:
     def _show_started(self, job: str) -> dict[str, str]:
         """What Slurm says of a job; one that was put back starts soon, not after two minutes.
 
-        A node refuses a job that starts in the second in which it was put back.
+        A node refuses a job that starts in the second in which it was put back. A node that was
+        lost is told to end the job's processes when it is back, old and new.
         """
         shown = self.show(job)
         start = (job, shown["Restarts"])
         waits = shown["JobState"] == "PENDING" and shown["Reason"] == "BeginTime"
-        if waits and start not in self._hastened:
+        if waits and start not in self._hastened and self._nodes_are_idle():
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now+3")
             self._hastened.add(start)
         return shown
@@ -207,11 +172,11 @@ class Cluster:
             for name, daemon in self._daemons.items():
                 if daemon.poll() is not None:
                     log = (self.root / "log" / f"{name}.log").read_text()[-2000:]
-                    raise Unavailable(f"{name} has ended with {daemon.returncode}:\n{log}")
+                    raise AssertionError(f"{name} has ended with {daemon.returncode}:\n{log}")
             if time.monotonic() > deadline:
                 state = self.run("sinfo", "--Node", "--long").stdout
                 queue = self.run("squeue", "--long").stdout
-                raise Unavailable(f"waited {timeout_s:g} s for {what}\n{state}\n{queue}")
+                raise AssertionError(f"waited {timeout_s:g} s for {what}\n{state}\n{queue}")
             time.sleep(0.2)
 
     def _start_munge(self) -> None:
@@ -267,6 +232,7 @@ class Cluster:
             "JobRequeue=1",
             "KillWait=20",
             "SlurmctldTimeout=10",
+            "MessageTimeout=3",
             "SlurmdTimeout=5",
         ]
         for node, port in zip(NODES, ports, strict=True):
@@ -276,17 +242,6 @@ class Cluster:
             )
         lines.append("PartitionName=p Nodes=ALL Default=YES State=UP")
         return "\n".join(lines) + "\n"
-
-
-@contextmanager
-def running(root: Path) -> Iterator[Cluster]:
-    """A cluster in an empty folder, for as long as the context lasts."""
-    cluster = Cluster(root)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import succeed, torchrun
-from tests.slurm.cluster import Cluster, Unavailable, install, running
+from tests.slurm.cluster import Cluster
+from tests.slurm.packages import Unavailable
 from tests.slurm.tiny_runs import Gate, write_inputs
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    started = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
-        install()
+        started.start()
+        yield started
     except Unavailable as reason:
         pytest.skip(f"no Slurm here: {reason}")
-    with running(tmp_path_factory.mktemp("slurm")) as started:
-        yield started
+    finally:
+        started.stop()
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,7 @@ def test_check_of_a_node(tmp_path: Path) -> None:
         ("--interface=none0", "interface none0 has no IPv4 address; set INTERFACE to one of lo"),
         ("--output-dir=/proc/run", "cannot write to /proc/run"),
         ("--ranks=100000", "submit with --exclusive or with --cpus-per-task=100000"),
-        ("--gpus=1", "the job has 1 GPUs here and torch sees none"),
+        ("--gpus=1", "the job has 1 GPUs here, but torch sees none"),
     ):
         done = run(sys.executable, CHECK, option, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 2

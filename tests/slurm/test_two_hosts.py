@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import ROOT
+from tests.slurm.packages import Unavailable
 from tests.slurm.tiny_runs import Gate, records
-from tests.slurm.two_hosts import ADDRESSES, INTERFACE, Forbidden, command_on, two_hosts
+from tests.slurm.two_hosts import ADDRESSES, INTERFACE, command_on, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 OVER_THE_NETWORK = "ranks [0, 1] share no memory"
@@ -60,7 +61,7 @@ def test_numbers_are_those_of_one_machine(undisturbed: Path, inputs: Path, tmp_p
             finally:
                 for agent in agents:
                     agent.kill()
-    except Forbidden as reason:
+    except Unavailable as reason:
         pytest.skip(f"no second host here: {reason}")
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(logs)
 

@@ -7,12 +7,12 @@ named `fabric0`. They share the file system. It knows nothing of mrlhf.
 from __future__ import annotations
 
 import os
-import platform
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from tests.slurm.packages import Unavailable, need
 
 INTERFACE = "fabric0"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -26,23 +26,14 @@ exec "$@"
 """
 
 
-class Forbidden(Exception):
-    """This kernel or user cannot make hosts; the message says why."""
-
-
 @contextmanager
 def two_hosts() -> Iterator[tuple[str, str]]:
     """The names of two hosts that reach each other, for as long as the context lasts.
 
     Raises:
-        Forbidden: they cannot be made.
+        Unavailable: they cannot be made.
     """
-    if platform.system() != "Linux" or os.geteuid() != 0:
-        raise Forbidden("network namespaces need Linux and root")
-    for program in ("ip", "unshare", "mount", "hostname"):
-        if shutil.which(program) is None:
-            raise Forbidden(f"there is no program {program}")
-
+    need(["ip", "unshare", "mount", "hostname"], ["iproute2"])
     hosts = (f"host-a-{os.getpid()}", f"host-b-{os.getpid()}")
     try:
         for host in hosts:
@@ -80,4 +71,4 @@ def command_on(host: str, command: list[str]) -> list[str]:
 def _do(command: str) -> None:
     done = subprocess.run(shlex.split(command), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Forbidden(f"`{command}` failed: {(done.stderr or done.stdout).strip()}")
+        raise Unavailable(f"`{command}` failed: {(done.stderr or done.stdout).strip()}")

@@ -14,11 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from mrlhf.checkpoint.convert import SourceOptions, TargetOptions, convert, open_source, relayout
-from mrlhf.checkpoint.identify import examine, identify
+from mrlhf.checkpoint.conversion.convert import (
+    SourceOptions,
+    TargetOptions,
+    convert,
+    open_source,
+    relayout,
+)
+from mrlhf.checkpoint.conversion.identify import examine, identify
+from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
+from mrlhf.checkpoint.conversion.training_checkpoints import compare_checkpoints
 from mrlhf.checkpoint.manifest import read_manifest
-from mrlhf.checkpoint.megatron_writer import MegatronOptions
-from mrlhf.checkpoint.training_checkpoints import compare_checkpoints
 from mrlhf.errors import CheckpointError, MrlhfError, WeightError
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.layout import ParallelLayout

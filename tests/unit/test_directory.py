@@ -59,11 +59,23 @@ def test_an_empty_directory_begins_anew_and_gets_the_configuration(tmp_path):
 
 
 def test_auto_goes_on_from_the_checkpoints_and_keeps_every_file(tmp_path):
-    run = make_run(tmp_path / "run", finished=True, checkpoints=["step_000002", "step_000004"])
+    run = make_run(tmp_path / "run", checkpoints=["step_000002", "step_000004"])
     before = files(run)
     assert open_it(run) == run / "checkpoints"
     assert files(run) == sorted([*before, "config.yaml", "run.json"])
     assert (run / "metrics.jsonl").read_text() == ROWS
+
+
+def test_a_finished_run_goes_on_from_its_last_step_alone(tmp_path):
+    last = json.loads(ROWS.splitlines()[-1])["step"]
+    run = make_run(tmp_path / "run", finished=True, checkpoints=[f"step_{last:06d}"])
+    assert open_it(run) == run / "checkpoints"
+    assert not (run / "summary.json").exists()
+
+    older = make_run(tmp_path / "older", finished=True, checkpoints=["step_000000"])
+    message = refusal(older)
+    assert "a finished run with the checkpoint step_000000" in message
+    assert f"trainer.resume={older / 'checkpoints' / 'step_000000'} trains from it again" in message
 
 
 def test_a_directory_without_manifest_is_no_checkpoint(tmp_path):

@@ -14,14 +14,14 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mrlhf.checkpoint.convert import SourceOptions, TargetOptions, convert
-from mrlhf.checkpoint.megatron_arguments import arguments_of, config_of
-from mrlhf.checkpoint.megatron_names import find_homes
-from mrlhf.checkpoint.megatron_reader import MegatronSource, find_place, read_common
-from mrlhf.checkpoint.model_source import TensorForm
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
+from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, config_of
+from mrlhf.checkpoint.conversion.megatron_names import find_homes
+from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_place, read_common
+from mrlhf.checkpoint.conversion.model_source import TensorForm
+from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
+from mrlhf.checkpoint.conversion.torch_dist_writer import TorchDistWriter
 from mrlhf.checkpoint.streamed_file import StreamedFile
-from mrlhf.checkpoint.torch_dist import TorchDistReader
-from mrlhf.checkpoint.torch_dist_writer import TorchDistWriter
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import spec_of
 from mrlhf.weights.boxes import Box

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from mrlhf.checkpoint.conversion.megatron_arguments import SHAPE_ARGUMENTS
+from mrlhf.checkpoint.conversion.megatron_names import split_names
+from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, Place, find_place, read_common
+from mrlhf.checkpoint.conversion.model_files import CONFIG_FILE, HuggingFaceSource
+from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
+from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
 from mrlhf.checkpoint.manifest import MANIFEST, check_sizes, checkpoints_in, read_manifest
-from mrlhf.checkpoint.megatron_arguments import SHAPE_ARGUMENTS
-from mrlhf.checkpoint.megatron_names import split_names
-from mrlhf.checkpoint.megatron_reader import ASSETS, Place, find_place, read_common
-from mrlhf.checkpoint.model_files import CONFIG_FILE, HuggingFaceSource
 from mrlhf.checkpoint.tensor_file import describe_file
-from mrlhf.checkpoint.torch_dist import TorchDistReader
-from mrlhf.checkpoint.training_checkpoints import model_spec
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import whole

@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 
-from mrlhf.checkpoint.megatron_arguments import arguments_of, command_line
-from mrlhf.checkpoint.megatron_names import FUSED_NORMS, LAYERS, STATEFUL_MODULES, whole_model
-from mrlhf.checkpoint.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
-from mrlhf.checkpoint.model_files import copy_assets, write_config
-from mrlhf.checkpoint.model_source import ModelSource
-from mrlhf.checkpoint.torch_dist import FORMAT
-from mrlhf.checkpoint.torch_dist_writer import TorchDistWriter
+from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
+from mrlhf.checkpoint.conversion.megatron_names import (
+    FUSED_NORMS,
+    LAYERS,
+    STATEFUL_MODULES,
+    whole_model,
+)
+from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
+from mrlhf.checkpoint.conversion.model_files import copy_assets, write_config
+from mrlhf.checkpoint.conversion.model_source import ModelSource
+from mrlhf.checkpoint.conversion.torch_dist import FORMAT
+from mrlhf.checkpoint.conversion.torch_dist_writer import TorchDistWriter
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of
 from mrlhf.weights.shard import Slot, local_shape, pieces_of

@@ -16,6 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mrlhf.checkpoint.conversion.model_source import (
+    Description,
+    ModelSource,
+    TensorForm,
+    equal_bits,
+)
 from mrlhf.checkpoint.manifest import (
     MANIFEST,
     WEIGHT,
@@ -26,15 +32,8 @@ from mrlhf.checkpoint.manifest import (
     read_manifest,
     slice_key,
 )
-from mrlhf.checkpoint.model_source import (
-    Description,
-    ModelSource,
-    TensorForm,
-    equal_bits,
-)
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.state_tree import StateCopy
-from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import family_of, spec_of
@@ -77,7 +76,7 @@ class TrainingSource:
         check_shapes(directory, self._role, self._model, shapes)
         # Main weights are stored in float32; a model is used in the dtype of its parameters.
         self.tensors = {name: TensorForm(shape, self.dtype) for name, shape in shapes.items()}
-        self._reader = SliceReader(directory, self._manifest, StreamedFile)
+        self._reader = SliceReader(directory, self._manifest)
 
     def read(self, name: str) -> Tensor:
         """One tensor, in the dtype of the model's parameters."""
@@ -238,7 +237,7 @@ def change_layout(
 
     files = list(kept)
     models = {}
-    with SliceReader(source, manifest, StreamedFile) as reader:
+    with SliceReader(source, manifest) as reader:
         for name, model in manifest.models.items():
             if name not in roles:
                 models[name] = _renumbered(model, manifest, files)
@@ -272,8 +271,8 @@ def compare_checkpoints(first: Path, second: Path) -> int:
     other = read_manifest(second)
     compared = 0
     with (
-        SliceReader(first, manifest, StreamedFile) as reader,
-        SliceReader(second, other, StreamedFile) as other_reader,
+        SliceReader(first, manifest) as reader,
+        SliceReader(second, other) as other_reader,
     ):
         for role, model in manifest.models.items():
             for name, tensor in model.tensors.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.model_source import Description, ModelSource, TensorForm
+from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, TensorForm
 from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import ConfigError, WeightError

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from mrlhf.checkpoint.model_source import TensorForm
-from mrlhf.checkpoint.restricted_pickle import Name, Placeholder, read_pickle
+from mrlhf.checkpoint.conversion.model_source import TensorForm
+from mrlhf.checkpoint.conversion.restricted_pickle import Name, Placeholder, read_pickle
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box, whole
 from mrlhf.weights.shard import Shape

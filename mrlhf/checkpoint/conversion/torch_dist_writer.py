@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 
-from mrlhf.checkpoint.torch_dist import COMMON_FILE, FORMAT, FORMAT_FILE, INDEX_FILE
+from mrlhf.checkpoint.conversion.torch_dist import COMMON_FILE, FORMAT, FORMAT_FILE, INDEX_FILE
 from mrlhf.weights.shard import Shape
 
 

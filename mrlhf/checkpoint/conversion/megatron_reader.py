@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mrlhf.checkpoint.megatron_arguments import (
+from mrlhf.checkpoint.conversion.megatron_arguments import (
     config_of,
     differences,
 )
-from mrlhf.checkpoint.megatron_names import (
+from mrlhf.checkpoint.conversion.megatron_names import (
     Home,
     find_homes,
     split_names,
 )
-from mrlhf.checkpoint.model_source import Description, TensorForm
-from mrlhf.checkpoint.restricted_pickle import Name, read_torch_file
-from mrlhf.checkpoint.torch_dist import (
+from mrlhf.checkpoint.conversion.model_source import Description, TensorForm
+from mrlhf.checkpoint.conversion.restricted_pickle import Name, read_torch_file
+from mrlhf.checkpoint.conversion.torch_dist import (
     COMMON_FILE,
     DTYPES,
     FORMAT_FILE,

@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 
-from mrlhf.checkpoint.identify import Found, identify
-from mrlhf.checkpoint.megatron_reader import MegatronSource, find_place
-from mrlhf.checkpoint.megatron_writer import MegatronOptions, write_megatron
-from mrlhf.checkpoint.model_files import HuggingFaceSource, write_hugging_face
-from mrlhf.checkpoint.model_source import ModelSource, TrackedSource, equal_bits
-from mrlhf.checkpoint.training_checkpoints import (
+from mrlhf.checkpoint.conversion.identify import Found, identify
+from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_place
+from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
+from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
+from mrlhf.checkpoint.conversion.model_source import ModelSource, TrackedSource, equal_bits
+from mrlhf.checkpoint.conversion.training_checkpoints import (
     TrainingSource,
     change_layout,
     compare_checkpoints,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mrlhf.checkpoint.model_source import TensorForm
+from mrlhf.checkpoint.conversion.model_source import TensorForm
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
