@@ -71,9 +71,9 @@ class ForwardingAgent(LocalElasticAgent):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
 
-        for number in sorted(self._signals):
+        for earlier in sorted(self._signals):
             self._end_at = time.monotonic() + self._stop_timeout_s
-            self._send(number)
+            self._send(earlier)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

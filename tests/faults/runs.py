@@ -277,6 +277,6 @@ def _processes_naming(root: Path) -> list[str]:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if str(root) in command and "pytest" not in command:
+        if str(root) in command:
             found.append(f"{folder.name}: {command}")
     return found
