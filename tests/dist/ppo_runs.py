@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, load_config
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
 from mrlhf.errors import RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
@@ -33,6 +32,7 @@ from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
 from tests import plain_ppo
 from tests.ranks import run_ranks
+from tests.tiny_task import write_tiny_task
 
 WORLD_SIZE = 4
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -152,18 +152,7 @@ class Runs:
 def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     """Write models, data, a user's reward functions and the base configuration to `root`; run."""
     plain_ppo.save_models(root)
-    task = ArithmeticTask(
-        digits=2,
-        operations="+",
-        sft=40,
-        train=20,
-        held_out=4,
-        wrong_fraction=0.0,
-        wrong_kind="near",
-        vocab_size=plain_ppo.SIZES["vocab_size"],
-        seed=1,
-    )
-    write_arithmetic(root / "data", task)
+    write_tiny_task(root / "data", train=20)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
 

@@ -19,9 +19,9 @@ import yaml
 
 from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
 from mrlhf.config.sections import TrainerSection
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from tests import plain_ppo
 from tests.e2e.programs import ROOT, read_lines, run_program, succeed
+from tests.tiny_task import write_tiny_task
 
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -34,18 +34,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `my.yaml` of the pages: a tiny model and task, and more steps than anybody waits for."""
     root = tmp_path_factory.mktemp("operations")
     plain_ppo.save_models(root)
-    task = ArithmeticTask(
-        digits=2,
-        operations="+",
-        sft=8,
-        train=40,
-        held_out=4,
-        wrong_fraction=0.0,
-        wrong_kind="near",
-        vocab_size=plain_ppo.SIZES["vocab_size"],
-        seed=1,
-    )
-    write_arithmetic(root / "data", task)
+    write_tiny_task(root / "data", sft=8)
     content = {
         "actor": {"path": str(root / "llama"), "tp": 2, "ppo_mini_batch_size": 4},
         "critic": {"path": str(root / "llama-critic")},

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import yaml
 
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.data.rows import write_rows
 from tests import plain_ppo
 from tests.faults.runs import Setting
+from tests.tiny_task import write_tiny_task
 
 STEPS = 4
 
@@ -34,18 +34,7 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
     root = Path(directory)
     torch.manual_seed(3)
     plain_ppo.save_models(root)
-    task = ArithmeticTask(
-        digits=2,
-        operations="+",
-        sft=40,
-        train=40,
-        held_out=4,
-        wrong_fraction=0.0,
-        wrong_kind="near",
-        vocab_size=plain_ppo.SIZES["vocab_size"],
-        seed=1,
-    )
-    write_arithmetic(root / "data", task)
+    write_tiny_task(root / "data")
     write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
     (root / "rewards.py").write_text(REWARD)
     for name, content in (("ppo", _ppo(root)), ("sft", _sft(root)), ("rm", _rm(root))):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from tests.e2e.programs import ROOT, read_lines, succeed, torchrun
+from tests.tiny_task import write_tiny_task
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -24,18 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("data")
-    task = ArithmeticTask(
-        digits=2,
-        operations="+",
-        sft=64,
-        train=8,
-        held_out=4,
-        wrong_fraction=0.0,
-        wrong_kind="near",
-        vocab_size=64,
-        seed=1,
-    )
-    write_arithmetic(directory, task)
+    write_tiny_task(directory, sft=64, train=8, vocab_size=64)
     return directory
 
 

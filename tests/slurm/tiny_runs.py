@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from tests import plain_ppo
 from tests.e2e.programs import read_lines
+from tests.tiny_task import write_tiny_task
 
 # What no two runs have alike: times, and what follows from them or from an interruption.
 FREE = ("timing", "perf/", "reshard/seconds", "rollout/")
@@ -77,18 +77,7 @@ class Gate:
 def write_inputs(root: Path) -> None:
     """Write models, data, `ppo.yaml` and `sft.yaml` into `root`."""
     plain_ppo.save_models(root)
-    task = ArithmeticTask(
-        digits=2,
-        operations="+",
-        sft=40,
-        train=40,
-        held_out=4,
-        wrong_fraction=0.0,
-        wrong_kind="near",
-        vocab_size=plain_ppo.SIZES["vocab_size"],
-        seed=1,
-    )
-    write_arithmetic(root / "data", task)
+    write_tiny_task(root / "data")
     (root / "ppo.yaml").write_text(yaml.safe_dump(_ppo(root)), encoding="utf-8")
     (root / "sft.yaml").write_text(yaml.safe_dump(_sft(root)), encoding="utf-8")
 
