@@ -98,16 +98,19 @@ def _plain(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[path] = value
         return {_TENSOR: path}
+
     if isinstance(value, Mapping):
         plain = {}
         for key, item in value.items():
             assert isinstance(key, str), f"{path}: the key {key!r} is no text"
             plain[key] = _plain(item, f"{path}/{key}", tensors)
         return plain
+
     if isinstance(value, (list, tuple)):
         if all(isinstance(item, (int, float, str, bool, type(None))) for item in value):
             return list(value)
         return [_plain(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
+
     assert value is None or isinstance(value, (int, float, str, bool)), (
         f"{path}: a {type(value).__name__} cannot be saved"
     )

@@ -102,6 +102,7 @@ def write_tensors(
     digest = xxhash.xxh3_64(header)
     file = root / path
     nbytes = len(header)
+
     try:
         with file.open("wb") as stream:
             stream.write(header)
@@ -117,6 +118,7 @@ def write_tensors(
                 os.fsync(stream.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
+
     return WrittenFile(path, nbytes, digest.hexdigest())
 
 

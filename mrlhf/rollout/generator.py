@@ -264,6 +264,7 @@ def requests_without(
     """Requests for the samples of the shares `mine`, less those that have been drawn already."""
     rows = set() if drawn is None else set(drawn.rows.tolist())
     asked = Asked([], [])
+
     for share in mine:
         first_row = share.prompt * sampling.n
         taken = {sample for sample in share.samples if first_row + sample in rows}

@@ -91,6 +91,7 @@ class DirectoryLock:
         self._directory = directory
         self._folder = directory / _FOLDER
         self._on_lost = on_lost
+
         self._owner = Owner(
             token=secrets.token_hex(16),
             host=socket.gethostname(),
@@ -100,6 +101,7 @@ class DirectoryLock:
             since=datetime.now().astimezone().isoformat(" ", "seconds"),
             interval_s=interval_s,
         )
+
         self._file: Path | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="output-dir-lock", daemon=True)

@@ -70,6 +70,7 @@ class Watcher:
         self._hangs = HangReports(
             dist.PrefixStore("hang", store), rank, world_size, output_dir / "hangs", self.phase
         )
+
         self._failures = dist.PrefixStore("failure", store)
         self._rank = rank
         self._timeout_s = timeout_s
@@ -77,10 +78,12 @@ class Watcher:
         self._parent = os.getppid()
         self._progress = (0, 0)
         self._progress_at = time.monotonic()
+
         self._interrupts = 0
         self._asked_at: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)

@@ -62,10 +62,12 @@ class PPOTrainer:
         self.config = config
         self.run = run
         self.parts = parts
+
         control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
             control.type, control.kl_coef, control.target_kl, control.horizon
         )
+
         self.sampling = SamplingParams(
             n=config.rollout.n,
             temperature=config.rollout.temperature,

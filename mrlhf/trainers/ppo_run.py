@@ -156,6 +156,7 @@ class PPORun:
         """Save the run as it is, in the middle of a step or between two."""
         progress = self._progress
         trainer = self._trainer
+
         if progress is None:
             state = trainer.state_dict()
             unfinished = False
@@ -171,6 +172,7 @@ class PPORun:
                 "settings": trainer.settings(),
             }
             unfinished = True
+
         self._checkpoints.save_interrupted(self._completed, self._last_metrics, state, unfinished)
 
     def _exports(self, save_hf: bool) -> dict[str, Callable[[Path], None]]:

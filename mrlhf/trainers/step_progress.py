@@ -73,10 +73,12 @@ class StepProgress:
         experience = object_from(
             Experience, {**state["experience"], "rollout": {**rollout, "prompts": prompts}}
         )
+
         scores = object_from(Scores, state["collected"]["scores"])
         collected = Collected(
             **{**state["collected"], "scores": scores, "rollout": experience.rollout}
         )
+
         return StepProgress(
             number=state["number"],
             before={},

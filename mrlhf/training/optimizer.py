@@ -194,11 +194,13 @@ class ShardedOptimizer:
         After no step there are no moments.
         """
         self._let_reader_finish()
+
         for inner in self._inner_optimizers():
             inner.state.clear()
             if steps_taken == 0:
                 continue
             counts_by_group = not isinstance(inner, torch.optim.AdamW)
+
             for group in inner.param_groups:
                 if counts_by_group:
                     group["step"] = steps_taken

@@ -196,8 +196,10 @@ def relayout(
     if found.format != "training":
         raise CheckpointError(f"{source_path} is a {found.kind} and not a training checkpoint")
     _check_target(source_path, target_path, options.overwrite)
+
     progress = start("cutting", slice_bytes(found.path, role))
     hidden = target_path.parent / f".{target_path.name}.converting"
+
     try:
         _make_empty(hidden)
         tensors, nbytes, notes = change_layout(found.path, hidden, role, options.layout, progress)
@@ -222,10 +224,12 @@ def compare(
     """
     like = directory if options.format == "huggingface" else None
     result = open_source(directory, SourceOptions(role=None, like=like))
+
     try:
         if set(result.tensors) != set(expected.tensors):
             difference = sorted(set(result.tensors) ^ set(expected.tensors))
             raise CheckpointError(f"the result and the source differ in {difference[0]}")
+
         for name, form in expected.tensors.items():
             wanted = expected.read(name)
             found = result.read(name)

@@ -130,6 +130,7 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
         description = source.describe()
         finding.facts[0] = ("what", description.kind)
         finding.facts.append(("model", _model(source.spec)))
+
         dtypes = sorted(
             {str(form.dtype).removeprefix("torch.") for form in source.tensors.values()}
         )
@@ -138,6 +139,7 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
             ("tensors", f"{len(source.tensors)}, {_size(nbytes)}, {', '.join(dtypes)}")
         )
         finding.facts.extend([("not a weight", text) for text in description.left_out])
+
         has_tokenizer = any(found.path.glob("tokenizer*"))
         finding.facts.append(("tokenizer", "beside it" if has_tokenizer else "none"))
         for name in source.tensors if every_byte else ():

@@ -270,6 +270,7 @@ def compare_checkpoints(first: Path, second: Path) -> int:
     manifest = read_manifest(first)
     other = read_manifest(second)
     compared = 0
+
     with (
         SliceReader(first, manifest) as reader,
         SliceReader(second, other) as other_reader,
