@@ -26,7 +26,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
-from mrlhf.run.watcher import HELD_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +47,13 @@ class ForwardingAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start them; from then on signals are theirs."""
-        # A worker imports for seconds before it has handlers; a signal waits until it has.
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
-        try:
-            started = super()._start_workers(worker_group)
-            # torchrun has just installed handlers of its own.
-            for number in _FORWARDED:
-                signal.signal(number, self._forward)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+        # A worker imports for seconds before it has handlers. Until then it ignores SIGUSR1, which
+        # Slurm sends to all processes of a job and which would end it; the batch script repeats it.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        started = super()._start_workers(worker_group)
+        # torchrun has just installed handlers of its own.
+        for number in _FORWARDED:
+            signal.signal(number, self._forward)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -144,6 +141,10 @@ def main(argv: Sequence[str]) -> int:
         if code == FAILED:
             sys.stderr.write(f"{error}\n")
         return code
+    finally:
+        # Python resets its handlers as it ends; a signal would then change the exit code.
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_IGN)
     return 0
 
 

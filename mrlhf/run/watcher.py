@@ -26,8 +26,6 @@ from mrlhf.run.hangs import HangReports, describe
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-# The launcher starts this process with these held back, so that none is lost or ends it too early.
-HELD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED_TWICE = 130
 ENDED_BY_SIGTERM = 143
 
@@ -92,7 +90,6 @@ class Watcher:
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, _noticed_by_the_watcher)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         self._thread.start()
 
     def close(self) -> None:
