@@ -2,19 +2,21 @@
 
 torchrun kills its workers 30 seconds after it gets SIGTERM, dies of SIGUSR1, and exits with code 1
 whatever the code of its workers. Here it hands signals on and waits, and it exits with the code by
-which its workers ask to be queued again. Everything else, the command line included, is torchrun's.
+which its workers ask to be queued again. A launcher whose workers do so waits for the others, since
+one of them holds the store. Everything else, the command line included, is torchrun's.
 This file does not know what the workers are.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from types import FrameType
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
+from mrlhf.run.watcher import HELD_SIGNALS
 
 logger = logging.getLogger(__name__)
 
@@ -34,54 +37,89 @@ STOP_TIMEOUT_S = 600.0
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _FINAL_CODES = (BAD_INPUT, QUEUE_AGAIN)  # starting the workers again would change nothing
+_BAD_INPUT_S = 5.0  # for the other workers to see the bad input too
+_OTHER_LAUNCHERS_S = 30.0  # for their workers to end, which have saved as well
 
 
 class ForwardingAgent(LocalElasticAgent):
     """torchrun's agent for this machine's workers; see the top of this file."""
 
-    stop_timeout_s = STOP_TIMEOUT_S
+    def __init__(self, *args: Any, stop_timeout_s: float, signals: set[int], **kwargs: Any) -> None:
+        """Start nothing yet.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Args:
+            args: for torchrun's agent.
+            stop_timeout_s: seconds that the workers have to end after a signal.
+            signals: the numbers of the signals that this launcher has got are added to it.
+            kwargs: for torchrun's agent.
+        """
         super().__init__(*args, **kwargs)
+        self._stop_timeout_s = stop_timeout_s
+        self._signals = signals
         self._end_at: float | None = None
+        self._bad_input_at: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start them; from then on signals are theirs."""
-        # A worker imports for seconds before it has handlers. Until then it ignores SIGUSR1, which
-        # Slurm sends to all processes of a job and which would end it; the batch script repeats it.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        started = super()._start_workers(worker_group)
-        # torchrun has just installed handlers of its own.
-        for number in _FORWARDED:
-            signal.signal(number, self._forward)
+        """Start them; from then on signals are theirs, and so are those that came before."""
+        # A worker imports for seconds before it has handlers; a signal waits until it has.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+        try:
+            started = super()._start_workers(worker_group)
+            # torchrun has just installed handlers of its own.
+            for number in _FORWARDED:
+                signal.signal(number, self._forward)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+
+        for number in sorted(self._signals):
+            self._end_at = time.monotonic() + self._stop_timeout_s
+            self._send(number)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the workers once; torchrun calls it many times a second."""
         codes = self._exit_codes()
-        if self._end_at is not None:
-            self._remaining_restarts = 0
-            if time.monotonic() > self._end_at:
-                logger.error(
-                    "the workers have not ended %g s after the signal", self.stop_timeout_s
-                )
-                self._kill_workers()
-
         failed = [code for code in codes if code not in (None, 0, *_FINAL_CODES)]
         final = [code for code in codes if code in _FINAL_CODES]
+        if self._signals or final:
+            self._remaining_restarts = 0
+
         if failed:
             # One that waits for a worker that is not there any more would not end by itself.
             self._kill_workers()
-        elif final:
-            self._remaining_restarts = 0
-            if None in codes:
-                self._end_at = self._end_at or time.monotonic() + self.stop_timeout_s
+        elif None in codes:
+            self._end_late_workers(codes)
+            if final:
                 return RunResult(state=WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
+
+        result = super()._monitor_workers(worker_group)
+        if final and set(codes) <= {0, QUEUE_AGAIN}:
+            self._exit_barrier_timeout = _OTHER_LAUNCHERS_S
+            self._exit_barrier()
+        return result
+
+    def _end_late_workers(self, codes: Sequence[int | None]) -> None:
+        """Kill those that run too long after a signal, or after another worker has ended."""
+        now = time.monotonic()
+        if QUEUE_AGAIN in codes:
+            self._end_at = self._end_at or now + self._stop_timeout_s
+        if BAD_INPUT in codes:
+            self._bad_input_at = self._bad_input_at or now
+
+        if self._end_at is not None and now > self._end_at:
+            logger.error("the workers have not ended %g s after the signal", self._stop_timeout_s)
+            self._kill_workers()
+        elif self._bad_input_at is not None and now > self._bad_input_at + _BAD_INPUT_S:
+            logger.error("a worker has got bad input, so the launcher ends the others")
+            self._kill_workers()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._signals.add(number)
         if self._end_at is None:
-            self._end_at = time.monotonic() + self.stop_timeout_s
+            self._end_at = time.monotonic() + self._stop_timeout_s
+        self._send(number)
+
+    def _send(self, number: int) -> None:
         for pid in self._running():
             os.kill(pid, number)
 
@@ -102,42 +140,52 @@ class ForwardingAgent(LocalElasticAgent):
         return [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
 
 
-def exit_code(codes: Sequence[int]) -> int:
+def exit_code(codes: Sequence[int], signals: Set[int] = frozenset()) -> int:
     """What the launcher exits with.
 
     Args:
         codes: the exit codes, other than 0, of this machine's workers; negative for those that a
             signal has killed.
+        signals: those that the launcher has handed on. A worker that dies of one of them has not
+            begun its run, so it loses nothing.
 
     Returns:
-        75 or 2 if that is what all workers say that were not killed, else 1.
+        2 if a worker says so: the others fail when it is not there any more. 75 if all workers say
+        so that were not killed, or have died of `signals`. Else 1.
     """
-    said = {code for code in codes if code > 0}
-    return said.pop() if len(said) == 1 and said <= set(_FINAL_CODES) else FAILED
+    said = {QUEUE_AGAIN if -code in signals else code for code in codes}
+    said = {code for code in said if code > 0}
+    if BAD_INPUT in said:
+        return BAD_INPUT
+    return QUEUE_AGAIN if said == {QUEUE_AGAIN} else FAILED
 
 
 def main(argv: Sequence[str]) -> int:
     """Do as torchrun does with these arguments, which may begin with `--stop-timeout SECONDS`.
 
     Returns:
-        0 if all workers of this machine succeed; 75 if they ask to be queued again; 2 if they have
+        0 if all workers of this machine succeed; 75 if they ask to be queued again; 2 if one has
         got bad input; otherwise 1.
     """
     arguments = list(argv)
+    stop_timeout_s = STOP_TIMEOUT_S
     if arguments and arguments[0].split("=")[0] == STOP_TIMEOUT_OPTION:
         value = arguments.pop(0).partition("=")[2]
-        ForwardingAgent.stop_timeout_s = _seconds(value or (arguments.pop(0) if arguments else ""))
+        stop_timeout_s = _seconds(value or (arguments.pop(0) if arguments else ""))
 
     # Until there are workers, nothing is lost if the job stops.
     for number in _FORWARDED:
         signal.signal(number, _stop_before_start)
 
     # torchrun names its agent's class here, and takes no other from its caller.
-    launcher_api.LocalElasticAgent = ForwardingAgent  # type: ignore[misc]
+    signals: set[int] = set()
+    launcher_api.LocalElasticAgent = functools.partial(  # type: ignore[misc,assignment]
+        ForwardingAgent, stop_timeout_s=stop_timeout_s, signals=signals
+    )
     try:
         run(parse_args(arguments))
     except ChildFailedError as error:
-        code = exit_code([failure.exitcode for failure in error.failures.values()])
+        code = exit_code([failure.exitcode for failure in error.failures.values()], signals)
         if code == FAILED:
             sys.stderr.write(f"{error}\n")
         return code

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import math
 import sys
 import sysconfig
@@ -22,6 +23,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.metrics import CurrentPhase
+
+logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 _NAMED_RANKS = 3
@@ -134,7 +137,7 @@ class HangReports:
         return self._store.compare_set("reporter", "", str(self._rank)) == str(self._rank).encode()
 
     def _write(self, directory: Path) -> Answer:
-        """Write the stacks of all threads of this rank into the directory."""
+        """Write the stacks of all threads of this rank into the directory, if that is possible."""
         main = sys._current_frames()[threading.main_thread().ident or 0]
         answer = Answer(
             phase=self._phase.name,
@@ -143,14 +146,16 @@ class HangReports:
             where=_where(main),
         )
 
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"rank_{self._rank}.txt").open("w", encoding="utf-8") as file:
-            doing = "waiting for other ranks" if answer.waits else f"at {answer.where}"
-            file.write(
-                f"rank {self._rank}, in {answer.phase} for {answer.seconds:.0f} s, {doing}\n\n"
-            )
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+        doing = "waiting for other ranks" if answer.waits else f"at {answer.where}"
+        line = f"rank {self._rank}, in {answer.phase} for {answer.seconds:.0f} s, {doing}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with (directory / f"rank_{self._rank}.txt").open("w", encoding="utf-8") as file:
+                file.write(f"{line}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            logger.warning("cannot write the stacks of this rank: %s", error)
         return answer
 
 

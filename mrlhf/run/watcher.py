@@ -26,6 +26,8 @@ from mrlhf.run.hangs import HangReports, describe
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# The launcher starts this process with these held back, so that none is lost or ends it too early.
+HELD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED_TWICE = 130
 ENDED_BY_SIGTERM = 143
 
@@ -90,6 +92,7 @@ class Watcher:
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             signal.signal(number, _noticed_by_the_watcher)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
         self._thread.start()
 
     def close(self) -> None:
@@ -121,20 +124,42 @@ class Watcher:
 
     def _run(self) -> None:
         try:
-            soon = False
-            while not self._closed.is_set():
-                for number in self._signals(_POLL_SOON_S if soon else _POLL_S):
-                    self._take_signal(number)
-                self._look_at_the_clock()
-                soon = self.stops.look()
-                self._look_for_silent_ranks(soon)
-                self._hangs.look()
-                self._look_for_a_stall()
-                if os.getppid() != self._parent:
-                    _end("the launcher has gone, so this rank ends", ENDED_BY_SIGTERM)
+            self._watch()
         except (RuntimeError, OSError) as error:
-            # Whoever holds the store has gone, and the launcher is about to end this process too.
             self.stops.lose(f"the job's store does not answer ({error})")
+            self._watch_alone()
+
+    def _watch(self) -> None:
+        """Watch until the run closes this watcher."""
+        soon = False
+        while not self._closed.is_set():
+            signals = self._signals(_POLL_SOON_S if soon else _POLL_S)
+            self._look_for_the_launcher()
+            for number in signals:
+                self._take_signal(number)
+            self._look_at_the_clock()
+            soon = self.stops.look()
+            self._look_for_silent_ranks(soon)
+            self._hangs.look()
+            self._look_for_a_stall()
+
+    def _watch_alone(self) -> None:
+        """End this rank when its launcher goes or a signal comes; ranks cannot agree any more.
+
+        Whoever held the store has gone, the launcher for one. The main thread may still wait in a
+        collective for long.
+        """
+        while not self._closed.is_set():
+            signals = self._signals(_POLL_S)
+            self._look_for_the_launcher()
+            for number in signals:
+                if number in STOP_SIGNALS:
+                    name = signal.Signals(number).name
+                    _end(f"ended by {name}; the job's store has gone", ENDED_BY_SIGTERM)
+
+    def _look_for_the_launcher(self) -> None:
+        if os.getppid() != self._parent:
+            _end("the launcher has gone, so this rank ends", ENDED_BY_SIGTERM)
 
     def _signals(self, wait_s: float) -> bytes:
         """The numbers of the signals that have come, after waiting for at most `wait_s` for one."""
@@ -146,10 +171,14 @@ class Watcher:
             self._interrupts += 1
             if self._interrupts > 1:
                 _end("interrupted twice, so this rank ends without saving", INTERRUPTED_TWICE)
-        if number == signal.SIGTERM and self._failures.check(["failed"]):
-            _end("ended by SIGTERM, since another rank has failed", ENDED_BY_SIGTERM)
-        if number in STOP_SIGNALS:
-            self.stops.ask(f"this job got {signal.Signals(number).name}")
+        try:
+            if number == signal.SIGTERM and self._failures.check(["failed"]):
+                _end("ended by SIGTERM, since another rank has failed", ENDED_BY_SIGTERM)
+            if number in STOP_SIGNALS:
+                self.stops.ask(f"this job got {signal.Signals(number).name}")
+        except RuntimeError:
+            os.write(self._write_end, bytes([number]))  # it still has to end this rank
+            raise
 
     def _look_at_the_clock(self) -> None:
         if self._deadline is not None and time.time() >= self._deadline:
@@ -189,9 +218,11 @@ def _noticed_by_the_watcher(number: int, frame: FrameType | None) -> None:
 
 
 def _end(why: str, code: int) -> None:
-    """End the process at once."""
-    logger.error("%s", why)
-    logging.shutdown()
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(code)
+    """End the process at once, also if nobody reads what it says."""
+    try:
+        logger.error("%s", why)
+        logging.shutdown()
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:
+        os._exit(code)

@@ -31,16 +31,27 @@ def main() -> None:
             note(directory, "saved")
             os._exit(75)
 
+    if behaviour == "imports":
+        note(directory, "imports")
+        while not (directory / "go").exists():
+            time.sleep(0.05)
+        behaviour = "saves"
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, on_signal)
     note(directory, f"started, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 
     if behaviour.startswith("exits with ") and rank == 1:
         os._exit(int(behaviour.removeprefix("exits with ")))
+    if behaviour == "fails once":
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(3)
+        behaviour = "saves"
     if behaviour == "all exit with 2":
         os._exit(2)
     if behaviour == "succeeds":
         return
+    # The launcher has held these back.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
     while True:
         time.sleep(0.05)
 

@@ -71,7 +71,7 @@ def test_a_run_is_interrupted_in_each_phase(
     # Both ranks get the signal: each is a replica, and one that had not heard of it for a moment
     # would have drawn all of its responses.
     assert interrupt(run, faults.HAND_OVER, 2, "SIGUSR1", -1) in ("step_000000", start)
-    assert interrupt(run, faults.GENERATION, 8, "SIGUSR1", -1) == start
+    assert interrupt(run, faults.GENERATION, 11, "SIGUSR1", -1) == start
     drawn = run.state(start)["drawn"]["train 1"]
     assert 0 < len(drawn["rows"]) < 16, "some of the responses to the first 8 prompts had ended"
 
@@ -81,14 +81,14 @@ def test_a_run_is_interrupted_in_each_phase(
     assert interrupt(run, faults.END_OF_STEP, 1) in ("step_000001", part)
     assert interrupt(run, faults.HAND_OVER, 1, "SIGUSR1") in ("step_000001", part)
     for where, call in ((faults.SCORING, 2), (faults.FORWARD, 2), (faults.VALUES, 1)):
-        assert interrupt(run, where, call) == part
+        assert interrupt(run, where, call, rank=-1) == part
         assert len(run.state(part)["drawn"]["train 2"]["rows"]) == 16
 
     # In the update, its mini-batches are counted: 4 of the critic, then 4 of the actor.
-    assert interrupt(run, faults.CRITIC_LOSS, 4, rank=0) == part
+    assert interrupt(run, faults.CRITIC_LOSS, 2, rank=0) == part
     progress = run.state(part)["progress"]
     assert progress["updated"] == []
-    assert 1 <= progress["critic"]["mini_batches"] <= 2
+    assert 1 <= progress["critic"]["mini_batches"] <= 3
     assert interrupt(run, faults.ACTOR_LOSS, 5) == part
     progress = run.state(part)["progress"]
     assert progress["updated"] == ["critic"]

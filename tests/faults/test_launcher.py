@@ -4,35 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from mrlhf.run.elastic import exit_code
-from tests.e2e.programs import ROOT
+from tests.faults.runs import ROOT
 
 pytestmark = pytest.mark.timeout(120)
 RANKS = 2
 
 
-def launch(directory: Path, behaviour: str, *options: str) -> subprocess.Popen[str]:
+def launch(
+    directory: Path,
+    behaviour: str,
+    *options: str,
+    nodes: Sequence[str] = ("--standalone", f"--nproc-per-node={RANKS}"),
+    worker: str = "stubborn_worker",
+) -> subprocess.Popen[str]:
     """Start two workers that behave like this."""
     return subprocess.Popen(
         [
             sys.executable,
             str(ROOT / "launch" / "torchrun.py"),
             *options,
-            "--standalone",
-            f"--nproc-per-node={RANKS}",
-            str(ROOT / "tests" / "faults" / "stubborn_worker.py"),
+            *nodes,
+            "-m",
+            f"tests.faults.{worker}",
             str(directory),
             behaviour,
         ],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -52,6 +60,26 @@ def wait_for_workers(directory: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+def wait_for_the_end_of_workers(directory: Path) -> None:
+    """Wait until no watched worker runs; the test's time limit ends the wait."""
+    for rank in range(RANKS):
+        (note,) = notes(directory, rank)
+        command = Path("/proc", note.removeprefix("process "), "cmdline")
+        while command.exists() and str(directory) in command.read_text():
+            time.sleep(0.05)
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    """Wait until the launcher has said this."""
+    assert process.stderr is not None
+    read = []
+    for line in process.stderr:
+        read.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(read))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_workers_save_on_a_signal_and_the_job_asks_to_be_queued_again(
     tmp_path: Path, number: signal.Signals
@@ -64,6 +92,109 @@ def test_workers_save_on_a_signal_and_the_job_asks_to_be_queued_again(
     assert process.returncode == 75, errors
     for rank in range(RANKS):
         assert notes(tmp_path, rank) == ["started, attempt 0", number.name, "saved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_workers_import_is_no_failure(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = launch(tmp_path, "imports", "--max-restarts=2")
+    wait_for_workers(tmp_path, process)
+    process.send_signal(number)
+    if number == signal.SIGTERM:  # SIGINT ends the workers at once
+        (tmp_path / "go").touch()
+    _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    ends = ["imports", "started, attempt 0", "SIGTERM", "saved"]
+    assert notes(tmp_path, 1) == (ends if number == signal.SIGTERM else ["imports"])
+
+
+def test_a_signal_between_two_attempts_reaches_the_next_workers(tmp_path: Path) -> None:
+    # Each time that it starts workers, this launcher waits seconds for a second machine.
+    nodes = (
+        "--nnodes=1:2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--rdzv-conf=last_call_timeout=3",
+        f"--nproc-per-node={RANKS}",
+    )
+    process = launch(tmp_path, "fails once", "--max-restarts=2", nodes=nodes)
+    wait_for_line(process, "will restart worker group")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    for rank in range(RANKS):
+        assert notes(tmp_path, rank)[-3:] == ["started, attempt 1", "SIGTERM", "saved"]
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    process = launch(tmp_path, "hangs", worker="watched_worker")
+    wait_for_workers(tmp_path, process)
+    assert process.stdout is not None
+    process.stdout.close()  # the ranks end although nobody reads what they say
+    process.kill()
+    process.wait()
+    wait_for_the_end_of_workers(tmp_path)
+
+
+def test_a_signal_ends_a_rank_whose_store_has_gone(tmp_path: Path) -> None:
+    store = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import torch.distributed as dist\n"
+            "store = dist.TCPStore('localhost', 0, is_master=True, wait_for_workers=False)\n"
+            "print(store.port, flush=True)\n"
+            "store.wait(['never'])",
+        ],
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    assert store.stdout is not None
+    port = store.stdout.readline().strip()
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    agent = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.watched_worker", str(tmp_path), "sleeps"],
+        cwd=ROOT,
+        env={**os.environ, **place, **agent, "OMP_NUM_THREADS": "1"},
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    while not notes(tmp_path, 0):
+        assert worker.poll() is None, worker.communicate()
+        time.sleep(0.05)
+
+    store.kill()
+    store.communicate()
+    worker.send_signal(signal.SIGTERM)
+    _, errors = worker.communicate()
+    assert worker.returncode == 143, errors
+    assert "ended by SIGTERM; the job's store has gone" in errors
+
+
+def test_two_launchers_end_alike_when_one_gets_signals(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = (
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=one",
+        "--nproc-per-node=1",
+    )
+    launchers = [
+        launch(tmp_path, "counts", "--max-restarts=2", nodes=nodes, worker="watched_worker")
+        for _ in range(2)
+    ]
+    wait_for_workers(tmp_path, launchers[0])
+    for _ in range(3):  # the later ones change nothing
+        launchers[1].send_signal(signal.SIGTERM)
+    for launcher in launchers:
+        _, errors = launcher.communicate()
+        assert launcher.returncode == 75, errors
+    wait_for_the_end_of_workers(tmp_path)
 
 
 def test_workers_that_do_not_end_are_killed(tmp_path: Path) -> None:
@@ -92,7 +223,15 @@ def test_bad_input_and_success_are_final(tmp_path: Path) -> None:
     assert notes(tmp_path, 1) == ["started, attempt 0"]
 
     process = launch(tmp_path, "succeeds")
-    assert process.wait() == 0
+    process.communicate()
+    assert process.returncode == 0
+
+
+def test_bad_input_of_one_worker_ends_the_others(tmp_path: Path) -> None:
+    process = launch(tmp_path, "exits with 2", "--max-restarts=1")
+    _, errors = process.communicate()
+    assert process.returncode == 2, errors
+    assert notes(tmp_path, 0) == ["started, attempt 0"]
 
 
 def test_exit_code() -> None:
@@ -101,4 +240,9 @@ def test_exit_code() -> None:
     assert exit_code([75, 1]) == 1
     assert exit_code([-9]) == 1
     assert exit_code([2, 2]) == 2
-    assert exit_code([2, 75]) == 1
+    assert exit_code([2, 1]) == 2
+    assert exit_code([2, -9]) == 2
+    assert exit_code([-2, -9], {signal.SIGINT}) == 75
+    assert exit_code([-2, 75], {signal.SIGINT}) == 75
+    assert exit_code([-2, 1], {signal.SIGINT}) == 1
+    assert exit_code([-2, -9], {signal.SIGTERM}) == 1

@@ -152,7 +152,7 @@ def test_array_in_a_container(cluster: Cluster, inputs: Path, tmp_path: Path) ->
         CALLS=str(tmp_path / "calls.txt"),
         PATH=f"{program.parent}:{os.environ['PATH']}",
     )
-    # Its ranks are still importing: they ignore the signal until they can stop, and it is repeated.
+    # Its ranks are still importing: the signal waits until they can stop.
     attempt = tmp_path / "sft" / "task_1" / "logs" / "attempt_0"
     cluster.wait_in_job(f"{job}_1", lambda: any(attempt.rglob("stderr.log")), "ranks of index 1")
     cluster.run("scancel", "--signal=USR1", "--batch", f"{job}_1")

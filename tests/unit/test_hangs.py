@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from mrlhf.errors import TrainingError
 from mrlhf.metrics import CurrentPhase, PhaseTimer
-from mrlhf.run.hangs import Answer, Report, describe, is_time_out
+from mrlhf.run.hangs import Answer, HangReports, Report, describe, is_time_out
 
 WAITING = Answer("update_actor", 600.4, waits=True, where="roles/actor.py:120 in update")
 BUSY = Answer("reward", 612.0, waits=False, where="my/rewards.py:7 in score")
@@ -61,3 +62,11 @@ def test_the_current_phase_is_the_innermost_one() -> None:
         names.append(current.name)
     assert [*names, current.name] == ["start", "step", "gen", "step", "start"]
     assert current.entered == 4
+
+
+def test_stacks_that_cannot_be_written_are_no_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    reports = HangReports(HashStore(), 0, 1, file / "hangs", CurrentPhase())
+    answer = reports.report(since=0.0).answers[0]
+    assert answer is not None and answer.phase == "start"
