@@ -189,6 +189,10 @@ def main(argv: Sequence[str]) -> int:
         if code == FAILED:
             sys.stderr.write(f"{error}\n")
         return code
+    finally:
+        # Python resets its handlers as it ends; a signal would then change the exit code.
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_IGN)
     return 0
 
 

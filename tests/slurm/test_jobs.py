@@ -135,7 +135,7 @@ def test_a_node_that_does_not_answer_is_no_failure_of_the_run(
 
 
 def test_array_in_a_container(cluster: Cluster, inputs: Path, tmp_path: Path) -> None:
-    (tmp_path / "sweep.txt").write_text("seed=5 optim.lr=1e-3\nseed=6 optim.lr=2e-3\n")
+    (tmp_path / "sweep.txt").write_text("seed=5 optim.lr=1e-3\nseed=6 trainer.total_steps=500\n")
     program = tmp_path / "bin" / "apptainer"
     program.parent.mkdir()
     program.write_text(APPTAINER)
@@ -152,7 +152,7 @@ def test_array_in_a_container(cluster: Cluster, inputs: Path, tmp_path: Path) ->
         CALLS=str(tmp_path / "calls.txt"),
         PATH=f"{program.parent}:{os.environ['PATH']}",
     )
-    # Its ranks are still importing: nothing is lost, and the signal waits for them.
+    # Its ranks are still importing: the signal waits until they can stop.
     attempt = tmp_path / "sft" / "task_1" / "logs" / "attempt_0"
     cluster.wait_in_job(f"{job}_1", lambda: any(attempt.rglob("stderr.log")), "ranks of index 1")
     cluster.run("scancel", "--signal=USR1", "--batch", f"{job}_1")
