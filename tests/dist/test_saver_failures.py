@@ -1,0 +1,81 @@
+"""What a saver does when a checkpoint is damaged or cannot be written: all ranks learn of it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mrlhf.checkpoint.manifest import checkpoints_in
+from mrlhf.checkpoint.restorer import newest_checkpoint
+from mrlhf.checkpoint.retention import delete_old
+from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.errors import CheckpointError
+from mrlhf.run.export import export_checkpoint
+from tests.dist.role_runs import Form, build_actor, save_inputs, settings
+from tests.plain_ppo import Case
+from tests.ranks import run_ranks
+from tests.tiny_task import write_tiny_task
+
+FORM = Form("sharded", 1000, distributed_optimizer=True)
+SMALL_FILE = 16 * 1024  # bytes; less than the model, more than a manifest's neighbours
+
+
+def test_damage_and_a_full_disk_in_an_export(tmp_path: Path) -> None:
+    save_inputs(tmp_path)
+    write_tiny_task(tmp_path / "data")
+    for messages in run_ranks(2, _in_ranks, tmp_path):
+        assert len(messages) == 1 and "was not saved" in messages[0]
+        assert "hf" in messages[0] and "\n" not in messages[0]
+
+
+def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
+    world = dist.group.WORLD
+    assert world is not None
+    setting = next(iter(settings(root, world_size, [FORM])))
+    engine = build_actor(setting, Case("llama", "token-mean")).engine
+    directory = root / "checkpoints"
+    saver = Saver(directory, RunIdentity("test", {}), world, asynchronous=False)
+    for step in (1, 2):
+        saver.save(Contents(step, False, {"actor": engine}, {}))
+
+    if rank == 0:
+        file = next((directory / "step_000002" / "actor").iterdir())
+        os.truncate(file, file.stat().st_size // 2)
+    dist.barrier()
+    checkpoint = newest_checkpoint(directory, world, is_own=True)
+    assert checkpoint is not None and checkpoint.path.name == "step_000001"
+    dist.barrier()
+    assert (directory / "damaged_1.step_000002").is_dir()
+
+    # The damaged one must not count: the checkpoint that is saved next stays.
+    saver.save(Contents(3, False, {"actor": engine}, {}))
+    if rank == 0:
+        delete_old(directory, max_to_keep=1, best_step=None)
+        assert [path.name for path in checkpoints_in(directory)] == ["step_000003"]
+    dist.barrier()
+    return _export_on_a_full_disk(root, saver, engine)
+
+
+def _export_on_a_full_disk(root: Path, saver: Saver, engine: object) -> list[str]:
+    tokenizer = load_tokenizer(str(root / "data" / "tokenizer"), None)
+    exports = {"hf": lambda path: export_checkpoint(engine, tokenizer, path, 100)}  # type: ignore[arg-type]
+    contents = Contents(4, False, {"actor": engine}, {}, {}, exports)  # type: ignore[dict-item]
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails instead
+    if dist.get_rank() == 0:  # one rank alone cannot write
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as refusal:
+        saver.save(contents)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    dist.barrier()
+    assert not list(saver.directory.glob(".*")), "a part of it is left"
+
+    saver.save(contents)
+    assert (saver.directory / "step_000004" / "hf" / "model.safetensors").is_file()
+    return [str(refusal.value)]
