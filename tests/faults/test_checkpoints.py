@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,22 @@ def test_the_newest_and_the_best_checkpoint_stay(
     assert (newest / "model.safetensors").read_bytes() == run.weights()["model.safetensors"]
     assert (newest / "tokenizer.json").is_file()
     run_ranks(1, _loads_in_transformers, str(newest))
+
+
+def test_held_out_rows_are_validated_on_at_the_end_alone(inputs: Path, tmp_path: Path) -> None:
+    run = Sequel(settings.reward_model(inputs), tmp_path / "run")
+    run.finish(keys=["trainer.keep_best=val/accuracy", "trainer.test_freq=0"])
+    rows = {row["step"]: row for row in run.rows()}
+    assert [step for step, row in rows.items() if "val/accuracy" in row] == [settings.STEPS]
+
+    # This run has nothing left to train, and its last step had no validation.
+    before = settings.STEPS - 1
+    checkpoint = run.directory / "checkpoints" / f"step_{before:06d}"
+    other = Sequel(settings.reward_model(inputs), tmp_path / "other")
+    keys = [f"trainer.resume={checkpoint}", f"trainer.total_steps={before}", "trainer.test_freq=0"]
+    other.finish(keys=keys)
+    summary = json.loads((other.directory / "summary.json").read_text())
+    assert summary["steps"] == before and 0 <= summary["rm_pair_accuracy"] <= 1
 
 
 def test_a_rank_is_killed_while_it_deletes_a_checkpoint(inputs: Path, tmp_path: Path) -> None:

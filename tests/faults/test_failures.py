@@ -34,6 +34,18 @@ def test_a_disk_that_is_full_for_a_while(
     assert_same_run(run, undisturbed(run.setting))
 
 
+def test_a_disk_that_is_full_when_the_run_is_interrupted(
+    inputs: Path, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = Sequel(settings.sft(inputs), tmp_path / "run")
+    ended = run.run(Fault(faults.OPTIMIZER_STEP, 3, "FULL SIGTERM", rank=-1))
+    assert ended.codes == [1, 1], ended.text
+    assert "CheckpointError" in ended.text and "was not saved" in ended.text
+    assert run.checkpoints[-1] == "step_000002"
+    run.finish()
+    assert_same_run(run, undisturbed(run.setting))
+
+
 def test_a_rank_is_killed_while_its_thread_writes(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

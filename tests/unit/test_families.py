@@ -122,7 +122,8 @@ def test_code_beside_the_file_is_never_run(model_type: str, tmp_path: Path) -> N
 
 def test_reading_needs_no_megatron() -> None:
     program = "import sys, mrlhf.models.families; assert 'megatron.core' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
