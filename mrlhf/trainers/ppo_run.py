@@ -15,6 +15,7 @@ from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.log import PPO_COLUMNS
+from mrlhf.preflight import read_ppo_inputs
 from mrlhf.run.export import export_checkpoint
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
@@ -30,9 +31,11 @@ logger = logging.getLogger(__name__)
 
 def train_ppo(config: PPOConfig) -> None:
     """Run PPO as configured; every rank calls it."""
+    # Bad input is refused before the output directory is touched.
+    inputs = read_ppo_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
         checkpoint = find_checkpoint(run)
-        parts = assemble(config, run, initial=checkpoint is None)
+        parts = assemble(config, inputs, run, initial=checkpoint is None)
         PPORun(config, run, parts, checkpoint).fit()
 
 

@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from mrlhf.checkpoint.restorer import Checkpoint
-from mrlhf.config.roots import SupervisedConfig
+from mrlhf.config.roots import RewardModelConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
-from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
-from mrlhf.preflight import check_vocabulary
+from mrlhf.preflight import RewardModelInputs, SFTInputs
 from mrlhf.run.export import export_checkpoint
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.reporter import Reporter
@@ -59,12 +58,11 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        config: SupervisedConfig,
+        config: SFTConfig | RewardModelConfig,
+        inputs: SFTInputs | RewardModelInputs,
         run: Run,
         spec: ModelSpec,
-        tokenizer: Tokenizer,
         task: SupervisedTask,
-        batch_size: int,
     ) -> None:
         """Build the model with its optimizer, and go on from a checkpoint if there is one.
 
@@ -74,14 +72,13 @@ class SupervisedTrainer:
             CheckpointError, DataError: the checkpoint is damaged, or of a run with another model or
                 other data.
         """
-        check_vocabulary("model", spec, tokenizer)
         self._run = run
-        self._tokenizer = tokenizer
+        self._tokenizer = inputs.tokenizer
         self._task = task
         self._section = config.trainer
-        self._steps = config.trainer.steps(len(task), batch_size)
+        self._steps = inputs.steps
         self._sampler = StatefulSampler(
-            len(task), batch_size, seed=config.seed, shuffle=config.data.shuffle
+            len(task), config.data.batch_size, seed=config.seed, shuffle=config.data.shuffle
         )
 
         checkpoint = find_checkpoint(run)
