@@ -38,9 +38,9 @@ class PreferenceLearning:
     columns = (
         ("loss", "rm/loss"),
         ("accuracy", "rm/accuracy"),
-        ("val accuracy", "val/accuracy"),
         ("tokens/s", "perf/throughput"),
     )
+    curves = ("rm/loss", "rm/accuracy", "rm/margin", "rm/grad_norm", "rm/lr")
 
     def __init__(self, pairs: PreferencePairs, held_out: PreferencePairs | None) -> None:
         """Take the training pairs and the validation pairs, if there are any."""
