@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Count, Fraction, FunctionReference, NotNegative, Positive, Section
+from mrlhf.config.path_text import expand_name
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -19,7 +20,6 @@ from mrlhf.rl.names import (
     RewardKlKind,
     RewardNorm,
 )
-from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
@@ -134,4 +134,4 @@ class AlgorithmSection(Section):
     @field_validator("adv_estimator", mode="before")
     @classmethod
     def _is_estimator_or_function(cls, name: object) -> str:
-        return check_name(name, get_args(AdvantageEstimator))
+        return expand_name(name, get_args(AdvantageEstimator))

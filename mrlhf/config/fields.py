@@ -1,6 +1,7 @@
 """What every section is made of: the frozen base class and the kinds of values.
 
-It does not know any section or key.
+Each kind of number has bounds, beyond which some part of a run would overflow, divide by 0, or do
+nothing. This file does not know any section or key.
 """
 
 from __future__ import annotations
@@ -8,13 +9,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+from mrlhf.config.path_text import expand_path
+
+MOST = 10**9  # largest whole number where there is no other bound
+_LEAST_BUT_ZERO = 1e-12
+
+
+def _zero_or_not_tiny(value: float) -> float:
+    """`value`, which must not vanish beside any number that it is added to."""
+    if 0 < value < _LEAST_BUT_ZERO:
+        raise ValueError(f"should be 0 or at least {_LEAST_BUT_ZERO:g}")
+    return value
+
+
+_NOT_TINY = AfterValidator(_zero_or_not_tiny)
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, le=0.99999)]
+Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6), _NOT_TINY]
+UpToOne = Annotated[float, Field(ge=0, le=1), _NOT_TINY]
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+Seconds = Annotated[float, Field(ge=0.1, le=604800)]
+Minutes = Annotated[float, Field(ge=0.001, le=525600)]
 
 
 def _one_or_many(value: object) -> object:
@@ -22,8 +55,10 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+PathText = Annotated[str, AfterValidator(expand_path)]
+
 _ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
-Files = Annotated[list[str], _ONE_OR_MANY]
+Files = Annotated[list[PathText], _ONE_OR_MANY]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
 
 # how a user's own function is named; what it looks like in a JSON schema
