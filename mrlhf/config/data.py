@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Count, Files, PathText, Section, Tokens
+from mrlhf.config.fields import Count, Files, PathText, Section, Switch, Tokens
 
 Overlong = Literal["error", "drop"]
 
@@ -73,6 +73,8 @@ class SFTDataSection(SupervisedDataSection):
 
 class PreferenceDataSection(SupervisedDataSection):
     """Prompts with a chosen and a rejected response."""
+
+    switches = (Switch("val_files", bool, ("held_out_fraction",), "is set", "leave that empty"),)
 
     batch_size: Count = Field(256, description="pairs in one optimizer step")
     held_out_fraction: float = Field(

@@ -6,8 +6,9 @@ nothing. This file does not know any section or key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -70,10 +71,35 @@ FunctionReference = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A key that decides whether other keys of its section are read.
+
+    Attributes:
+        key: the deciding key.
+        is_off: whether a value of it, raw or read, leaves the other keys unread.
+        numbers: the other keys; a dot leads into a subsection.
+        state: what is true of the deciding key then, in words that follow its name.
+        remedy: what to do so that they are read.
+    """
+
+    key: str
+    is_off: Callable[[Any], bool]
+    numbers: tuple[str, ...]
+    state: str
+    remedy: str
+
+
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused."""
+    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused.
+
+    Attributes:
+        switches: keys that decide whether others are read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    switches: ClassVar[tuple[Switch, ...]] = ()
 
     @classmethod
     def subsections(cls) -> dict[str, type[Section]]:
@@ -89,12 +115,53 @@ class Section(BaseModel):
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Replace the shorthands in `raw` by the keys that they stand for.
 
-        A section with shorthands overrides this method.
+        What `raw` switches off takes its numbers with it: those that an earlier source gave go back
+        to their defaults. A section with other shorthands overrides this method.
 
         Args:
             raw: everything that one file, or the arguments, say about this section.
         """
-        return raw
+        full = dict(raw)
+        for switch in cls.switches:
+            if switch.key in raw and switch.is_off(raw[switch.key]):
+                for number in switch.numbers:
+                    cls._reset(full, number)
+        return full
+
+    @classmethod
+    def _reset(cls, raw: dict[str, Any], key: str) -> None:
+        """Give `key` its default, unless `raw` has a value for it."""
+        name, _, rest = key.partition(".")
+        if not rest:
+            raw.setdefault(name, cls.default_of(name))
+            return
+        inner = raw.get(name)
+        if inner is None or isinstance(inner, dict):
+            copy = dict(inner or {})
+            cls.subsections()[name]._reset(copy, rest)
+            raw[name] = copy
+
+    @classmethod
+    def default_of(cls, key: str) -> Any:
+        """The default of `key`; a dot leads into a subsection."""
+        name, _, rest = key.partition(".")
+        if rest:
+            return cls.subsections()[name].default_of(rest)
+        return cls.model_fields[name].get_default(call_default_factory=True, validated_data={})
+
+    def unread(self) -> Iterator[tuple[Switch, str]]:
+        """The numbers that a switch leaves unread although they are not at their defaults."""
+        for switch in self.switches:
+            if switch.is_off(self.value_of(switch.key)):
+                for number in switch.numbers:
+                    if self.value_of(number) != self.default_of(number):
+                        yield switch, number
+
+    def value_of(self, key: str) -> Any:
+        """The value of `key`; a dot leads into a subsection."""
+        name, _, rest = key.partition(".")
+        value = getattr(self, name)
+        return value.value_of(rest) if rest else value
 
     @model_validator(mode="before")
     @classmethod

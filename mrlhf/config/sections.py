@@ -6,7 +6,7 @@ fills in what one section takes from another, and `preflight` compares them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,10 +25,12 @@ from mrlhf.config.fields import (
     Ranks,
     Seconds,
     Section,
+    Switch,
     UpToOne,
 )
 from mrlhf.config.path_text import expand_name
 from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RewardName, policy_loss_traits
+from mrlhf.user_code import is_reference
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
@@ -38,6 +40,16 @@ CLIP_RATIO = 0.2
 
 class OptimSection(Section):
     """AdamW and its learning-rate schedule."""
+
+    switches = (
+        Switch(
+            "lr_decay_style",
+            lambda style: style == "constant",
+            ("min_lr_ratio", "lr_decay_steps"),
+            "is constant",
+            "use linear or cosine",
+        ),
+    )
 
     lr: UpToOne = Field(1e-5, description="peak learning rate; 0: nothing is learned")
     min_lr_ratio: Fraction = Field(
@@ -153,6 +165,16 @@ class PolicyLossSection(Section):
 
 class ActorSection(RoleSection):
     """The policy that is trained."""
+
+    switches = (
+        Switch(
+            "use_kl_loss",
+            lambda value: value is False,
+            ("kl_loss_coef", "kl_loss_type"),
+            "is false",
+            "turn that on",
+        ),
+    )
 
     optim: ActorOptimSection = Field(description="optimizer")
     ppo_mini_batch_size: Count = Field(
@@ -272,8 +294,26 @@ class RewardTermSection(Section):
         return expand_name(name, get_args(RewardName))
 
 
+def _no_own_function(terms: Any) -> bool:
+    """Whether `terms`, raw or read, is a list of terms none of which is a user's function."""
+    if not isinstance(terms, list):
+        return False
+    names = [term.get("name") if isinstance(term, dict) else term.name for term in terms]
+    return not any(is_reference(str(name)) for name in names)
+
+
 class RewardSection(Section):
     """The score of a response: the weighted sum of its terms."""
+
+    switches = (
+        Switch(
+            "terms",
+            _no_own_function,
+            ("timeout_s", "memory_mb", "max_processes"),
+            "holds no function of your own",
+            "name one there",
+        ),
+    )
 
     terms: Annotated[list[RewardTermSection], Field(min_length=1)] = Field(
         description="list of {name, weight}"
@@ -295,11 +335,28 @@ class RewardSection(Section):
 class TrainerSection(Section):
     """How long to train, and what to leave behind."""
 
+    switches: ClassVar[tuple[Switch, ...]] = (
+        Switch(
+            "total_steps",
+            lambda steps: steps is not None,
+            ("total_epochs",),
+            "is set",
+            "set that to null",
+        ),
+        Switch(
+            "keep_best",
+            lambda metric: metric is None,
+            ("keep_best_mode",),
+            "is null",
+            "name a metric there",
+        ),
+    )
+
     total_steps: Count | None = Field(
         None, description="training steps; null: as many as total_epochs makes"
     )
     total_epochs: Count = Field(
-        1, description="passes over train_files; read only if total_steps is null"
+        1, description="passes over train_files; refused beside total_steps"
     )
     test_freq: CountOrZero = Field(
         0, description="training steps between validations; 0: only at the start and at the end"
@@ -364,6 +421,11 @@ class TrainerSection(Section):
 
 class PPOTrainerSection(TrainerSection):
     """How long to train, and what to leave behind."""
+
+    switches = (
+        *TrainerSection.switches,
+        Switch("val_sampled", lambda value: value is False, ("val_n",), "is false", "turn that on"),
+    )
 
     critic_warmup: CountOrZero = Field(
         0,
