@@ -189,4 +189,6 @@ class PPORun:
         """Write the policy as a Hugging Face checkpoint."""
         parts = self._parts
         max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(parts.actor.engine, parts.tokenizer, directory, max_shard_mb)
+        export_checkpoint(
+            parts.actor.engine, parts.tokenizer, directory, max_shard_mb, parts.generation_config
+        )

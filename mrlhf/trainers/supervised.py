@@ -78,6 +78,9 @@ class SupervisedTrainer:
         """
         self._run = run
         self._tokenizer = inputs.tokenizer
+        self._generation_config = (
+            inputs.generation_config if isinstance(inputs, SFTInputs) else None
+        )
         self._task = task
         self._section = config.trainer
         self._steps = inputs.steps
@@ -194,7 +197,9 @@ class SupervisedTrainer:
     def _export(self, directory: Path) -> None:
         """Write the model as a Hugging Face checkpoint."""
         max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(self._engine, self._tokenizer, directory, max_shard_mb)
+        export_checkpoint(
+            self._engine, self._tokenizer, directory, max_shard_mb, self._generation_config
+        )
 
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
