@@ -15,7 +15,7 @@ from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.method_description import describe_method
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, without_weights
 from mrlhf.preflight.user_methods import check_user_methods
 
 
@@ -43,6 +43,9 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     absent = [name for name, spec in specs.items() if spec is None]
     if absent:
         lines.append(f"not checked, no config.json here: {', '.join(absent)}")
+    weightless = without_weights(config)
+    if weightless:
+        lines.append(f"not checked, no weights here: {', '.join(weightless)}")
     return "\n".join([*lines, f"configuration fits {_count(world_size, 'rank')}"])
 
 
@@ -53,7 +56,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
         ConfigError: one line a mistake.
     """
     check(config, world_size)
-    check_models(config)
+    check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
         require_engine(config.rollout.engine)

@@ -34,7 +34,7 @@ def export_checkpoint(
     try:
         engine.export(directory, max_shard_mb * 10**6)
         if dist.get_rank() == 0:
-            save_config(engine.spec, directory, engine.dtype, tokenizer.pad_id)
+            save_config(engine.spec, directory, engine.dtype)
             tokenizer.save_pretrained(directory)
             logger.info("wrote the Hugging Face checkpoint %s", directory)
     except (OSError, WeightError) as failure:

@@ -17,7 +17,7 @@ from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.roles.reward_model import score_sequences
+from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
@@ -28,7 +28,8 @@ def train_reward_model(config: RewardModelConfig) -> None:
     with start(config, config.distributed, config.trainer, config.seed) as run:
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         task = PreferenceLearning(config, tokenizer)
-        spec = load_spec(config.model.path, "scalar")
+        stored = load_spec(config.model.path, "scalar")
+        spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.vocab_size)
         SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
 
 
@@ -66,7 +67,7 @@ class PreferenceLearning:
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
-        sequences = _interleave(self._pairs, rows)
+        sequences = scored_tokens(_interleave(self._pairs, rows), engine.spec)
         cut = engine.cut(sequences, [1] * len(sequences), "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:

@@ -416,7 +416,10 @@ def test_an_epoch_counts_the_prompts_that_a_step_takes():
 
 def test_dry_run_checks_first(tmp_path):
     text = dry_run(ppo(actor__path=model_dir(tmp_path), critic__path="none"), 8)
-    assert text.endswith("not checked, no config.json here: critic\nconfiguration fits 8 ranks")
+    assert text.endswith(
+        "not checked, no config.json here: critic\nnot checked, no weights here: actor\n"
+        "configuration fits 8 ranks"
+    )
     assert (
         "the KV cache of a rank\n"
         "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 "
@@ -442,7 +445,7 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     assert len(problems(ppo(**wrong), 8)) == 4
     without = ppo(**wrong, algorithm__adv_estimator="grpo", actor__path=model_dir(tmp_path))
     text = dry_run(without, 8)
-    assert "critic.path" not in text and "not checked" not in text
+    assert "critic.path" not in text and "no config.json here" not in text
     assert "  no critic: grpo needs none\n  rewards: scores\n  advantages: grpo\n" in text
     assert "  critic" not in text
 
