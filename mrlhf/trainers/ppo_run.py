@@ -15,7 +15,7 @@ from mrlhf.checkpoint.restorer import Checkpoint
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.log import PPO_COLUMNS
-from mrlhf.run.export import export_checkpoint
+from mrlhf.run.export import export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
@@ -91,7 +91,8 @@ class PPORun:
                 raise
 
         directory = self._run.output_dir / "actor"
-        self._export(directory)
+        max_shard_mb = self._section.max_shard_size_mb
+        export_result(parts.actor.engine, parts.tokenizer, directory, max_shard_mb, parts.steps)
         parts.scorer.close()
         if self._run.is_main_rank:
             seconds = time.monotonic() - began

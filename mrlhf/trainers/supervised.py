@@ -21,7 +21,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight import check_vocabulary
-from mrlhf.run.export import export_checkpoint
+from mrlhf.run.export import export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run
@@ -215,7 +215,7 @@ class SupervisedTrainer:
     def _finish(self, metrics: Mapping[str, float], began: float) -> None:
         checkpoint = self._run.output_dir / "model"
         max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(self._engine, self._tokenizer, checkpoint, max_shard_mb)
+        export_result(self._engine, self._tokenizer, checkpoint, max_shard_mb, self._steps)
         if self._run.is_main_rank:
             totals = {
                 "steps": self._steps,

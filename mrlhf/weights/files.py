@@ -7,6 +7,7 @@ knows names and sizes; `stored` says what is in the files. It does not know tens
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,12 @@ def open_to_readers(file: Path) -> None:
     probe.touch()
     file.chmod(probe.stat().st_mode & 0o777)
     probe.unlink()
+
+
+def flush(file: Path) -> None:
+    """Wait until a file is on disk; a network file system says only then that it is full."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:

@@ -25,6 +25,7 @@ from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
 from mrlhf.weights.files import (
     file_names,
+    flush,
     open_to_readers,
     publish,
     split_files,
@@ -130,6 +131,7 @@ def write_weights(
             try:
                 save_file(tensors, temporary(file), metadata=metadata)
                 open_to_readers(temporary(file))
+                flush(temporary(file))
             except (OSError, SafetensorError) as failure:
                 error = f"cannot write {file}: {failure}"
         del tensors
