@@ -79,7 +79,7 @@ def check_models(
         if role.path in refused:
             continue
         try:
-            spec = _load(name, role.path, _head(config, name))
+            spec = _load(name, role.path, head_of(config, name))
             specs[name] = spec
             if spec is not None and name not in unchecked:
                 remarks += _check_weights(config, name, spec)
@@ -102,7 +102,7 @@ def check_models(
     return specs
 
 
-def _head(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+def head_of(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
     """The head that the model of role `name` has."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"

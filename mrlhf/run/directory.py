@@ -57,7 +57,9 @@ _WRITTEN = {
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
     "actor": MODEL_FILES,
+    "actor_best": MODEL_FILES,
     "model": MODEL_FILES,
+    "model_best": MODEL_FILES,
 }
 
 
