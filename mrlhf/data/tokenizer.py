@@ -7,6 +7,7 @@ data files or models.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -165,9 +166,18 @@ class Tokenizer:
         """Tokens of a response: the tokens of its text, then eos."""
         return [*self.encode(text), self.eos_id]
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read."""
-        self._backend.save_pretrained(directory)
+    def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
+        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read.
+
+        Args:
+            directory: where the files go.
+            pad_id: the padding token of the written tokenizer; None: as it is.
+        """
+        backend = self._backend
+        if pad_id is not None and pad_id != backend.pad_token_id:
+            backend = copy.deepcopy(backend)
+            backend.pad_token = backend.convert_ids_to_tokens(pad_id)
+        backend.save_pretrained(directory)
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:

@@ -425,6 +425,7 @@ def test_dry_run_checks_first(tmp_path):
         "not checked, not on this machine: critic.path none\n"
         "not checked, not on this machine: data.tokenizer tokenizer\n"
         "not checked, not on this machine: data.train_files a.jsonl\n"
+        "not checked, not on this machine: the weights of actor\n"
         "what could be checked fits 8 ranks"
     )
     assert (
