@@ -2,11 +2,10 @@
 
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.dry_run import describe, dry_run, preflight
-from mrlhf.preflight.model_checks import check_model, check_models, check_vocabulary
+from mrlhf.preflight.model_checks import check_models, check_vocabulary
 
 __all__ = [
     "check",
-    "check_model",
     "check_models",
     "check_vocabulary",
     "describe",

@@ -30,7 +30,7 @@ from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_sp
 
 LAYOUTS = [
     ParallelLayout.for_world("actor", 4, tp, pp)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
 ]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -163,7 +163,7 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
 
     _assert_same(tmp_path / "regrown", again)
     _assert_same(tmp_path / "exported", load_file(tmp_path / "qwen2_tied" / "model.safetensors"))
-    assert not list((tmp_path / "holes").iterdir())
+    assert not (tmp_path / "holes").exists()
 
 
 def _check_transformers_reads_it(root: Path, model: str) -> None:
