@@ -300,7 +300,7 @@ def _native_engine(rank: int) -> None:
 
             rows = engine.parameters["embedding.word_embeddings.weight"]
             assert rows.shape[0] == -(-37 // tp)
-            if tp == 4:
+            if tp == 4 and actor_tp != tp:  # a shared parameter has the padding of the test
                 assert (rows[-3:].eq(0).all().item()) == (rank == 3)
 
             if (tp, kv_heads) == (4, 2):
