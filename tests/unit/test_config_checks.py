@@ -255,9 +255,8 @@ def test_one_mistake_is_reported_once(tmp_path):
     with pytest.raises(ConfigError, match=r"^rollout\.tp 2 .*; use one of 1, 3, 6$"):
         check_models(config)
 
-    long = ppo(
-        actor__path=path, actor__use_kl_loss=True, actor__tp=1, data__max_response_length=217
-    )
+    fitting = {"actor__tp": 1, "critic__tp": 1, "rollout__tp": 1}
+    long = ppo(actor__path=path, actor__use_kl_loss=True, data__max_response_length=217, **fitting)
     with pytest.raises(ConfigError) as caught:
         check_models(long)
     (line,) = str(caught.value).splitlines()
