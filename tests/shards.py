@@ -21,6 +21,8 @@ _FAMILY = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen2_tied": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 6},
+    "phi3": {"tie_word_embeddings": False, "pad_token_id": None, "partial_rotary_factor": 0.5},
+    "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
 

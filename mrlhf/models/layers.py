@@ -1,10 +1,14 @@
 """megatron-core's layer specs for a decoder of attention and a gated MLP, and RMSNorm everywhere.
 
 There are two builds: megatron-core's own layers with our attention and norm, which need torch
-alone, and TransformerEngine's layers. This file knows no family and no layout.
+alone, and TransformerEngine's layers, for models that need nothing beyond them. This file knows no
+family and no layout.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -16,39 +20,63 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.norm import RMSNorm
+from mrlhf.models.spec import ModelSpec
 
 
-def uniform_decoder(
-    num_layers: int, *, qk_norm: bool, transformer_engine: bool
+class BiasedColumnLinear(ColumnParallelLinear):
+    """A linear layer whose rows are split over ranks, with a bias whatever the model has else."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "bias": True})
+
+
+class BiasedRowLinear(RowParallelLinear):
+    """A linear layer whose columns are split over ranks, with a bias that every rank has whole."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "bias": True})
+
+
+def dense_decoder(
+    spec: ModelSpec, num_layers: int, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """A decoder of equal layers.
+    """The decoder of a chunk.
 
     Args:
+        spec: the model.
         num_layers: layers of this chunk.
-        qk_norm: RMSNorm on each head of q and k.
-        transformer_engine: build the layers of TransformerEngine's modules.
+        transformer_engine: build the layers of TransformerEngine's modules, if these have all that
+            the model needs.
     """
-    if transformer_engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+    needs_ours = spec.o_bias or spec.mlp_bias or spec.residual_multiplier != 1.0
+    if transformer_engine and not needs_ours:
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
     else:
-        layer = plain_layer(qk_norm)
+        layer = plain_layer(spec)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
-def plain_layer(qk_norm: bool) -> ModuleSpec:
+def plain_layer(spec: ModelSpec) -> ModuleSpec:
     """A layer of megatron-core's linear layers with our attention and norm."""
-    head_norm = RMSNorm if qk_norm else IdentityOp
+    head_norm = RMSNorm if spec.qk_norm == "head" else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=CoreAttention,
-        linear_proj=RowParallelLinear,
+        linear_proj=BiasedRowLinear if spec.o_bias else RowParallelLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(
+        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnParallelLinear,
+        linear_fc2=BiasedRowLinear if spec.mlp_bias else RowParallelLinear,
+    )
+    add = get_bias_dropout_add
+    if spec.residual_multiplier != 1.0:
+        add = scaled_add(spec.residual_multiplier)
 
     return ModuleSpec(
         module=TransformerLayer,
@@ -59,10 +87,10 @@ def plain_layer(qk_norm: bool) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=attention,
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
             # Checkpoints carry TransformerEngine's names, so that either build reads the other's.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -70,3 +98,21 @@ def plain_layer(qk_norm: bool) -> ModuleSpec:
             },
         ),
     )
+
+
+def scaled_add(multiplier: float) -> Callable[..., Any]:
+    """As megatron-core's `get_bias_dropout_add`, without dropout; the addend is multiplied."""
+
+    def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        def add(
+            output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
+            assert probability == 0.0
+            output, bias = output_and_bias
+            if bias is not None:
+                output = output + bias
+            return residual + output * multiplier
+
+        return add
+
+    return get_add

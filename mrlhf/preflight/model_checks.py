@@ -13,6 +13,7 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head, ModelSpec
 
@@ -198,12 +199,22 @@ def _check_role(
     """Refuse a layout of role `name`, or of the engine, that does not fit its model."""
     if name == "rollout" and isinstance(config, PPOConfig):
         check_model(name, config.rollout.tp, 1, spec, replicates_kv_heads=True)
+        _check_engine(config.rollout.engine, spec)
         _check_positions(name, config.actor.path, spec, config.data.max_length)
         _check_cache(config, spec)
     else:
         role = config.roles()[name]
         check_model(name, role.tp, role.pp, spec)
         _check_positions(name, role.path, spec, config.data.max_length)
+
+
+def _check_engine(engine: str, spec: ModelSpec) -> None:
+    feature = unsupported_feature(spec) if engine == "vllm" else None
+    if feature is not None:
+        raise ConfigError(
+            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
+            f"rollout.engine=native"
+        )
 
 
 def _check_positions(name: str, path: str, spec: ModelSpec, longest: int) -> None:

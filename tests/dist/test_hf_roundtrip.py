@@ -163,7 +163,7 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
 
     _assert_same(tmp_path / "regrown", again)
     _assert_same(tmp_path / "exported", load_file(tmp_path / "qwen2_tied" / "model.safetensors"))
-    assert not list((tmp_path / "holes").iterdir())
+    assert not (tmp_path / "holes").exists()
 
 
 def _check_transformers_reads_it(root: Path, model: str) -> None:

@@ -14,16 +14,22 @@ from transformers import AutoConfig
 
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
+from mrlhf.models.families.ministral import MINISTRAL
 from mrlhf.models.families.mistral import MISTRAL
+from mrlhf.models.families.phi3 import PHI3
 from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen3 import QWEN3
+from mrlhf.models.families.seed_oss import SEED_OSS
+from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.spec import Head, ModelSpec
 
 __all__ = ["FAMILIES", "Chunk", "Family", "family_of", "load_spec", "save_config", "spec_of"]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family
+    for family in (GRANITE, LLAMA, MINISTRAL, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3)
 }
 
 
