@@ -11,6 +11,8 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -93,6 +95,17 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
             attention_bias=True,
             tie_word_embeddings=True,
         ),
+        "olmo2": Olmo2Config(**sizes, rope_parameters=YARN, pad_token_id=None),
+        "olmo3": Olmo3Config(
+            **sizes,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": YARN,
+            },
+            pad_token_id=None,
+        ),
     }
 
 
@@ -105,4 +118,6 @@ FEATURE_MODELS = (
     "seed-oss",
     "phi3",
     "granite",
+    "olmo2",
+    "olmo3",
 )

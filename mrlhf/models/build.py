@@ -24,7 +24,7 @@ from mrlhf.models.heads import GPTScalarModel
 from mrlhf.models.parameters import chunk_of
 from mrlhf.models.rope import rope_of
 from mrlhf.models.scaling import scale_embeddings, scale_logits, scale_rotation
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Slot, pieces_of
@@ -69,9 +69,10 @@ def build_model(
     config = transformer_config(
         spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
     )
-    rope = rope_of(spec)
-    scale_rotation(config, rope.scale)
     chunk = chunk_of(spec, layout, groups.coordinates.pp)
+    rope = rope_of(spec) if WHOLE_MODEL in spec.ropes else None
+    if rope is not None:
+        scale_rotation(config, rope.scale)
     transformer_engine = HAVE_TE and device.kind == "cuda"
     decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
 
@@ -89,7 +90,8 @@ def build_model(
         pg_collection=groups.collection,
     )
 
-    model.rotary_pos_emb.inv_freq = rope.frequencies.to(device.torch_device)
+    if rope is not None:
+        model.rotary_pos_emb.inv_freq = rope.frequencies.to(device.torch_device)
     if chunk.is_first:
         scale_embeddings(model.embedding, spec.embedding_multiplier)
     if chunk.is_last:

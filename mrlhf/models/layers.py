@@ -24,7 +24,9 @@ from torch import Tensor
 
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.norm import RMSNorm
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
+from mrlhf.models.rope import rope_of
+from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
 
 
 class BiasedColumnLinear(ColumnParallelLinear):
@@ -42,53 +44,55 @@ class BiasedRowLinear(RowParallelLinear):
 
 
 def dense_decoder(
-    spec: ModelSpec, num_layers: int, transformer_engine: bool
+    spec: ModelSpec, layers: range, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
     """The decoder of a chunk.
 
     Args:
         spec: the model.
-        num_layers: layers of this chunk.
+        layers: the numbers of the chunk's layers in the model.
         transformer_engine: build the layers of TransformerEngine's modules, if these have all that
             the model needs.
     """
-    needs_ours = spec.o_bias or spec.mlp_bias or spec.residual_multiplier != 1.0
+    needs_ours = (
+        spec.o_bias
+        or spec.mlp_bias
+        or spec.residual_multiplier != 1.0
+        or spec.norms_after
+        or spec.qk_norm == "projection"
+    )
     if transformer_engine and not needs_ours:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
+        layer_specs = [layer] * len(layers)
     else:
-        layer = plain_layer(spec)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+        by_rope = {rope: plain_layer(spec, rope) for rope in set(spec.ropes)}
+        layer_specs = [by_rope[spec.ropes[layer]] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
 
 
-def plain_layer(spec: ModelSpec) -> ModuleSpec:
-    """A layer of megatron-core's linear layers with our attention and norm."""
-    head_norm = RMSNorm if spec.qk_norm == "head" else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=CoreAttention,
-        linear_proj=BiasedRowLinear if spec.o_bias else RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
-    )
-    mlp = MLPSubmodules(
-        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnParallelLinear,
-        linear_fc2=BiasedRowLinear if spec.mlp_bias else RowParallelLinear,
-    )
+def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
+    """A layer of megatron-core's linear layers with our attention and norm.
+
+    Args:
+        spec: the model.
+        rope: the layer's entry in `spec.ropes`.
+    """
     add = get_bias_dropout_add
     if spec.residual_multiplier != 1.0:
         add = scaled_add(spec.residual_multiplier)
+    mlp = MLPSubmodules(
+        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnParallelLinear,
+        linear_fc2=_row_linear(spec, spec.mlp_bias),
+    )
+    norm = IdentityOp if spec.norms_after else RMSNorm
 
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
+            input_layernorm=norm,
+            self_attention=_attention(spec, rope),
             self_attn_bda=add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
             mlp_bda=add,
             # Checkpoints carry TransformerEngine's names, so that either build reads the other's.
@@ -98,6 +102,32 @@ def plain_layer(spec: ModelSpec) -> ModuleSpec:
             },
         ),
     )
+
+
+def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
+    head_norm = RMSNorm if spec.qk_norm == "head" else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=_row_linear(spec, spec.o_bias),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    if spec.qk_norm != "projection":
+        assert rope in (None, WHOLE_MODEL), "only attention with projection norms has own rotations"
+        return ModuleSpec(module=SelfAttention, params=params, submodules=submodules)
+
+    assert rope is not None
+    params["rope"] = None if rope == WHOLE_MODEL else rope_of(spec, rope)
+    return ModuleSpec(module=ProjectionNormAttention, params=params, submodules=submodules)
+
+
+def _row_linear(spec: ModelSpec, bias: bool) -> type[RowParallelLinear]:
+    assert not (bias and spec.norms_after), "a bias is not normalised"
+    if spec.norms_after:
+        return NormedRowLinear
+    return BiasedRowLinear if bias else RowParallelLinear
 
 
 def scaled_add(multiplier: float) -> Callable[..., Any]:

@@ -34,8 +34,8 @@ def scale_logits(output_layer: nn.Module, divisor: float) -> None:
 def scale_rotation(config: TransformerConfig, scale: float) -> None:
     """Multiply the cosines and sines of every layer that rotates.
 
-    megatron-core's attention multiplies them by (0.1 a ln(s) + 1) / (0.1 b ln(s) + 1). It takes `s`,
-    `a` and `b` from attributes of the configuration which it looks for and does not declare.
+    megatron-core's attention multiplies them by (0.1 a ln(s) + 1) / (0.1 b ln(s) + 1). It looks for
+    s, a and b among the attributes of the configuration, which does not declare them.
     """
     if scale != 1.0:
         config.yarn_rotary_scaling_factor = math.exp(10.0)

@@ -56,6 +56,7 @@ GRADIENTS: dict[str, Recompute] = {
     "smollm3": "core_attn",
     "phi3": "mlp",
     "granite": "full",
+    "olmo3": "mlp",
 }
 
 

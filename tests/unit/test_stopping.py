@@ -83,9 +83,7 @@ def word_pieces(folder) -> Tokenizer:
     pipeline = Pipeline(models.WordPiece(unk_token="<unk>"))
     pipeline.pre_tokenizer = pre_tokenizers.Whitespace()
     pipeline.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=150, special_tokens=SPECIAL, show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
     return fast(pipeline, trainer)
 
 

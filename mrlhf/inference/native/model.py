@@ -222,14 +222,14 @@ def _layer(
         window=spec.windows[number],
         proj=linear(tensor(attention + "linear_proj.weight")),
         proj_bias=optional(spec.o_bias, attention + "linear_proj.bias"),
-        proj_norm=optional(after, attention + "output_norm.weight"),
+        proj_norm=optional(after, attention + "linear_proj.output_norm.weight"),
         mlp_norm=optional(before, prefix + "pre_mlp_layernorm.weight"),
         fc1=linear(
             tensor(mlp + "linear_fc1.weight"), optional(spec.mlp_bias, mlp + "linear_fc1.bias")
         ),
         fc2=linear(tensor(mlp + "linear_fc2.weight")),
         fc2_bias=optional(spec.mlp_bias, mlp + "linear_fc2.bias"),
-        fc2_norm=optional(after, mlp + "output_norm.weight"),
+        fc2_norm=optional(after, mlp + "linear_fc2.output_norm.weight"),
     )
 
 

@@ -18,6 +18,8 @@ from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
 from mrlhf.models.families.ministral import MINISTRAL
 from mrlhf.models.families.mistral import MISTRAL
+from mrlhf.models.families.olmo2 import OLMO2
+from mrlhf.models.families.olmo3 import OLMO3
 from mrlhf.models.families.phi3 import PHI3
 from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen3 import QWEN3
@@ -29,7 +31,10 @@ __all__ = ["FAMILIES", "Chunk", "Family", "family_of", "load_spec", "save_config
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (GRANITE, LLAMA, MINISTRAL, MISTRAL, PHI3, QWEN2, QWEN3, SEED_OSS, SMOLLM3)
+    for family in (
+        *(GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
+        *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+    )
 }
 
 

@@ -196,12 +196,12 @@ def megatron_options(spec: ModelSpec) -> dict[str, Any]:
 def decoder_spec(
     spec: ModelSpec, chunk: Chunk, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """The same layer for every layer of the chunk, and RMSNorm at the end."""
+    """The layers of the chunk, and RMSNorm at the end."""
     # Imported here because megatron-core takes seconds to import, and a `config.json` can be read
     # without it.
     from mrlhf.models.layers import dense_decoder
 
-    return dense_decoder(spec, len(chunk.layers), transformer_engine)
+    return dense_decoder(spec, chunk.layers, transformer_engine)
 
 
 def _rotary_dim(rope: dict[str, Any], head_dim: int) -> int:

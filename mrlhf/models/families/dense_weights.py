@@ -116,6 +116,8 @@ def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
 
 def _layer_parameters(spec: ModelSpec) -> list[str]:
     attention = ["linear_proj.weight"]
+    if spec.norms_after:
+        attention.append("linear_proj.output_norm.weight")
     if spec.o_bias:
         attention.append("linear_proj.bias")
     attention.append("linear_qkv.weight")
@@ -129,8 +131,7 @@ def _layer_parameters(spec: ModelSpec) -> list[str]:
         mlp = ["linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"]
 
     if spec.norms_after:
-        attention.append("output_norm.weight")
-        mlp.append("output_norm.weight")
+        mlp.append("linear_fc2.output_norm.weight")
     names = [f"self_attention.{name}" for name in attention]
     if not spec.norms_after:
         names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
@@ -167,8 +168,8 @@ def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
     if spec.norms_after:
         after_mlp = Rule((prefix + "post_feedforward_layernorm.weight",), dim=None)
         return {
-            "self_attention.output_norm.weight": after_attention,
-            "mlp.output_norm.weight": after_mlp,
+            "self_attention.linear_proj.output_norm.weight": after_attention,
+            "mlp.linear_fc2.output_norm.weight": after_mlp,
         }
 
     input_norm = Rule((prefix + "input_layernorm.weight",), dim=None)
