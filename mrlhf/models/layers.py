@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -26,6 +26,7 @@ from mrlhf.models.attention import CoreAttention
 from mrlhf.models.norm import RMSNorm
 from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
 from mrlhf.models.rope import rope_of
+from mrlhf.models.self_attention import TensorParallelSelfAttention
 from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
 
 
@@ -63,6 +64,7 @@ def dense_decoder(
     )
     if transformer_engine and not needs_ours:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
+        layer.submodules.self_attention.module = TensorParallelSelfAttention
         layer_specs = [layer] * len(layers)
     else:
         by_rope = {rope: plain_layer(spec, rope) for rope in set(spec.ropes)}
@@ -116,7 +118,7 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     if spec.qk_norm != "projection":
         assert rope in (None, WHOLE_MODEL), "only attention with projection norms has own rotations"
-        return ModuleSpec(module=SelfAttention, params=params, submodules=submodules)
+        return ModuleSpec(module=TensorParallelSelfAttention, params=params, submodules=submodules)
 
     assert rope is not None
     params["rope"] = None if rope == WHOLE_MODEL else rope_of(spec, rope)

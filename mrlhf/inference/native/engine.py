@@ -16,6 +16,7 @@ from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request
 from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, CacheShape
 from mrlhf.inference.checks import check_complete, committed
+from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.batch import Batch
@@ -66,7 +67,9 @@ class NativeEngine:
         self._dtype = compute_dtype(dtype, device)
 
         self._parallel = TensorParallel(tp_group)
-        _check_vocabulary(spec, self._parallel.size)
+        problem = engine_tp_problem("native", self._parallel.size, spec)
+        if problem is not None:
+            raise WeightError(problem)
         default_block = PAGE if device.type == "cuda" else NATIVE_CPU_BLOCK
         self._cache_shape = CacheShape.on_rank(
             spec,
@@ -258,17 +261,3 @@ class NativeEngine:
             assert self._cache is not None
             self._runner = Runner(decoder, self._cache, self._parallel, self._limits, self._device)
         return self._runner
-
-
-def _check_vocabulary(spec: ModelSpec, tp: int) -> None:
-    """Refuse a vocabulary whose equal parts leave the last of `tp` ranks without a row.
-
-    Raises:
-        WeightError: they do.
-    """
-    rows = -(-spec.vocab_size // tp)
-    if (tp - 1) * rows >= spec.vocab_size:
-        raise WeightError(
-            f"a vocabulary of {spec.vocab_size} in parts of {rows} leaves nothing to the last of "
-            f"{tp} ranks; use a smaller rollout.tp"
-        )
