@@ -16,6 +16,7 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
 from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
@@ -217,7 +218,13 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
     ranks = config.actor.tp * config.actor.pp if actor_fits else None
     problem = engine_tp_problem(config.rollout.engine, config.rollout.tp, spec, ranks)
-    if problem is not None:
+    feature = unsupported_feature(spec) if config.rollout.engine == "vllm" else None
+    if feature is not None:
+        yield (
+            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
+            f"rollout.engine=native"
+        )
+    elif problem is not None:
         yield problem
     else:
         yield from _cache_problems(config, spec)

@@ -22,7 +22,7 @@ from mrlhf.inference.native import kernels
 from mrlhf.inference.native.batch import Batch
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.native.model import Decoder, make_operators
+from mrlhf.inference.native.model import Decoder, make_operators, tables_of_layers
 from mrlhf.inference.native.operators import PAGE
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.runner import Runner
@@ -80,7 +80,8 @@ class NativeEngine:
             limits.block_size or default_block,
         )
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
-        self._operators = make_operators(spec, self._dtype, device, limits.max_length)
+        self._operators = make_operators(spec, self._dtype, device)
+        self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
         compiled = kernels.load(self._dtype) if device.type == "cpu" else None
         self._sampler = Sampler(self._parallel, compiled, never)
 
@@ -137,7 +138,12 @@ class NativeEngine:
         self._in_flight.require_none("commit")
         check_complete(self._parameters.missing)
         self._decoder = Decoder(
-            self._spec, self._parameters, self._parallel, self._operators, self._dtype
+            self._spec,
+            self._parameters,
+            self._parallel,
+            self._operators,
+            self._tables,
+            self._dtype,
         )
         self._runner = None
         self._version = version
