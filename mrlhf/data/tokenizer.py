@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mrlhf.data.subword import MODEL_FILE, convert_sentencepiece
@@ -60,6 +59,11 @@ class Tokenizer:
         """Whether chat messages can be encoded."""
         return self._backend.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        return str(self._backend.chat_template or "")
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`.
 
@@ -100,7 +104,7 @@ class Tokenizer:
             text: str = self._backend.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a user's code
             raise DataError(
                 f"the chat template refuses the messages: {' '.join(str(error).split())}"
             ) from error

@@ -19,6 +19,7 @@ from mrlhf.errors import ConfigError, DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import check_vocabulary
+from mrlhf.rewards.rules import answer_rules
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -90,10 +91,14 @@ def assemble(config: PPOConfig, run: Run, initial: bool = True) -> Parts:
     check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
     _check_stop(config.rollout.stop, tokenizer)
 
-    prompts = _dataset(config, config.data.train_files, tokenizer)
+    prompts = _dataset(config, config.data.train_files, tokenizer, "train")
     held_out = _held_out(config, tokenizer)
     sampler = StatefulSampler(
-        len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
+        len(prompts),
+        config.data.gen_batch_size,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        batch_key=_batch_key(config),
     )
     steps = _steps(config, len(prompts))
 
@@ -132,6 +137,12 @@ def assemble(config: PPOConfig, run: Run, initial: bool = True) -> Parts:
     )
 
 
+def _batch_key(config: PPOConfig) -> str:
+    """The key that sets how many prompts are drawn at once."""
+    filters = config.algorithm.filter_groups.enable
+    return "data.gen_batch_size" if filters else "data.train_batch_size"
+
+
 def _steps(config: PPOConfig, rows: int) -> int:
     """Training steps of the run; batches that dynamic sampling adds to a step do not count.
 
@@ -160,10 +171,17 @@ def _check_stop(stop: list[str], tokenizer: Tokenizer) -> None:
             )
 
 
-def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> PromptDataset:
+def _dataset(
+    config: PPOConfig, files: list[str], tokenizer: Tokenizer, split: str
+) -> PromptDataset:
     data = config.data
     return PromptDataset(
-        files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
+        files,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        overlong=data.overlong_prompts,
+        split=split,
+        answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
 
 
@@ -171,7 +189,7 @@ def _held_out(config: PPOConfig, tokenizer: Tokenizer) -> Prompts | None:
     """The validation prompts as one batch, if there are any."""
     if not config.data.val_files:
         return None
-    prompts = _dataset(config, config.data.val_files, tokenizer)
+    prompts = _dataset(config, config.data.val_files, tokenizer, "val")
     return prompts.batch(range(len(prompts)))
 
 

@@ -81,7 +81,11 @@ class SupervisedTrainer:
         self._section = config.trainer
         self._steps = config.trainer.steps(len(task), batch_size)
         self._sampler = StatefulSampler(
-            len(task), batch_size, seed=config.seed, shuffle=config.data.shuffle
+            len(task),
+            batch_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            batch_key="data.batch_size",
         )
 
         checkpoint = find_checkpoint(run)
