@@ -13,7 +13,7 @@ from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["encode_prompt", "message_list", "prompt_of"]
+__all__ = ["encode_prompt", "encode_response", "message_list", "prompt_of"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
@@ -88,6 +88,18 @@ def encode_prompt(
             "remove the row, or use a tokenizer that knows its characters"
         )
     return text, token_ids
+
+
+def encode_response(row: Row, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of a response and eos; error messages name `row`, where it comes from.
+
+    Raises:
+        DataError: the tokenizer cannot encode the text.
+    """
+    try:
+        return tokenizer.encode_response(text)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error
 
 
 def _problem(message: Any) -> str | None:

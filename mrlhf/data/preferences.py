@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.data.conversations import encode_prompt, message_list, prompt_of
+from mrlhf.data.conversations import encode_prompt, encode_response, message_list, prompt_of
 from mrlhf.data.prompts import Overlong
 from mrlhf.data.row_counts import of_rows, warn_of_dropped
 from mrlhf.data.rows import Row
@@ -77,8 +77,8 @@ def encode_preferences(
         prompt, chosen, rejected = _parts(row)
         empty += not chosen or not rejected
         _, prompt_ids = encode_prompt(row, prompt, tokenizer, chat)
-        better = prompt_ids + tokenizer.encode_response(chosen)
-        worse = prompt_ids + tokenizer.encode_response(rejected)
+        better = prompt_ids + encode_response(row, chosen, tokenizer)
+        worse = prompt_ids + encode_response(row, rejected, tokenizer)
 
         length = max(len(better), len(worse))
         if length <= max_length:

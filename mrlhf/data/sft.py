@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrlhf.data.conversations import encode_prompt, prompt_of
+from mrlhf.data.conversations import encode_prompt, encode_response, prompt_of
 from mrlhf.data.prompts import Overlong
 from mrlhf.data.row_counts import of_rows, warn_of_dropped
 from mrlhf.data.rows import Row
@@ -59,7 +59,7 @@ def encode_sft(
     empty = 0
     for row in rows:
         _, prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)
-        response = tokenizer.encode_response(_response(row))
+        response = encode_response(row, _response(row), tokenizer)
         empty += len(response) == 1
 
         length = len(prompt) + len(response)

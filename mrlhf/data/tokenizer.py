@@ -71,8 +71,16 @@ class Tokenizer:
             text: any text.
             add_special_tokens: add the tokens with which the model family begins and ends a
                 sequence.
+
+        Raises:
+            DataError: the tokenizer has no token for a character, nor one for unknown ones.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the tokenizers library raises no other class
+            raise DataError(
+                f"the tokenizer cannot encode {text[:80]!r}: {' '.join(str(error).split())}"
+            ) from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
