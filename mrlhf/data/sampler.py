@@ -36,31 +36,11 @@ class StatefulSampler:
         position: rows of the current epoch already drawn.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        *,
-        seed: int,
-        shuffle: bool = True,
-        batch_key: str = "the batch size",
-    ) -> None:
-        """Begin the first epoch.
-
-        Args:
-            num_rows: rows to draw from.
-            batch_size: rows of a batch.
-            seed: seed of the order.
-            shuffle: use a new order in every epoch; else that of the rows.
-            batch_key: the key of the configuration that sets the batch size, for messages.
-
-        Raises:
-            DataError: there are fewer rows than one batch has.
-        """
+    def __init__(self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool = True) -> None:
         if not 1 <= batch_size <= num_rows:
             raise DataError(
-                f"a batch of {batch_size} cannot be drawn from the {num_rows} rows of "
-                f"data.train_files; set {batch_key} to at most {num_rows}, or give more rows"
+                f"a batch of {batch_size} cannot be drawn from {num_rows} rows; "
+                f"use a batch size of 1..{num_rows}"
             )
 
         self._num_rows = num_rows

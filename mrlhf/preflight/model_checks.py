@@ -61,7 +61,7 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
         if role.path in refused:
             continue
         try:
-            specs[name] = _load(name, role.path, _head(config, name))
+            specs[name] = _load(name, role.path, head_of(config, name))
         except ConfigError as error:
             refused.add(role.path)
             problems.append(str(error))
@@ -79,7 +79,7 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
     return specs
 
 
-def _head(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+def head_of(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
     """The head that the model of role `name` has."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"

@@ -66,7 +66,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         launch = read_launch()
         configure_logging(launch.rank)
         description = program.check(config, launch.world_size)
-    except ConfigError as error:
+    except MrlhfError as error:
         # Every rank sees the same mistake; one rank reports it.
         if is_first_process():
             sys.stderr.write(f"error: {error}\n")

@@ -1,4 +1,4 @@
-"""docs/your_own_task.md is followed from an empty directory: its files are written, its commands run.
+"""docs/your_own_task.md is followed from an empty directory: files are written, commands are run.
 
 The policy that it trains must have learned the task, also for transformers.
 """

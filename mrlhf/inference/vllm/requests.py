@@ -17,7 +17,7 @@ from torch import Tensor
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
 from mrlhf.inference.in_flight import InFlight
-from mrlhf.inference.stopping import Decode, end_of
+from mrlhf.inference.stopping import Decode, StopSearch
 from mrlhf.inference.vllm import guards
 
 
@@ -29,13 +29,25 @@ class _Running:
         request: the request that it answers.
         index: which of the request's samples it is.
         version: the version of the weights that draw it.
-        searched: number of its tokens in which there is no stop string.
+        search: looks for stop strings, if there are any.
+        searched: number of its tokens that were searched.
     """
 
     request: Request
     index: int
     version: int
+    search: StopSearch | None = None
     searched: int = 0
+
+    def end(self, token_ids: Sequence[int]) -> int | None:
+        """After how many of its tokens a stop string ends it; None if there is none so far."""
+        if self.search is None:
+            return None
+        for token in token_ids[self.searched :]:
+            self.searched += 1
+            if self.search.append(token):
+                return self.searched
+        return None
 
 
 class Requests:
@@ -158,21 +170,18 @@ class Requests:
                 sampling, guards.request_seed(sampling.seed, request.uid, index)
             )
             name = str(next(self._names))
-            self._running[name] = _Running(request, index, version)
+            search = None
+            if sampling.stop:
+                assert self._decode is not None
+                search = StopSearch(self._decode, sampling.stop)
+            self._running[name] = _Running(request, index, version, search)
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
 
     def _take(self, output: Any) -> None:
         """Note one output of vLLM's, and whether its sample has ended."""
         running = self._running[output.request_id]
         (answer,) = output.outputs
-        stop = running.request.sampling.stop
-        length = len(answer.token_ids)
-
-        end = None
-        if stop and length > running.searched:
-            assert self._decode is not None
-            end = end_of(answer.token_ids, self._decode, stop, start=running.searched + 1)
-            running.searched = length
+        end = running.end(answer.token_ids)
         if end is None and not output.finished:
             return
 
