@@ -109,7 +109,7 @@ def _problem(message: Any) -> str | None:
 
     for field in ("role", "content"):
         if message.get(field) is None:
-            return f'has no "{field}"; it has {sorted(message)}'
+            return f'has no "{field}"; it has {sorted(key for key in message if message[key])}'
     if not isinstance(message["role"], str) or not message["role"]:
         return f'must have a name as "role", found {message["role"]!r}'
 

@@ -41,9 +41,10 @@ def reference_answer(row: Row, rules: AnswerRules) -> Any:
     if value is None:
         if rule is None:
             return None
-        if key == "answer":
-            row.require(key)
-        raise DataError(f"{row.where}: no value for {key!r}, with which {rule} compares")
+        raise DataError(
+            f"{row.where}: no value for {key!r}, with which {rule} compares the response; the row "
+            f"has {sorted(row.fields)}"
+        )
 
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
         return _number_as_text(row, key, value)

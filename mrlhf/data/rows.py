@@ -49,6 +49,8 @@ class Row:
         if value is not None:
             return value
 
+        if name in self.fields:
+            raise DataError(f"{self.where}: {name!r} is null; give a value, or remove the row")
         near = difflib.get_close_matches(name, self.fields, n=1)
         if near and near[0] != name:
             hint = f"did you mean {near[0]!r}?"

@@ -60,6 +60,8 @@ def test_overlong(tokenizer, caplog):
 def test_malformed(tokenizer):
     with pytest.raises(DataError, match=r"s\.jsonl:1: no value for 'response'"):
         encode_sft(rows({"prompt": "1"}), tokenizer, max_length=6)
+    with pytest.raises(DataError, match=r"s\.jsonl:1: 'response' is null; give a value"):
+        encode_sft(rows({"prompt": "1", "response": None}), tokenizer, max_length=6)
     with pytest.raises(DataError, match="'answer' must be a string, found int"):
         encode_sft(rows({"prompt": "1", "answer": 2}), tokenizer, max_length=6)
 
