@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mrlhf.data.subword import MODEL_FILE, convert_sentencepiece
@@ -75,6 +74,11 @@ class Tokenizer:
         """Whether chat messages can be encoded."""
         return self._backend.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        return str(self._backend.chat_template or "")
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`.
 
@@ -82,8 +86,16 @@ class Tokenizer:
             text: any text.
             add_special_tokens: add the tokens with which the model family begins and ends a
                 sequence.
+
+        Raises:
+            DataError: the tokenizer has no token for a character, nor one for unknown ones.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # the tokenizers library raises no other class
+            raise DataError(
+                f"the tokenizer cannot encode {text[:80]!r}: {' '.join(str(error).split())}"
+            ) from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -137,7 +149,7 @@ class Tokenizer:
             text: str = self._backend.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a user's code
             raise DataError(
                 f"the chat template refuses the messages: {' '.join(str(error).split())}"
             ) from error

@@ -32,6 +32,7 @@ from mrlhf.preflight.vocabulary import (
     warn_of_undrawn,
 )
 from mrlhf.rewards.combine import RewardFunction
+from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
@@ -166,8 +167,10 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
         )
         warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
-        prompts = _prompts(config.data, _here(config.data.train_files, absent), tokenizer)
-        held_out = _prompts(config.data, _here(config.data.val_files, absent), tokenizer)
+        train_files = _here(config.data.train_files, absent)
+        val_files = _here(config.data.val_files, absent)
+        prompts = _prompts(config, train_files, tokenizer, "train")
+        held_out = _prompts(config, val_files, tokenizer, "val")
 
     if absent:
         _check_rewards(config.reward, absent)
@@ -292,12 +295,17 @@ def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
 
 
 def _prompts(
-    data: PromptDataSection, files: Sequence[str], tokenizer: Tokenizer
+    config: PPOConfig, files: Sequence[str], tokenizer: Tokenizer, split: str
 ) -> PromptDataset | None:
     if not files:
         return None
     return PromptDataset(
-        files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
+        files,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        overlong=config.data.overlong_prompts,
+        split=split,
+        answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
 
 
