@@ -25,7 +25,7 @@ EXTERNAL_TERMS = ("reward_model",)
 
 
 def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
-    """The weighted sum of the terms' scores [batch].
+    """The weighted sum of the terms' scores [batch]; not finite where float64 does not hold it.
 
     Raises:
         RewardError: a term has no weight, a weight has no term, the lengths differ, or a score is
@@ -51,8 +51,16 @@ def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> l
     mixed = []
     for row in zip(*(terms[name] for name in names), strict=True):
         weighted = [weights[name] * score for name, score in zip(names, row, strict=True)]
-        mixed.append(math.fsum(weighted))
+        mixed.append(_sum(weighted))
     return mixed
+
+
+def _sum(numbers: Sequence[float]) -> float:
+    """The sum; not finite where float64 does not hold it, which the caller refuses."""
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 class RewardFunction:
