@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
 from mrlhf.models.families import load_spec
@@ -61,7 +60,7 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
         if role.path in refused:
             continue
         try:
-            specs[name] = _load(name, role.path, _head(config, name))
+            specs[name] = _load(name, role.path, head_of(config, name))
         except ConfigError as error:
             refused.add(role.path)
             problems.append(str(error))
@@ -79,7 +78,7 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
     return specs
 
 
-def _head(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+def head_of(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
     """The head that the model of role `name` has."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"
@@ -98,25 +97,6 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
         return load_spec(path, head)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-
-
-def check_vocabulary(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that makes tokens the model has no embedding for.
-
-    Args:
-        name: role that the model is for, for the message.
-        spec: the model.
-        tokenizer: makes the tokens of the data.
-
-    Raises:
-        ConfigError: the tokenizer's vocabulary is larger than the model's.
-    """
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ConfigError(
-            f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-            f"{spec.vocab_size}; use the model's own tokenizer, or a model with vocab_size >= "
-            f"{tokenizer.vocab_size}"
-        )
 
 
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:

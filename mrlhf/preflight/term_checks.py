@@ -121,9 +121,10 @@ def _correctness_problems(config: PPOConfig) -> Iterator[str]:
         users.append("algorithm.filter_groups.metric acc")
     if config.actor.positive_lm_coef > 0:
         users.append(f"actor.positive_lm_coef {config.actor.positive_lm_coef}")
-    best = config.trainer.keep_best
-    if best is not None and any(mark in best for mark in _SHARES_OF_RIGHT):
-        users.append(f"trainer.keep_best {best}")
+    for key in ("keep_best", "export_best"):
+        metric = getattr(config.trainer, key)
+        if metric is not None and any(share in metric for share in _SHARES_OF_RIGHT):
+            users.append(f"trainer.{key} {metric}")
     for user in users:
         yield (
             f"{user} needs to know which responses are right, but no reward term says whether a "

@@ -55,7 +55,9 @@ _WRITTEN = {
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
     "actor": _MODEL_FILES,
+    "actor_best": _MODEL_FILES,
     "model": _MODEL_FILES,
+    "model_best": _MODEL_FILES,
 }
 
 

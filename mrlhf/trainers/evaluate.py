@@ -10,14 +10,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from mrlhf.batch import Rollout
-from mrlhf.rollout.scoring import Scorer, Scores
+from mrlhf.rollout.scoring import Scores
 
 MANY_ANSWERS = ("/pass@", "/maj@")
 
 
-def measure(scorer: Scorer, rollout: Rollout, n: int = 1) -> dict[str, float]:
-    """Score a rollout of `n` responses to each prompt and summarise it; every rank calls it.
+def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
+    """Summarise the scores of `n` responses to each prompt.
+
+    A response is right if its correctness is above one half.
+
+    Args:
+        scores: the scores of all responses [prompts * n], those of one prompt side by side.
+        sources: the data source of each prompt.
+        n: responses to each prompt.
 
     Returns:
         For each data source:
@@ -27,21 +33,6 @@ def measure(scorer: Scorer, rollout: Rollout, n: int = 1) -> dict[str, float]:
         `<data_source>/maj@<n>`, if that term also says what each answer is;
         `<data_source>/acc_unknown`, the number of responses of which that term says nothing, if
         there are any: they count in none of the three, nor does a prompt that has no other.
-    """
-    scores = scorer.score(rollout, with_answers=n > 1)
-    source_of_each_prompt = rollout.prompts.data_source[::n]
-    return summarise(scores, source_of_each_prompt, n)
-
-
-def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
-    """The metrics of `measure` from the scores.
-
-    A response is right if its correctness is above one half.
-
-    Args:
-        scores: the scores of all responses [prompts * n], those of one prompt side by side.
-        sources: the data source of each prompt.
-        n: responses to each prompt.
     """
     assert len(scores.total) == len(sources) * n, (
         f"{len(scores.total)} scores of {len(sources)} prompts x {n}"
@@ -107,8 +98,8 @@ def validation_metrics(
     """The metrics that a validation reports.
 
     Args:
-        greedy: metrics of `measure` on greedy answers.
-        sampled: metrics of `measure` on sampled answers; empty if there are none.
+        greedy: what `summarise` says of greedy answers.
+        sampled: what it says of sampled answers; empty if there are none.
 
     Returns:
         `val/<name>` for greedy answers and for what only many samples can tell (`pass@`, `maj@`);

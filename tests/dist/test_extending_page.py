@@ -34,7 +34,7 @@ from mrlhf.inference.base import (
 from mrlhf.methods import find_method
 from mrlhf.models.families import Family, load_spec
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import dry_run
+from mrlhf.preflight import dry_run, read_ppo_inputs
 from mrlhf.rewards.custom import load_custom
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
@@ -148,7 +148,7 @@ def _in_ranks(
         directory.mkdir(parents=True, exist_ok=True)
         config = load_config(PPOConfig, Path(root) / "base.yaml", overrides)
         run = Run(CPU, rank, world_size, factory, directory)
-        trainer = PPOTrainer(config, run, assemble(config, run))
+        trainer = PPOTrainer(config, run, assemble(config, read_ppo_inputs(config), run))
         try:
             metrics[name] = [trainer.step(trainer.begin_step(number)) for number in (1, 2)]
             trainer.parts.actor.engine.export(directory / "actor", 10**9)
@@ -237,7 +237,7 @@ def test_the_commands_of_the_page_pass_the_dry_run(
     assert len(commands) == len(references)
     for command in commands:
         config, _ = parse_args(PPOConfig, shlex.split(command.replace("\\\n", " ")))
-        assert "configuration fits" in dry_run(config, None)
+        assert "fits" in dry_run(config, None)
 
 
 def test_a_dry_run_finds_the_examples(root: Path, references: dict[str, str]) -> None:

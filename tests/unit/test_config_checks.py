@@ -415,15 +415,23 @@ def test_an_epoch_counts_the_prompts_that_a_step_takes():
 
 
 def test_dry_run_checks_first(tmp_path):
-    text = dry_run(ppo(actor__path=model_dir(tmp_path), critic__path="none"), 8)
-    assert text.endswith("not checked, no config.json here: critic\nconfiguration fits 8 ranks")
+    paths = {
+        "actor__path": model_dir(tmp_path),
+        "critic__path": "none",
+        "data__tokenizer": "tokenizer",
+    }
+    text = dry_run(ppo(**paths), 8)
+    assert text.endswith(
+        "not checked, not on this machine: critic.path none\n"
+        "not checked, not on this machine: data.tokenizer tokenizer\n"
+        "not checked, not on this machine: data.train_files a.jsonl\n"
+        "what could be checked fits 8 ranks"
+    )
     assert (
         "the KV cache of a rank\n"
         "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 "
         "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 24 samples at full length\n"
-    ) in dry_run(
-        ppo(actor__path=model_dir(tmp_path), critic__path="none", rollout__kv_cache_mb=1), 8
-    )
+    ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1), 8)
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
 
@@ -440,9 +448,9 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     wrong = {"critic__tp": 3, "critic__micro_batch_tokens": 1, "critic__ppo_mini_batch_size": 48}
     wrong["critic__optim"] = {"lr_warmup_steps": 10}
     assert len(problems(ppo(**wrong), 8)) == 4
-    without = ppo(**wrong, algorithm__adv_estimator="grpo", actor__path=model_dir(tmp_path))
-    text = dry_run(without, 8)
-    assert "critic.path" not in text and "not checked" not in text
+    paths = {"actor__path": model_dir(tmp_path), "data__tokenizer": "tokenizer"}
+    text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8)
+    assert "critic.path" not in text
     assert "  no critic: grpo needs none\n  rewards: scores\n  advantages: grpo\n" in text
     assert "  critic" not in text
 
@@ -460,7 +468,7 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
     config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
     assert (config.seed, dry) == (6, None)
-    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)
