@@ -5,9 +5,10 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import (
@@ -96,6 +97,18 @@ class FilterGroupsSection(Section):
         10, description="most batches of data.gen_batch_size prompts in one step"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_batch_in_flight(cls, raw: Any) -> Any:
+        """Say why verl's key does not stand here; the nearest of our keys would mislead."""
+        if isinstance(raw, Mapping) and "max_inflight_gen_batches" in raw:
+            raise ValueError(
+                "max_inflight_gen_batches is a key of verl's, whose engines run beside the trainer "
+                "and may hold several batches; here all ranks generate one batch after another and "
+                "stop as soon as enough prompts are left, as with 1 there; leave it out"
+            )
+        return raw
+
 
 class AlgorithmSection(Section):
     """From scores to advantages."""
@@ -139,9 +152,19 @@ class AlgorithmSection(Section):
     )
     norm_adv_by_std_in_grpo: bool = Field(
         True,
-        description="grpo, grpo_passk: divide by the standard deviation of the prompt's scores",
+        description="grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's "
+        "scores",
     )
     f_norm: Positive = Field(1.0, description="gpg: divisor of the advantages")
+    gdpo_reward_keys: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
+        "a number that only one function reports needs no function's name; null: those of all "
+        "reward.terms",
+    )
+    gdpo_reward_weights: Annotated[list[float], Field(min_length=1)] | None = Field(
+        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for all"
+    )
     use_kl_in_reward: bool = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"
     )
