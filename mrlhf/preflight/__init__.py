@@ -2,14 +2,26 @@
 
 from mrlhf.preflight.checks import check
 from mrlhf.preflight.dry_run import describe, dry_run, preflight
-from mrlhf.preflight.model_checks import check_model, check_models, check_vocabulary
+from mrlhf.preflight.inputs import (
+    PPOInputs,
+    RewardModelInputs,
+    SFTInputs,
+    read_ppo_inputs,
+    read_reward_model_inputs,
+    read_sft_inputs,
+)
+from mrlhf.preflight.model_checks import check_models
 
 __all__ = [
+    "PPOInputs",
+    "RewardModelInputs",
+    "SFTInputs",
     "check",
-    "check_model",
     "check_models",
-    "check_vocabulary",
     "describe",
     "dry_run",
     "preflight",
+    "read_ppo_inputs",
+    "read_reward_model_inputs",
+    "read_sft_inputs",
 ]

@@ -1,7 +1,7 @@
 """The dry run, and the layout and batch arithmetic of a run in words.
 
-The dry run checks everything for a number of ranks that need not exist. This file returns text, and
-builds no process group, model or data set.
+The dry run checks everything for a number of ranks that need not exist, the data and the user's
+functions included. This file returns text, and builds no process group or model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
+from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, without_weights
+from mrlhf.preflight.output import check_output
+from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.user_methods import check_user_methods
 
 
@@ -27,23 +30,31 @@ def smallest_world(config: AnyConfig) -> int:
 def dry_run(config: AnyConfig, world_size: int | None) -> str:
     """Check `config` for `world_size` ranks (None: the fewest that fit) and describe the run.
 
+    What is not on this machine is listed as not checked.
+
     Raises:
-        ConfigError: one line a mistake.
+        ConfigError, DataError, RewardError: one line a mistake.
     """
     if world_size is None:
         world_size = smallest_world(config)
     check(config, world_size)
-    if isinstance(config, PPOConfig):
-        check_user_methods(config)
+    _check_output(config)
+    absent = absent_paths(config)
     specs = check_models(config)
+    if isinstance(config, PPOConfig):
+        check_user_methods(config, absent)
+    steps = check_inputs(config, absent)
 
-    lines = [describe(config, world_size)]
+    lines = [describe(config, world_size, steps)]
     if isinstance(config, PPOConfig):
         lines += _cache(config, specs["rollout"])
-    absent = [name for name, spec in specs.items() if spec is None]
-    if absent:
-        lines.append(f"not checked, no config.json here: {', '.join(absent)}")
-    return "\n".join([*lines, f"configuration fits {_count(world_size, 'rank')}"])
+    lines += [f"not checked, not on this machine: {path}" for path in absent]
+    weightless = without_weights(config)
+    lines += [f"not checked, not on this machine: the weights of {name}" for name in weightless]
+    ranks = _count(world_size, "rank")
+    if absent or weightless:
+        return "\n".join([*lines, f"what could be checked fits {ranks}"])
+    return "\n".join([*lines, f"configuration fits {ranks}"])
 
 
 def preflight(config: AnyConfig, world_size: int) -> str:
@@ -53,19 +64,26 @@ def preflight(config: AnyConfig, world_size: int) -> str:
         ConfigError: one line a mistake.
     """
     check(config, world_size)
-    check_models(config)
+    _check_output(config)
+    require_paths(config)
+    check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
 
 
-def describe(config: AnyConfig, world_size: int) -> str:
+def _check_output(config: AnyConfig) -> None:
+    check_output(config.trainer.output_dir, "actor" if isinstance(config, PPOConfig) else "model")
+
+
+def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:
     """The layout and the batch arithmetic in words.
 
     Args:
         config: passes `check` for `world_size`.
         world_size: ranks.
+        steps: training steps of the run, if the data were read.
     """
     program = type(config).__name__.removesuffix("Config")
     lines = [f"{program} on {_count(world_size, 'rank')}"]
@@ -76,7 +94,7 @@ def describe(config: AnyConfig, world_size: int) -> str:
         lines += _ppo_step(config, world_size)
     else:
         lines += _supervised_step(config, world_size)
-    lines += _run(config)
+    lines += _run(config, steps)
     return "\n".join(lines)
 
 
@@ -190,7 +208,7 @@ def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> 
     )
 
 
-def _run(config: AnyConfig) -> Iterator[str]:
+def _run(config: AnyConfig, steps: int | None) -> Iterator[str]:
     """How many training steps the run has."""
     trainer = config.trainer
     batch = config.prompts_per_step if isinstance(config, PPOConfig) else config.data.batch_size
@@ -200,7 +218,8 @@ def _run(config: AnyConfig) -> Iterator[str]:
     if trainer.total_steps is not None:
         yield f"  {_count(trainer.total_steps, 'training step')} (trainer.total_steps)"
     else:
-        yield f"  {epochs} x (rows // {batch}) training steps"
+        count = "training steps" if steps is None else f"= {_count(steps, 'training step')}"
+        yield f"  {epochs} x (rows // {batch}) {count}"
 
     if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
         first = config.trainer.critic_warmup

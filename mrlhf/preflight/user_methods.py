@@ -5,14 +5,21 @@ It does not know what they compute.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.methods import find_method
+from mrlhf.preflight.paths import InputPath
 from mrlhf.user_code import is_reference
 
 
-def check_user_methods(config: PPOConfig) -> None:
+def check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) -> None:
     """Import the files that `loss_mode` and `adv_estimator` name, and find the functions in them.
+
+    Args:
+        config: the whole configuration.
+        absent: paths that are not on this machine; the functions there are not looked for.
 
     Raises:
         ConfigError: one line for each function that cannot be used.
@@ -21,9 +28,10 @@ def check_user_methods(config: PPOConfig) -> None:
         "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
         "algorithm.adv_estimator": config.algorithm.adv_estimator,
     }
+    missing = {path.key for path in absent}
     problems = []
     for key, name in names.items():
-        if not is_reference(name):
+        if not is_reference(name) or key in missing:
             continue
         try:
             find_method(key, name, {})

@@ -16,15 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.batch import Rollout
-from mrlhf.config.sections import RewardSection
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.interface import RewardInput, RewardResult
-from mrlhf.rewards.worker_process import Limits
 from mrlhf.rl.names import CORRECTNESS_TERMS
 from mrlhf.roles.reward_model import RewardModel
+from mrlhf.rollout.score_checks import check_total
 
 REPORTED_CORRECTNESS = "acc"
 
@@ -99,25 +98,22 @@ class Scorer:
 
     def __init__(
         self,
-        section: RewardSection,
+        function: RewardFunction,
         tokenizer: Tokenizer,
         reward_model: RewardModel | None,
         world: dist.ProcessGroup,
         stops: StopPoints | None = None,
     ) -> None:
-        """Load the terms.
+        """Take the terms over; `close` ends them.
 
         Args:
-            section: the terms.
+            function: the terms.
             tokenizer: turns responses into text.
             reward_model: for the term that needs it.
             world: the ranks among which responses are shared out.
             stops: the places where all ranks may stop; every few responses are one. None: nowhere.
         """
-        self._function = RewardFunction(
-            [(term.name, term.weight) for term in section.terms],
-            limits=Limits(section.timeout_s, section.memory_mb, section.max_processes),
-        )
+        self._function = function
         self._tokenizer = tokenizer
         self._model = reward_model
         self._world = world
@@ -136,7 +132,8 @@ class Scorer:
             with_answers: gather the answers too; they may be as long as the responses.
 
         Raises:
-            RewardError: a term failed, hung or returned no number for this rank's share.
+            RewardError: a term failed, hung or returned no number for this rank's share, or a
+                weighted sum does not fit into float32.
             Interrupted: the run stops here.
         """
         rank = self._world.rank()
@@ -160,6 +157,8 @@ class Scorer:
             total[source::world_size] = torch.tensor(scores, dtype=torch.float32)
             for name, column in metrics.items():
                 terms[name][source::world_size] = column
+
+        check_total(total, terms, rollout, self._function.weights)
 
         answers_of_ranks = [answers for _, _, answers in shares]
         answers = _join_answers(answers_of_ranks, _correctness_column(terms), len(rollout))

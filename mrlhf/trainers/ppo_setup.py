@@ -1,5 +1,4 @@
-"""Puts together what a PPO run needs: first the data, since it is cheap to refuse, then the models,
-then the engine.
+"""Puts together the parts of a PPO run from its inputs: first the models, then the engine.
 
 It knows which configuration key goes to which part. It runs nothing.
 """
@@ -14,11 +13,11 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.sampler import StatefulSampler
-from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import ConfigError, DataError
+from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
-from mrlhf.preflight import check_vocabulary
+from mrlhf.preflight import PPOInputs
+from mrlhf.preflight.vocabulary import Endings
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -41,6 +40,8 @@ class Parts:
 
     Attributes:
         tokenizer: the tokenizer of all models.
+        endings: what ends a response.
+        generation_config: the text of the actor's `generation_config.json`, if it has one.
         held_out: the validation prompts, if there are any.
         prompts: the training prompts.
         sampler: their order.
@@ -53,6 +54,8 @@ class Parts:
     """
 
     tokenizer: Tokenizer
+    endings: Endings
+    generation_config: str | None
     held_out: Prompts | None
     prompts: PromptDataset
     sampler: StatefulSampler
@@ -74,50 +77,49 @@ class Parts:
         return trained
 
 
-def assemble(config: PPOConfig, run: Run, initial: bool = True) -> Parts:
-    """Read the data and build every part; every rank calls it.
+def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = True) -> Parts:
+    """Build every part; every rank calls it.
 
     Args:
         config: the whole configuration.
+        inputs: what has been read; the scorer of the result closes the reward functions.
         run: this process's part in the job.
         initial: whether the trained models get their initial weights. If a checkpoint follows, it
             fills them.
 
     Raises:
-        ConfigError, DataError, WeightError, RewardError: an input is missing or does not fit.
+        ConfigError, DataError, WeightError: a model is missing or does not fit.
     """
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     check_engine(config, load_spec(config.actor.path, "lm"), run.device.torch_device)
-    _check_stop(config.rollout.stop, tokenizer)
-
-    prompts = _dataset(config, config.data.train_files, tokenizer)
-    held_out = _held_out(config, tokenizer)
+    tokenizer = inputs.tokenizer
+    prompts = inputs.prompts
     sampler = StatefulSampler(
         len(prompts), config.data.gen_batch_size, seed=config.seed, shuffle=config.data.shuffle
     )
-    steps = _steps(config, len(prompts))
 
     reward_model = _reward_model(config, run)
-    actor = _actor(config, run, tokenizer, initial)
-    critic = _critic(config, run, tokenizer, initial)
-    reference = _reference(config, run, tokenizer)
-    scorer = Scorer(config.reward, tokenizer, reward_model, actor.engine.groups.world, run.stops)
+    actor = _actor(config, run, initial)
+    critic = _critic(config, run, initial)
+    reference = _reference(config, run)
+    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups.world, run.stops)
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
-    actor_updates = max(1, steps - max(0, config.trainer.critic_warmup - 1))
+    actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
     actor.engine.attach_optimizer(config.actor.optim, actor_updates)
     if critic is not None:
-        critic.engine.attach_optimizer(config.critic.optim, steps)
+        critic.engine.attach_optimizer(config.critic.optim, inputs.steps)
     generator = build_generator(config, run, actor.engine, tokenizer)
 
     shaper = RewardShaper(config.algorithm, config.data.max_response_length)
     collector = _collector(config, generator, scorer, shaper, map(prompts.batch, sampler))
     return Parts(
         tokenizer=tokenizer,
-        held_out=held_out,
+        endings=inputs.endings,
+        generation_config=inputs.generation_config,
+        held_out=inputs.held_out,
         prompts=prompts,
         sampler=sampler,
-        steps=steps,
+        steps=inputs.steps,
         actor=actor,
         critic=critic,
         reference=reference,
@@ -130,49 +132,6 @@ def assemble(config: PPOConfig, run: Run, initial: bool = True) -> Parts:
             "critic": config.critic.ppo_mini_batch_size * config.rollout.n,
         },
     )
-
-
-def _steps(config: PPOConfig, rows: int) -> int:
-    """Training steps of the run; batches that dynamic sampling adds to a step do not count.
-
-    Raises:
-        DataError: there would be none.
-    """
-    batch = config.prompts_per_step
-    steps = config.trainer.steps(rows, batch)
-    if steps < 1:
-        raise DataError(
-            f"data.train_files hold {rows} prompts, which is less than one batch of {batch}, so "
-            "there would be no training step; give more prompts, lower data.train_batch_size, or "
-            "set trainer.total_steps"
-        )
-    return steps
-
-
-def _check_stop(stop: list[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop strings that the text of a response cannot contain, such as special tokens."""
-    for string in stop:
-        if string not in tokenizer.decode(tokenizer.encode(string)):
-            raise ConfigError(
-                f"rollout.stop holds {string!r}, which the tokenizer's decoded text never shows "
-                "(a special token?); responses end at the tokenizer's eos token by themselves, so "
-                "leave it out"
-            )
-
-
-def _dataset(config: PPOConfig, files: list[str], tokenizer: Tokenizer) -> PromptDataset:
-    data = config.data
-    return PromptDataset(
-        files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
-    )
-
-
-def _held_out(config: PPOConfig, tokenizer: Tokenizer) -> Prompts | None:
-    """The validation prompts as one batch, if there are any."""
-    if not config.data.val_files:
-        return None
-    prompts = _dataset(config, config.data.val_files, tokenizer)
-    return prompts.batch(range(len(prompts)))
 
 
 def _collector(
@@ -204,27 +163,27 @@ def _collector(
     )
 
 
-def _actor(config: PPOConfig, run: Run, tokenizer: Tokenizer, initial: bool) -> Actor:
-    engine = _engine(run, "actor", config.actor, "lm", tokenizer)
+def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
+    engine = _engine(run, "actor", config.actor, "lm")
     if initial:
         engine.load(config.actor.path, config.seed)
     settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
     return Actor(engine, settings, config.rollout.temperature)
 
 
-def _critic(config: PPOConfig, run: Run, tokenizer: Tokenizer, initial: bool) -> Critic | None:
+def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
     if not config.needs_critic:
         return None
-    engine = _engine(run, "critic", config.critic, "scalar", tokenizer)
+    engine = _engine(run, "critic", config.critic, "scalar")
     if initial:
         engine.load(config.critic.path, config.seed)
     return Critic(engine, config.critic)
 
 
-def _reference(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Reference | None:
+def _reference(config: PPOConfig, run: Run) -> Reference | None:
     if not config.needs_reference:
         return None
-    engine = _engine(run, "reference", config.reference, "lm", tokenizer)
+    engine = _engine(run, "reference", config.reference, "lm")
     engine.load(config.reference.path, config.seed)
     return Reference(engine, config.rollout.temperature)
 
@@ -232,16 +191,12 @@ def _reference(config: PPOConfig, run: Run, tokenizer: Tokenizer) -> Reference |
 def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
     if config.reward_model is None:
         return None
-    engine = _engine(run, "reward_model", config.reward_model, "scalar", None)
-    engine.load(config.reward_model.path, config.seed)
+    engine = _engine(run, "reward_model", config.reward_model, "scalar")
+    engine.load(config.reward_model.path, config.seed, needs_head=True)
     return RewardModel(engine)
 
 
-def _engine(
-    run: Run, name: str, section: RoleSection, head: Head, tokenizer: Tokenizer | None
-) -> ModelEngine:
-    """The model of role `name` without weights, checked against `tokenizer` if there is one."""
+def _engine(run: Run, name: str, section: RoleSection, head: Head) -> ModelEngine:
+    """The model of role `name` without weights."""
     spec = load_spec(section.path, head)
-    if tokenizer is not None:
-        check_vocabulary(name, spec, tokenizer)
     return ModelEngine(section, spec, run.groups(name, section), run.device, run.stops)

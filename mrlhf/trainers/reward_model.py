@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from mrlhf.config.roots import RewardModelConfig
-from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
-from mrlhf.data.rows import Row, read_rows
-from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
-from mrlhf.roles.reward_model import score_sequences
+from mrlhf.preflight import read_reward_model_inputs
+from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
@@ -25,11 +24,14 @@ from mrlhf.training.engine import ModelEngine, PackResult
 
 def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
+    # Bad input is refused before the output directory is touched.
+    inputs = read_reward_model_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
-        task = PreferenceLearning(config, tokenizer)
-        spec = load_spec(config.model.path, "scalar")
-        SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
+        task = PreferenceLearning(inputs.pairs, inputs.held_out)
+        tokenizer = inputs.tokenizer
+        stored = load_spec(config.model.path, "scalar")
+        spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.vocab_size)
+        SupervisedTrainer(config, inputs, run, spec, task).fit()
 
 
 class PreferenceLearning:
@@ -38,23 +40,14 @@ class PreferenceLearning:
     columns = (
         ("loss", "rm/loss"),
         ("accuracy", "rm/accuracy"),
-        ("val accuracy", "val/accuracy"),
         ("tokens/s", "perf/throughput"),
     )
+    curves = ("rm/loss", "rm/accuracy", "rm/margin", "rm/grad_norm", "rm/lr")
 
-    def __init__(self, config: RewardModelConfig, tokenizer: Tokenizer) -> None:
-        """Read the pairs.
-
-        Raises:
-            DataError: a file is missing or malformed.
-        """
-        train = read_rows(config.data.train_files)
-        if config.data.val_files:
-            held_out = read_rows(config.data.val_files)
-        else:
-            train, held_out = split_by_prompt(train, config.data.held_out_fraction, config.seed)
-        self._pairs = _encode(train, tokenizer, config)
-        self._held_out = _encode(held_out, tokenizer, config) if held_out else None
+    def __init__(self, pairs: PreferencePairs, held_out: PreferencePairs | None) -> None:
+        """Take the training pairs and the validation pairs, if there are any."""
+        self._pairs = pairs
+        self._held_out = held_out
 
     @property
     def has_held_out(self) -> bool:
@@ -66,7 +59,7 @@ class PreferenceLearning:
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
-        sequences = _interleave(self._pairs, rows)
+        sequences = scored_tokens(_interleave(self._pairs, rows), engine.spec)
         cut = engine.cut(sequences, [1] * len(sequences), "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
@@ -102,14 +95,6 @@ class PreferenceLearning:
         """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
         held_out = self._held_out is not None
         return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}
-
-
-def _encode(
-    rows: Sequence[Row], tokenizer: Tokenizer, config: RewardModelConfig
-) -> PreferencePairs:
-    return encode_preferences(
-        rows, tokenizer, max_length=config.data.max_length, overlong=config.data.overlong
-    )
 
 
 def _interleave(pairs: PreferencePairs, rows: Sequence[int]) -> list[list[int]]:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mrlhf.config.roots import SFTConfig
-from mrlhf.data.rows import read_rows
-from mrlhf.data.sft import SftExample, encode_sft
-from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
+from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
@@ -24,28 +23,24 @@ from mrlhf.training.engine import ModelEngine, PackResult
 
 def train_sft(config: SFTConfig) -> None:
     """Run supervised fine-tuning as configured; every rank calls it."""
+    # Bad input is refused before the output directory is touched.
+    inputs = read_sft_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
-        task = FineTuning(config, tokenizer)
+        task = FineTuning(inputs.examples, inputs.held_out)
         spec = load_spec(config.model.path, "lm")
-        SupervisedTrainer(config, run, spec, tokenizer, task, config.data.batch_size).fit()
+        SupervisedTrainer(config, inputs, run, spec, task).fit()
 
 
 class FineTuning:
     """Learns the responses of prompt-response rows."""
 
-    columns = (("loss", "sft/loss"), ("val loss", "val/loss"), ("tokens/s", "perf/throughput"))
+    columns = (("loss", "sft/loss"), ("tokens/s", "perf/throughput"))
+    curves = ("sft/loss", "sft/grad_norm", "sft/lr")
 
-    def __init__(self, config: SFTConfig, tokenizer: Tokenizer) -> None:
-        """Read the rows.
-
-        Raises:
-            DataError: a file is missing or malformed.
-        """
-        self._examples = _read(config.data.train_files, tokenizer, config)
-        self._held_out: list[SftExample] = []
-        if config.data.val_files:
-            self._held_out = _read(config.data.val_files, tokenizer, config)
+    def __init__(self, examples: Sequence[SftExample], held_out: Sequence[SftExample]) -> None:
+        """Take the training rows and the validation rows, of which there may be none."""
+        self._examples = examples
+        self._held_out = held_out
 
     @property
     def has_held_out(self) -> bool:
@@ -96,15 +91,6 @@ class FineTuning:
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`sft_loss`: on the held-out rows, or of the last step where there are none."""
         return {"sft_loss": metrics["val/loss"] if self._held_out else metrics["sft/loss"]}
-
-
-def _read(files: Sequence[str], tokenizer: Tokenizer, config: SFTConfig) -> list[SftExample]:
-    return encode_sft(
-        read_rows(files),
-        tokenizer,
-        max_length=config.data.max_length,
-        overlong=config.data.overlong,
-    )
 
 
 def _split(examples: Sequence[SftExample]) -> tuple[list[list[int]], list[int]]:

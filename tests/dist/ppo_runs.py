@@ -24,7 +24,7 @@ from mrlhf.device import Device
 from mrlhf.errors import RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import check, check_models
+from mrlhf.preflight import check, check_models, read_ppo_inputs
 from mrlhf.rollout.collector import Collected
 from mrlhf.run.startup import Run
 from mrlhf.trainers.experience import ModelOutputs
@@ -275,7 +275,7 @@ def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> 
     directory = root / "runs" / scenario.name
     directory.mkdir(parents=True, exist_ok=True)
     run = Run(CPU, rank, WORLD_SIZE, factory, directory)
-    trainer = _Watched(config, run, assemble(config, run))
+    trainer = _Watched(config, run, assemble(config, read_ppo_inputs(config), run))
     parts = trainer.parts
 
     steps = []

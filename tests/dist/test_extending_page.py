@@ -34,8 +34,9 @@ from mrlhf.inference.base import (
 from mrlhf.methods import find_method
 from mrlhf.models.families import Family, load_spec
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.preflight import dry_run
+from mrlhf.preflight import dry_run, read_ppo_inputs
 from mrlhf.rewards.custom import load_custom
+from mrlhf.rewards.interface import RewardInput, Scored
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -148,7 +149,7 @@ def _in_ranks(
         directory.mkdir(parents=True, exist_ok=True)
         config = load_config(PPOConfig, Path(root) / "base.yaml", overrides)
         run = Run(CPU, rank, world_size, factory, directory)
-        trainer = PPOTrainer(config, run, assemble(config, run))
+        trainer = PPOTrainer(config, run, assemble(config, read_ppo_inputs(config), run))
         try:
             metrics[name] = [trainer.step(trainer.begin_step(number)) for number in (1, 2)]
             trainer.parts.actor.engine.export(directory / "actor", 10**9)
@@ -237,7 +238,7 @@ def test_the_commands_of_the_page_pass_the_dry_run(
     assert len(commands) == len(references)
     for command in commands:
         config, _ = parse_args(PPOConfig, shlex.split(command.replace("\\\n", " ")))
-        assert "configuration fits" in dry_run(config, None)
+        assert "fits" in dry_run(config, None)
 
 
 def test_a_dry_run_finds_the_examples(root: Path, references: dict[str, str]) -> None:
@@ -267,12 +268,15 @@ def test_the_estimator_takes_the_mean_of_a_prompts_answers_off(
 def test_the_reward_prefers_a_right_and_a_short_answer(references: dict[str, str]) -> None:
     reward = load_custom(references["reward"])
     try:
-        right = reward("sums", " 7", "7", {"response_tokens": 1})
-        wrong = reward("sums", "8", "7", {"response_tokens": 3})
+        right = RewardInput("sums", "3+4=", " 7", "7", {}, 1)
+        wrong = RewardInput("sums", "3+4=", "8", "7", {}, 3)
+        scored = reward.score([right, wrong])
     finally:
         reward.close()
-    assert right == {"score": 1.05, "acc": 1.0, "shortness": 0.05}
-    assert wrong == {"score": 0.025, "acc": 0.0, "shortness": 0.025}
+    assert scored == [
+        Scored(1.05, {"acc": 1.0, "shortness": 0.05}),
+        Scored(0.025, {"acc": 0.0, "shortness": 0.025}),
+    ]
 
 
 def test_the_family_reads_a_configuration(root: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.batch import Prompts, Rollout
-from mrlhf.config.sections import RewardSection
+from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rollout.scoring import Scorer
 from mrlhf.trainers.evaluate import summarise
 from tests.padding import pad_responses
@@ -35,14 +35,12 @@ def rollout() -> Rollout:
 
 
 def score(rank: int, world_size: int) -> dict[str, Any]:
-    section = RewardSection.model_validate(
-        {"terms": [{"name": "gsm8k"}, {"name": "format", "weight": 0.5}]}
-    )
+    function = RewardFunction([("gsm8k", 1.0), ("format", 0.5)])
     tokenizer: Any = SimpleNamespace(decode=lambda tokens: "".join(map(chr, tokens)))
     world = dist.group.WORLD
     assert world is not None
 
-    scorer = Scorer(section, tokenizer, None, world)
+    scorer = Scorer(function, tokenizer, None, world)
     with_answers = scorer.score(rollout(), with_answers=True)
     without = scorer.score(rollout())
     scorer.close()

@@ -94,7 +94,7 @@ def test_each_algorithm_fits_the_small_task(
 
     assert _main(PPOConfig, [*arguments, *overrides]) == 0
     output = capsys.readouterr().out
-    assert "configuration fits 2 ranks" in output
+    assert output.endswith(" fits 2 ranks\n")
     assert ("no critic: " in output) is (preset not in ("ppo.yaml", "vapo.yaml"))
 
     if overrides:
@@ -132,12 +132,8 @@ def test_missing_data_is_the_last_line_that_a_user_reads(tmp_path: Path) -> None
     program = ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments]
     done = run_program([*launcher, *program], timeout=240)
     assert done.returncode == 2
-
-    (line,) = [line for line in done.stderr.splitlines() if "nowhere.jsonl" in line]
-    assert "] ERROR mrlhf.run.failures: DataError: data file nowhere.jsonl does not exist" in line
-    assert done.stderr.count("] ERROR ") == 1
-    assert "torch/distributed" not in done.stderr
-    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: data.train_files nowhere.jsonl does not exist; ")
 
 
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:

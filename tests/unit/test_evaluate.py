@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
-from mrlhf.rollout.scoring import Scorer, Scores, _correctness_column, _join_answers
-from mrlhf.trainers.evaluate import majority, measure, summarise, validation_metrics
+from mrlhf.rollout.scoring import Scores, _correctness_column, _join_answers
+from mrlhf.trainers.evaluate import majority, summarise, validation_metrics
 
 
 def scores(
@@ -98,28 +95,6 @@ def test_names_of_a_validation() -> None:
         "val/a/pass@8": 0.75,
         "val/a/maj@8": 0.5,
     }
-
-
-class Recorder:
-    """Stands for the scorer: keeps what it is asked and gives fixed scores."""
-
-    def __init__(self, given: Scores) -> None:
-        self.given = given
-        self.asked: list[bool] = []
-
-    def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
-        self.asked.append(with_answers)
-        return self.given
-
-
-@pytest.mark.parametrize(
-    ("n", "expected"), [(1, {"a/reward_mean", "a/acc@1"}), (2, {"a/pass@2", "a/maj@2"})]
-)
-def test_answers_are_asked_for_only_to_vote(n: int, expected: set[str]) -> None:
-    scorer = Recorder(scores([0.0, 1.0][:n], [0.0, 1.0][:n], ["4", "5"] if n == 2 else None))
-    rollout: Any = SimpleNamespace(prompts=Prompts([[3]], [0], ["p"], ["a"], ["5"], [{}]).repeat(n))
-    assert expected <= measure(cast(Scorer, scorer), rollout, n).keys()
-    assert scorer.asked == [n > 1]
 
 
 def test_the_answers_are_those_of_the_term_that_tells() -> None:

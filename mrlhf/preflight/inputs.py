@@ -1,0 +1,366 @@
+"""Reads everything that a run needs beside its models, before any of them is built: the tokenizer,
+the data and the user's reward functions.
+
+The trainers and `--dry-run` call the same functions. It knows which key names which input, and what
+must fit together. It does not know how a file is read, nor what is done with its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mrlhf.batch import Prompts
+from mrlhf.config.data import PromptDataSection, SupervisedDataSection
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.sections import RewardSection
+from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
+from mrlhf.data.prompts import PromptDataset
+from mrlhf.data.rows import Row, read_rows
+from mrlhf.data.sft import SftExample, encode_sft
+from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.errors import DataError
+from mrlhf.models.families import load_spec
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.preflight.model_checks import head_of
+from mrlhf.preflight.paths import AnyConfig, InputPath
+from mrlhf.preflight.vocabulary import (
+    Endings,
+    check_vocabularies,
+    find_endings,
+    warn_of_end_tokens,
+    warn_of_undrawn,
+)
+from mrlhf.rewards.combine import RewardFunction
+from mrlhf.rewards.rules import answer_rules
+from mrlhf.rewards.worker_process import Limits
+
+DataSection = PromptDataSection | SupervisedDataSection
+
+
+@dataclass(frozen=True)
+class PPOInputs:
+    """What a PPO run reads.
+
+    Attributes:
+        tokenizer: the tokenizer of all models.
+        endings: what ends a response.
+        generation_config: the text of the actor's `generation_config.json`, if it has one.
+        prompts: the training prompts.
+        held_out: the validation prompts, if there are any.
+        steps: training steps of the run.
+        reward: the terms of the reward; users' functions are running.
+    """
+
+    tokenizer: Tokenizer
+    endings: Endings
+    generation_config: str | None
+    prompts: PromptDataset
+    held_out: Prompts | None
+    steps: int
+    reward: RewardFunction
+
+
+@dataclass(frozen=True)
+class SFTInputs:
+    """What supervised fine-tuning reads.
+
+    Attributes:
+        tokenizer: the tokenizer of the model.
+        generation_config: the text of the model's `generation_config.json`, if it has one.
+        examples: the training rows.
+        held_out: the validation rows; empty if there are none.
+        steps: training steps of the run.
+    """
+
+    tokenizer: Tokenizer
+    generation_config: str | None
+    examples: list[SftExample]
+    held_out: list[SftExample]
+    steps: int
+
+
+@dataclass(frozen=True)
+class RewardModelInputs:
+    """What reward-model training reads.
+
+    Attributes:
+        tokenizer: the tokenizer of the model.
+        pairs: the training pairs.
+        held_out: the validation pairs, if there are any.
+        steps: training steps of the run.
+    """
+
+    tokenizer: Tokenizer
+    pairs: PreferencePairs
+    held_out: PreferencePairs | None
+    steps: int
+
+
+def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
+    """Read and check what a PPO run needs; its paths exist.
+
+    Raises:
+        ConfigError, DataError, RewardError: an input cannot be used; one line.
+    """
+    inputs = _ppo_inputs(config, absent=())
+    assert inputs is not None, "nothing is absent, so everything is read"
+    return inputs
+
+
+def read_sft_inputs(config: SFTConfig) -> SFTInputs:
+    """Read and check what supervised fine-tuning needs; its paths exist.
+
+    Raises:
+        ConfigError, DataError: an input cannot be used; one line.
+    """
+    inputs = _sft_inputs(config, absent=())
+    assert inputs is not None, "nothing is absent, so everything is read"
+    return inputs
+
+
+def read_reward_model_inputs(config: RewardModelConfig) -> RewardModelInputs:
+    """Read and check what reward-model training needs; its paths exist.
+
+    Raises:
+        ConfigError, DataError: an input cannot be used; one line.
+    """
+    inputs = _reward_model_inputs(config, absent=())
+    assert inputs is not None, "nothing is absent, so everything is read"
+    return inputs
+
+
+def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None:
+    """Check the inputs as a run would, except those that are `absent`.
+
+    Returns:
+        The training steps of the run; None if an absent input is needed to know them.
+
+    Raises:
+        ConfigError, DataError, RewardError: an input cannot be used; one line.
+    """
+    inputs: PPOInputs | SFTInputs | RewardModelInputs | None
+    if isinstance(config, PPOConfig):
+        inputs = _ppo_inputs(config, absent)
+        if inputs is not None:
+            inputs.reward.close()
+    elif isinstance(config, SFTConfig):
+        inputs = _sft_inputs(config, absent)
+    else:
+        inputs = _reward_model_inputs(config, absent)
+    return None if inputs is None else inputs.steps
+
+
+def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs | None:
+    """The inputs of a PPO run; None if some are absent, after the others have been checked."""
+    tokenizer = _tokenizer(config.data, absent)
+    actor_is_here = bool(_here([config.actor.path], absent))
+    generation_config = read_generation_config(config.actor.path) if actor_is_here else None
+    endings = None
+    prompts = None
+    held_out = None
+    if tokenizer is not None:
+        end_tokens = end_token_ids(config.actor.path) if actor_is_here else {}
+        tokenizer = tokenizer.ending_with(end_tokens)
+        endings = find_endings(
+            config.rollout.stop, config.rollout.stop_token_ids, end_tokens, tokenizer
+        )
+        warn_of_end_tokens(end_tokens, tokenizer)
+        _check_vocabularies(config, tokenizer, absent)
+        train_files = _here(config.data.train_files, absent)
+        val_files = _here(config.data.val_files, absent)
+        prompts = _prompts(config, train_files, tokenizer, "train")
+        held_out = _prompts(config, val_files, tokenizer, "val")
+
+    if absent:
+        _check_rewards(config.reward, absent)
+        return None
+    assert tokenizer is not None and endings is not None and prompts is not None
+    return PPOInputs(
+        tokenizer=tokenizer,
+        endings=endings,
+        generation_config=generation_config,
+        prompts=prompts,
+        held_out=None if held_out is None else held_out.batch(range(len(held_out))),
+        steps=_ppo_steps(config, len(prompts)),
+        reward=load_rewards(config.reward),
+    )
+
+
+def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs | None:
+    """The inputs of fine-tuning; None if some are absent, after the others have been checked."""
+    tokenizer = _tokenizer(config.data, absent)
+    examples: list[SftExample] = []
+    held_out: list[SftExample] = []
+    if tokenizer is not None:
+        _check_vocabularies(config, tokenizer, absent)
+        examples = _examples(config.data, _here(config.data.train_files, absent), tokenizer)
+        held_out = _examples(config.data, _here(config.data.val_files, absent), tokenizer)
+
+    if absent:
+        return None
+    assert tokenizer is not None
+    steps = _supervised_steps(config, len(examples), "rows")
+    generation_config = read_generation_config(config.model.path)
+    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
+
+
+def _reward_model_inputs(
+    config: RewardModelConfig, absent: Collection[InputPath]
+) -> RewardModelInputs | None:
+    """The inputs of a reward model's training; None if some are absent, as in `_sft_inputs`."""
+    data = config.data
+    tokenizer = _tokenizer(data, absent)
+    pairs = None
+    held_out = None
+    if tokenizer is not None:
+        _check_vocabularies(config, tokenizer, absent)
+        train_rows = _rows(data.train_files, absent)
+        held_out_rows = _rows(data.val_files, absent)
+        if train_rows and not data.val_files:
+            train_rows, held_out_rows = split_by_prompt(
+                train_rows, data.held_out_fraction, config.seed
+            )
+        pairs = _pairs(data, train_rows, tokenizer)
+        held_out = _pairs(data, held_out_rows, tokenizer)
+
+    if absent:
+        return None
+    assert tokenizer is not None and pairs is not None
+    steps = _supervised_steps(config, len(pairs), "pairs")
+    return RewardModelInputs(tokenizer, pairs, held_out, steps)
+
+
+def load_rewards(section: RewardSection) -> RewardFunction:
+    """The terms of the reward; users' functions are started.
+
+    Raises:
+        ConfigError, RewardError: a term is unknown, or a user's function cannot be used.
+    """
+    return RewardFunction(
+        [(term.name, term.weight) for term in section.terms],
+        limits=Limits(section.timeout_s, section.memory_mb, section.max_processes),
+    )
+
+
+def _check_rewards(section: RewardSection, absent: Collection[InputPath]) -> None:
+    """Load the terms whose files are here, and end them again."""
+    here = [
+        term
+        for term in section.terms
+        if not any(path.path == term.name.rpartition(":")[0] for path in absent)
+    ]
+    if here:
+        load_rewards(section.model_copy(update={"terms": here})).close()
+
+
+def _here(files: Sequence[str], absent: Collection[InputPath]) -> list[str]:
+    missing = {path.path for path in absent}
+    return [file for file in files if file not in missing]
+
+
+def _tokenizer(data: DataSection, absent: Collection[InputPath]) -> Tokenizer | None:
+    """The tokenizer with its template; None if one of them is absent."""
+    needed = [data.tokenizer]
+    if data.chat_template is not None:
+        needed.append(data.chat_template)
+    if _here(needed, absent) != needed:
+        return None
+    try:
+        return load_tokenizer(data.tokenizer, data.chat_template)
+    except DataError as error:
+        raise DataError(f"data.tokenizer: {error}") from error
+
+
+def _check_vocabularies(
+    config: AnyConfig, tokenizer: Tokenizer, absent: Collection[InputPath]
+) -> None:
+    """Refuse a tokenizer that makes tokens which a model does not have."""
+    sizes = {
+        name: load_spec(role.path, head_of(config, name)).vocab_size
+        for name, role in config.roles().items()
+        if _here([role.path], absent)
+    }
+    compared: tuple[str, ...] = ()
+    if isinstance(config, PPOConfig) and config.needs_full_kl:
+        compared = ("actor", "reference")
+    check_vocabularies(sizes, tokenizer.highest_id, compared)
+    if "actor" in sizes:
+        warn_of_undrawn(sizes["actor"], tokenizer.ids)
+
+
+def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
+    here = _here(files, absent)
+    return read_rows(here) if here else []
+
+
+def _prompts(
+    config: PPOConfig, files: Sequence[str], tokenizer: Tokenizer, split: str
+) -> PromptDataset | None:
+    if not files:
+        return None
+    return PromptDataset(
+        files,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        overlong=config.data.overlong_prompts,
+        split=split,
+        answer_rules=answer_rules(term.name for term in config.reward.terms),
+    )
+
+
+def _examples(
+    data: SupervisedDataSection, files: Sequence[str], tokenizer: Tokenizer
+) -> list[SftExample]:
+    if not files:
+        return []
+    return encode_sft(
+        read_rows(files), tokenizer, max_length=data.max_length, overlong=data.overlong
+    )
+
+
+def _pairs(
+    data: SupervisedDataSection, rows: Sequence[Row], tokenizer: Tokenizer
+) -> PreferencePairs | None:
+    if not rows:
+        return None
+    return encode_preferences(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
+
+
+def _ppo_steps(config: PPOConfig, rows: int) -> int:
+    """Training steps of the run; batches that dynamic sampling adds to a step do not count.
+
+    Raises:
+        DataError: there would be none, or the prompts do not fill one batch.
+    """
+    drawn = config.data.gen_batch_size
+    if drawn > rows:
+        raise DataError(
+            f"data.train_files hold {rows} prompts, which is less than data.gen_batch_size "
+            f"{drawn}; give more prompts, or lower data.train_batch_size and data.gen_batch_size"
+        )
+
+    batch = config.prompts_per_step
+    steps = config.trainer.steps(rows, batch)
+    if steps < 1:
+        raise DataError(
+            f"data.train_files hold {rows} prompts, which is less than one batch of {batch}, so "
+            "there would be no training step; give more prompts, lower data.train_batch_size, or "
+            "set trainer.total_steps"
+        )
+    return steps
+
+
+def _supervised_steps(config: SFTConfig | RewardModelConfig, rows: int, noun: str) -> int:
+    """Training steps of the run.
+
+    Raises:
+        DataError: the rows do not fill one batch.
+    """
+    batch = config.data.batch_size
+    if batch > rows:
+        raise DataError(
+            f"data.train_files hold {rows} {noun}, which is less than one batch of {batch}; give "
+            "more, or lower data.batch_size"
+        )
+    return config.trainer.steps(rows, batch)

@@ -1,0 +1,165 @@
+"""The files and directories that a configuration names, and what is wrong with those on this
+machine.
+
+It knows which keys hold paths and what kind of thing each names. It reads no file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.errors import ConfigError
+from mrlhf.user_code import is_reference
+
+AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
+
+Kind = Literal["file", "directory", "file or directory"]
+
+
+@dataclass(frozen=True)
+class InputPath:
+    """A path that the run reads.
+
+    Attributes:
+        key: the configuration key that names it.
+        path: as the key says it.
+        kind: what must be there.
+        holds: a file that the directory must hold; None: no particular one.
+    """
+
+    key: str
+    path: str
+    kind: Kind
+    holds: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.path}"
+
+
+def input_paths(config: AnyConfig) -> list[InputPath]:
+    """Every path that the run of `config` reads.
+
+    A key that takes its path from another key is left out.
+    """
+    paths = list(_model_paths(config))
+    paths += _data_paths(config)
+    if isinstance(config, PPOConfig):
+        paths += _function_paths(config)
+    if config.trainer.resume not in ("auto", "never"):
+        paths.append(InputPath("trainer.resume", config.trainer.resume, "directory"))
+
+    told = {path.key: path.path for path in paths}
+    own = []
+    for path in paths:
+        source = config.inherited.get(path.key)
+        if source is None or told.get(source) != path.path:
+            own.append(path)
+    return own
+
+
+def absent_paths(config: AnyConfig) -> list[InputPath]:
+    """The paths of `config` that do not exist on this machine.
+
+    Raises:
+        ConfigError: a path exists, but is not what its key needs; one line each.
+    """
+    absent = []
+    problems = []
+    for path in input_paths(config):
+        if not os.path.lexists(path.path):
+            absent.append(path)
+            continue
+        problem = _problem(path)
+        if problem is not None:
+            problems.append(problem)
+
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return absent
+
+
+def require_paths(config: AnyConfig) -> None:
+    """Refuse a configuration that names what is not on this machine.
+
+    Raises:
+        ConfigError: one line for each path.
+    """
+    absent = absent_paths(config)
+    if absent:
+        raise ConfigError("\n".join(f"{path} does not exist; {_hint(path)}" for path in absent))
+
+
+def _model_paths(config: AnyConfig) -> Iterator[InputPath]:
+    for name, role in config.roles().items():
+        yield InputPath(f"{name}.path", role.path, "directory", holds="config.json")
+
+
+def _data_paths(config: AnyConfig) -> Iterator[InputPath]:
+    data = config.data
+    yield InputPath("data.tokenizer", data.tokenizer, "file or directory")
+    if data.chat_template is not None:
+        yield InputPath("data.chat_template", data.chat_template, "file")
+    for file in data.train_files:
+        yield InputPath("data.train_files", file, "file")
+    for file in data.val_files:
+        yield InputPath("data.val_files", file, "file")
+
+
+def _function_paths(config: PPOConfig) -> Iterator[InputPath]:
+    """The files of the user's own functions."""
+    references = {
+        "actor.policy_loss.loss_mode": config.actor.policy_loss.loss_mode,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+    }
+    for number, term in enumerate(config.reward.terms):
+        references[f"reward.terms.{number}.name"] = term.name
+    for key, name in references.items():
+        if is_reference(name):
+            yield InputPath(key, name.rpartition(":")[0], "file")
+
+
+def _problem(path: InputPath) -> str | None:
+    """What is wrong with a path that exists, as a line."""
+    place = Path(path.path)
+    try:
+        is_directory = place.is_dir()
+        is_file = place.is_file()
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+
+    if is_directory and path.kind == "file":
+        return f"{path} is a directory; name a file"
+    if is_file and path.kind == "directory":
+        return f"{path} is a file; name a directory"
+    if not is_file and not is_directory:
+        if place.is_symlink() and not place.exists():
+            return f"{path} is a link to {os.readlink(place)}, which does not exist"
+        return f"{path} is neither a file nor a directory; name a {path.kind}"
+
+    if not os.access(place, os.R_OK | (os.X_OK if is_directory else 0)):
+        return f"{path} cannot be read: permission denied"
+    if path.holds is not None and not (place / path.holds).is_file():
+        return f"{path} holds no {path.holds}; name a directory that does"
+    return None
+
+
+def _hint(path: InputPath) -> str:
+    """What to do about a path that does not exist."""
+    place = Path(path.path)
+    try:
+        neighbours = [entry.name for entry in place.parent.iterdir()]
+    except OSError:
+        neighbours = []
+    near = difflib.get_close_matches(place.name, neighbours, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {place.parent / near[0]}?"
+
+    if place.is_absolute():
+        return f"name an existing {path.kind}"
+    return f"name an existing {path.kind}, relative to the working directory {Path.cwd()}"

@@ -1,0 +1,299 @@
+"""What a run reads beside its models: it is checked before anything is built, and in a dry run."""
+
+import json
+import os
+
+import pytest
+
+from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.data.subword import train_sentencepiece
+from mrlhf.errors import MrlhfError
+from mrlhf.preflight import (
+    dry_run,
+    preflight,
+    read_ppo_inputs,
+    read_reward_model_inputs,
+    read_sft_inputs,
+)
+from tests.unit.configurations import changed
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROWS = {
+    "train.jsonl": [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)],
+    "val.jsonl": [{"prompt": "9+1=", "answer": "10"}],
+    "pairs.jsonl": [
+        {"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "0"} for n in range(10)
+    ],
+}
+REWARDS = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+def old(response):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working directory with a model, a tokenizer, rows and rewards."""
+    root = tmp_path_factory.mktemp("inputs")
+    train_sentencepiece([*"0123456789+="], root / "tokenizer", vocab_size=32, byte_fallback=False)
+    (root / "model").mkdir()
+    (root / "model" / "config.json").write_text(json.dumps(MODEL))
+    for name, rows in (("small", 9), ("large", 96)):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(MODEL | {"vocab_size": rows}))
+    for name, rows in ROWS.items():
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "rewards.py").write_text(REWARDS)
+    (root / "broken.py").write_text("import nothing_of_this_name\n")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _in_place(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def ppo(**changes):
+    tree = {
+        "actor": {"path": "model", "ppo_mini_batch_size": 4},
+        "reward": {"terms": [{"name": "rewards.py:score"}]},
+        "data": {
+            "train_files": "train.jsonl",
+            "val_files": "val.jsonl",
+            "tokenizer": "tokenizer",
+            "train_batch_size": 4,
+            "max_prompt_length": 8,
+            "max_response_length": 8,
+        },
+        "trainer": {"output_dir": "out", "total_epochs": 3},
+    }
+    return PPOConfig.model_validate(changed(tree, changes))
+
+
+def supervised(root, file, **changes):
+    tree = {
+        "model": {"path": "model"},
+        "data": {
+            "train_files": file,
+            "tokenizer": "tokenizer",
+            "max_length": 32,
+            "batch_size": 4,
+        },
+        "trainer": {"output_dir": "out", "total_epochs": 3},
+    }
+    return root.model_validate(changed(tree, changes))
+
+
+def refusal(config):
+    """The one line with which both the dry run and a run refuse `config`."""
+    with pytest.raises(MrlhfError) as dry:
+        dry_run(config, 1)
+    with pytest.raises(MrlhfError) as real:
+        preflight(config, 1)
+        read_ppo_inputs(config)
+    assert str(dry.value) == str(real.value)
+    assert "\n" not in str(dry.value)
+    return str(dry.value)
+
+
+def test_the_inputs_of_each_program():
+    inputs = read_ppo_inputs(ppo())
+    assert (len(inputs.prompts), len(inputs.held_out), inputs.steps) == (8, 1, 6)
+    assert inputs.held_out.text == ["9+1="]
+    assert list(inputs.reward.weights) == ["score"]
+    inputs.reward.close()
+
+    sft = read_sft_inputs(supervised(SFTConfig, "train.jsonl"))
+    assert (len(sft.examples), len(sft.held_out), sft.steps) == (8, 0, 6)
+    pairs = read_reward_model_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
+    assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
+
+
+def test_rows_need_an_answer_only_where_a_rule_compares_with_one(place):
+    (place / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
+    files = {"data__train_files": "prompts.jsonl", "data__val_files": "prompts.jsonl"}
+    inputs = read_ppo_inputs(ppo(**files))
+    inputs.reward.close()
+    assert inputs.prompts[0].ground_truth == [None]
+    assert (inputs.prompts[0].extra_info, inputs.held_out.extra_info[7]) == (
+        [{"split": "train", "index": 0}],
+        {"split": "val", "index": 7},
+    )
+    both = [{"name": "rewards.py:score"}, {"name": "exact_match"}]
+    assert "prompts.jsonl:1: no value for 'answer'" in refusal(ppo(**files, reward__terms=both))
+
+
+def test_a_dry_run_reads_all_that_is_there():
+    for config in (
+        ppo(),
+        supervised(SFTConfig, "train.jsonl"),
+        supervised(RewardModelConfig, "pairs.jsonl"),
+    ):
+        text = dry_run(config, 1)
+        assert text.endswith("configuration fits 1 rank")
+        assert "  3 epochs x (rows // 4) = 6 training steps" in text
+        assert "not checked" not in text
+
+
+def test_what_is_absent_is_listed_by_the_dry_run_and_refused_by_a_run(place):
+    absent = {
+        "reference__path": "elsewhere",
+        "algorithm__use_kl_in_reward": True,
+        "data__val_files": ["val.jsonl", "/nowhere/x.jsonl"],
+        "reward__terms": [{"name": "rewards.py:score"}, {"name": "none.py:f"}],
+    }
+    assert dry_run(ppo(**absent), 1).splitlines()[-4:] == [
+        "not checked, not on this machine: reference.path elsewhere",
+        "not checked, not on this machine: data.val_files /nowhere/x.jsonl",
+        "not checked, not on this machine: reward.terms.1.name none.py",
+        "what could be checked fits 1 rank",
+    ]
+    with pytest.raises(MrlhfError) as caught:
+        preflight(ppo(**absent), 1)
+    assert str(caught.value).splitlines() == [
+        "reference.path elsewhere does not exist; name an existing directory, relative to the "
+        f"working directory {place}",
+        "data.val_files /nowhere/x.jsonl does not exist; name an existing file",
+        "reward.terms.1.name none.py does not exist; name an existing file, relative to the "
+        f"working directory {place}",
+    ]
+
+
+def test_what_is_here_is_checked_though_other_things_are_absent():
+    bad = {"data__train_files": ["train.jsonl", "absent.jsonl"], "data__max_prompt_length": 2}
+    with pytest.raises(MrlhfError, match=r"train\.jsonl:1: the prompt has 4 tokens"):
+        dry_run(ppo(**bad), 1)
+    with pytest.raises(MrlhfError, match="has no function 'nothing'"):
+        dry_run(ppo(critic__path="away", reward__terms=[{"name": "rewards.py:nothing"}]), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"actor__path": "model/config.json"},
+            "actor.path model/config.json is a file; name a directory",
+        ),
+        (
+            {"actor__path": "tokenizer"},
+            "actor.path tokenizer holds no config.json; name a directory that does",
+        ),
+        (
+            {"data__train_files": "tokenizer"},
+            "data.train_files tokenizer is a directory; name a file",
+        ),
+        (
+            {"data__chat_template": "tokenizer"},
+            "data.chat_template tokenizer is a directory; name a file",
+        ),
+        (
+            {"trainer__resume": "train.jsonl"},
+            "trainer.resume train.jsonl is a file; name a directory",
+        ),
+        (
+            {"data__tokenizer": "model"},
+            "data.tokenizer: cannot load a tokenizer from model",
+        ),
+        ({"data__val_files": "rewards.py"}, "rewards.py: cannot read .py"),
+        ({"data__train_batch_size": 16}, "data.train_files hold 8 prompts"),
+        ({"rollout__stop": "</a>"}, "rollout.stop holds '</a>'"),
+        ({"rollout__stop_token_ids": [3, 99]}, "rollout.stop_token_ids holds 99"),
+        ({"critic__path": "small", "algorithm__adv_estimator": "gae"}, "critic's vocab_size is 9"),
+        (
+            {
+                "reward_model__path": "small",
+                "reward__terms": [{"name": "reward_model"}],
+            },
+            "token ids go up to 16, and reward_model's vocab_size is 9; use the tokenizer that",
+        ),
+        (
+            {
+                "reference__path": "large",
+                "actor__use_kl_loss": True,
+                "actor__kl_loss_type": "full",
+            },
+            "vocab_size differs: actor's is 64 and reference's is 96",
+        ),
+        ({"reward__terms": [{"name": "broken.py:score"}]}, "nothing_of_this_name"),
+        ({"reward__terms": [{"name": "rewards.py:scores"}]}, "did you mean ['score']"),
+        ({"reward__terms": [{"name": "rewards.py:old"}]}, "must accept data_source, "),
+    ],
+)
+def test_one_line_for_what_cannot_be_used(changes, expected):
+    assert expected in refusal(ppo(**changes))
+
+
+def test_a_neighbour_with_a_similar_name_is_offered():
+    with pytest.raises(MrlhfError) as caught:
+        preflight(ppo(data__train_files="trian.jsonl"), 1)
+    assert str(caught.value) == (
+        "data.train_files trian.jsonl does not exist; did you mean train.jsonl?"
+    )
+
+
+def test_an_inherited_path_is_told_once():
+    with pytest.raises(MrlhfError) as caught:
+        preflight(
+            ppo(actor__path="away", data__tokenizer=None, algorithm__use_kl_in_reward=True), 1
+        )
+    assert str(caught.value).startswith("actor.path away does not exist; ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "expected"),
+    [
+        ("train.jsonl", "is a file; name another directory"),
+        ("train.jsonl/a/b", "lies below {place}/train.jsonl, which is a file; name another"),
+        ("loose", "is a link to nothing; name another directory"),
+        ("/proc/x", "lies where no files can be; name another directory"),
+        ("a" * 256, "has a part of more than 255 bytes; name another directory"),
+        ("taken", "holds a file 'actor' where the run makes a directory; name another"),
+        ("mixed", "holds a directory 'metrics.jsonl' where the run writes a file; name another"),
+    ],
+)
+def test_an_output_directory_that_cannot_be_written(place, output_dir, expected):
+    if not (place / "loose").is_symlink():
+        (place / "loose").symlink_to("nowhere")
+        (place / "taken").mkdir()
+        (place / "taken" / "actor").write_text("")
+        (place / "mixed" / "metrics.jsonl").mkdir(parents=True)
+    before = sorted(place.rglob("*"))
+    said = refusal(ppo(trainer__output_dir=output_dir))
+    assert said.startswith(f"trainer.output_dir {output_dir} {expected.format(place=place)}")
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_directory_without_permission_to_write(place, monkeypatch):
+    """As another user than the superuser, who may write everywhere."""
+    allowed = os.access
+    closed = place / "closed"
+    closed.mkdir()
+
+    def access(path, mode):
+        return allowed(path, mode) and not (mode & os.W_OK and str(path) == str(closed))
+
+    monkeypatch.setattr(os, "access", access)
+    assert refusal(ppo(trainer__output_dir="closed/new/run")) == (
+        f"trainer.output_dir closed/new/run cannot be created: {closed} may not be written; name "
+        "another directory"
+    )
