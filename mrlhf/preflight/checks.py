@@ -38,7 +38,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     else:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
-    problems += _unread_numbers(config)
+    problems += unread_numbers(config)
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -218,7 +218,7 @@ def _validation_problems(config: PPOConfig) -> Iterator[str]:
         yield ("trainer.val_sampled is on but data.val_files is empty; give files or turn it off")
 
 
-def _unread_numbers(config: AnyConfig) -> Iterator[str]:
+def unread_numbers(config: AnyConfig) -> Iterator[str]:
     """Numbers of what is switched off; those of models that are not built may stay."""
     not_built = set(config.model_fields) & {"critic", "reference"} - set(config.roles())
     told: set[str] = set()

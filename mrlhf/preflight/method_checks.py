@@ -8,8 +8,8 @@ Each complaint is one line with the numbers and the remedy. Refused are
 - what would destroy or contradict the method.
 
 The numbers of a model that is not built may stay, so that a file without a critic can be laid over
-one with a critic. Numbers of what a key of their own section switches off are looked at in `checks`.
-This file knows no rank.
+one with a critic. The numbers of what a key of their own section switches off are the business of
+`checks`. This file knows no rank.
 """
 
 from __future__ import annotations
@@ -371,8 +371,8 @@ def _no_effect(
     *others, last = readers
     names = f"{', '.join(others)} or {last}" if others else last
     return (
-        f"{key} {in_yaml(value)} has no effect with {chosen}; leave it at {in_yaml(default)}, or use "
-        f"{names}"
+        f"{key} {in_yaml(value)} has no effect with {chosen}; leave it at {in_yaml(default)}, or "
+        f"use {names}"
     )
 
 

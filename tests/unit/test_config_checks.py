@@ -110,8 +110,8 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"trainer__val_n": 4},
-            "trainer.val_n 4 is of the sampled validation, but trainer.val_sampled is off; turn "
-            "that on or leave val_n at 1",
+            "trainer.val_n 4 has no effect, since trainer.val_sampled is false; leave it at 1, or "
+            "turn that on",
         ),
         (
             {
@@ -144,7 +144,7 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"actor__kl_loss_type": "full", "reference__pp": 1},  # no KL in use
+        {"reference__pp": 1},  # no KL in use
         {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
         {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
