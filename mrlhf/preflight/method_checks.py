@@ -111,12 +111,11 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
         users.append("algorithm.filter_groups.enable")
     if algorithm.reward_norm == "group":
         users.append("algorithm.reward_norm group")
-    if config.rollout.n == 1:
-        for user in users:
-            yield (
-                f"{user} compares the answers to a prompt, but rollout.n is 1; set rollout.n to "
-                "at least 2"
-            )
+    if users and config.rollout.n == 1:
+        yield (
+            f"{users[0]} compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+            "least 2"
+        )
 
     if algorithm.reward_norm is not None and traits.needs_greedy_answer:
         yield (

@@ -68,12 +68,18 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
     if "actor" in specs:
         specs["rollout"] = specs["actor"]
 
+    checked: set[str] = set()
     for name, spec in specs.items():
+        if spec is None:
+            continue
+        path = config.roles()["actor" if name == "rollout" else name].path
         try:
-            if spec is not None:
-                _check_role(config, name, spec)
+            _check_role(config, name, spec)
+            if path not in checked:
+                _check_positions(name, path, spec, config.data.max_length)
         except ConfigError as error:
             problems.append(str(error))
+        checked.add(path)
     if problems:
         raise ConfigError("\n".join(problems))
     return specs
@@ -198,12 +204,10 @@ def _check_role(
     """Refuse a layout of role `name`, or of the engine, that does not fit its model."""
     if name == "rollout" and isinstance(config, PPOConfig):
         check_model(name, config.rollout.tp, 1, spec, replicates_kv_heads=True)
-        _check_positions(name, config.actor.path, spec, config.data.max_length)
         _check_cache(config, spec)
     else:
         role = config.roles()[name]
         check_model(name, role.tp, role.pp, spec)
-        _check_positions(name, role.path, spec, config.data.max_length)
 
 
 def _check_positions(name: str, path: str, spec: ModelSpec, longest: int) -> None:
