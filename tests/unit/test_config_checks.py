@@ -468,7 +468,7 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
     config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
     assert (config.seed, dry) == (6, None)
-    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)

@@ -1,6 +1,7 @@
 """What a run reads beside its models: it is checked before anything is built, and in a dry run."""
 
 import json
+import os
 
 import pytest
 
@@ -242,3 +243,43 @@ def test_an_inherited_path_is_told_once():
         )
     assert str(caught.value).startswith("actor.path away does not exist; ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "expected"),
+    [
+        ("train.jsonl", "is a file; name another directory"),
+        ("train.jsonl/a/b", "lies below {place}/train.jsonl, which is a file; name another"),
+        ("loose", "is a link to nothing; name another directory"),
+        ("/proc/x", "lies where no files can be; name another directory"),
+        ("a" * 256, "has a part of more than 255 bytes; name another directory"),
+        ("taken", "holds a file 'actor' where the run makes a directory; name another"),
+        ("mixed", "holds a directory 'metrics.jsonl' where the run writes a file; name another"),
+    ],
+)
+def test_an_output_directory_that_cannot_be_written(place, output_dir, expected):
+    if not (place / "loose").is_symlink():
+        (place / "loose").symlink_to("nowhere")
+        (place / "taken").mkdir()
+        (place / "taken" / "actor").write_text("")
+        (place / "mixed" / "metrics.jsonl").mkdir(parents=True)
+    before = sorted(place.rglob("*"))
+    said = refusal(ppo(trainer__output_dir=output_dir))
+    assert said.startswith(f"trainer.output_dir {output_dir} {expected.format(place=place)}")
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_directory_without_permission_to_write(place, monkeypatch):
+    """As another user than the superuser, who may write everywhere."""
+    allowed = os.access
+    closed = place / "closed"
+    closed.mkdir()
+
+    def access(path, mode):
+        return allowed(path, mode) and not (mode & os.W_OK and str(path) == str(closed))
+
+    monkeypatch.setattr(os, "access", access)
+    assert refusal(ppo(trainer__output_dir="closed/new/run")) == (
+        f"trainer.output_dir closed/new/run cannot be created: {closed} may not be written; name "
+        "another directory"
+    )
