@@ -255,9 +255,8 @@ def test_one_mistake_is_reported_once(tmp_path):
     with pytest.raises(ConfigError, match=r"^rollout\.tp 2 .*; use one of 1, 3, 6$"):
         check_models(config)
 
-    long = ppo(
-        actor__path=path, actor__use_kl_loss=True, actor__tp=1, data__max_response_length=217
-    )
+    fitting = {"actor__tp": 1, "critic__tp": 1, "rollout__tp": 1}
+    long = ppo(actor__path=path, actor__use_kl_loss=True, data__max_response_length=217, **fitting)
     with pytest.raises(ConfigError) as caught:
         check_models(long)
     (line,) = str(caught.value).splitlines()
@@ -416,6 +415,7 @@ def test_dry_run_checks_first(tmp_path):
         "not checked, not on this machine: critic.path none\n"
         "not checked, not on this machine: data.tokenizer tokenizer\n"
         "not checked, not on this machine: data.train_files a.jsonl\n"
+        "not checked, not on this machine: the weights of actor\n"
         "what could be checked fits 8 ranks"
     )
     assert (
@@ -459,7 +459,7 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
     config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
     assert (config.seed, dry) == (6, None)
-    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)

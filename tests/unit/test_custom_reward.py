@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.errors import RewardError
-from mrlhf.rewards.custom import CustomReward, Limits, WorkerTraceback, load_custom
+from mrlhf.errors import RewardError, UserTraceback
+from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +81,15 @@ def returns_extra(data_source, solution_str, ground_truth, extra_info):
 def returns_complex(data_source, solution_str, ground_truth, extra_info):
     return 1j
 
+def returns_the_answer(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0, "pred": repr(ground_truth).strip("'")}
+
+def returns_huge(data_source, solution_str, ground_truth, extra_info):
+    return 10**400
+
+async def is_async(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
 def takes_two(solution_str, ground_truth):
     return 1
 
@@ -140,14 +149,12 @@ def test_scores_batches(load):
         Scored(1.0, {}),
     ]
     assert reward.score([]) == []
-    assert reward("sums", "7", "7", {}) == 1.0
 
 
 def test_dicts_give_metrics_and_extra_info_tells_the_length(load):
     score, further, answer = load("detailed").score(inputs("abc", level=3))[0]
     assert score == 0.5 and answer is None
     assert further == {"length": 3.0, "exact": 1.0, "tokens": 3.0, "keys": 3.0}
-    assert load("detailed")("sums", "abc", "7", {})["score"] == 0.5
 
 
 def test_an_answer_comes_back_as_the_text_it_is(load):
@@ -159,7 +166,6 @@ def test_an_answer_comes_back_as_the_text_it_is(load):
         "",
     ]
     assert reward.score(inputs("18")) == [Scored(1.0, {"acc": 1.0}, "18")]
-    assert reward("sums", "18", "7", {}) == {"score": 1.0, "pred": "18", "acc": 1.0}
     assert load("answers_a_number").score(inputs("1/2", "3")) == [
         Scored(1.0, {}, "1/2"),
         Scored(1.0, {}, "3"),
@@ -197,7 +203,7 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
         assert part in message
     assert "\n" not in message
 
-    assert isinstance(raised.value.__cause__, WorkerTraceback)
+    assert isinstance(raised.value.__cause__, UserTraceback)
     assert 'return {}["missing"]' in str(raised.value.__cause__)
     assert "worker.py" not in str(raised.value.__cause__)
 
@@ -256,6 +262,14 @@ def test_a_dying_process_is_told(load, name, fate):
         ({"points": 1}, 'without "score"'),
         ({"score": None}, "is no number"),
         ({"score": float("-inf")}, "returned -inf"),
+        (1e30, "returned 1e\\+30; return a finite number from -1e\\+15 to 1e\\+15"),
+        ({"score": -2e15}, "returned -2e\\+15"),
+        ({"score": 1, "acc": 7}, "returned 7.0 as 'acc', .* return 1 or True"),
+        ({"score": 1, "acc": -0.5}, "returned -0.5 as 'acc'"),
+        ({"score": 1, "acc": float("nan")}, "returned nan as 'acc'"),
+        ({"score": 1, "acc": "yes"}, "returned 'yes' as 'acc'"),
+        ({"score": 1, "acc": [1]}, r"returned \[1\] as 'acc'"),
+        ({"score": 1, "f1": float("inf")}, "returned inf as 'f1'; return a finite number"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(load, value, message):
@@ -263,11 +277,35 @@ def test_what_is_no_finite_number_is_refused(load, value, message):
     with pytest.raises(RewardError, match=message) as raised:
         reward.score(inputs("7", value=value))
     assert "returns_extra" in str(raised.value) and "solution '7'" in str(raised.value)
+    assert "prompt '3+4='" in str(raised.value) and "\n" not in str(raised.value)
     assert reward.score(inputs("7", value=2)) == [Scored(2.0, {})]
 
 
+def test_the_row_is_named_and_what_is_absent_is_left_out(load):
+    reward = load("returns_extra")
+    with pytest.raises(RewardError, match=r"solution '7', prompt '3\+4=', index 5 of split 'val'$"):
+        reward.score(inputs("7", value="x", index=5, split="val"))
+    value = {"score": True, "acc": None, "f1": float("nan"), "note": "text", "exact": 0.5}
+    assert reward.score(inputs("7", value=value)) == [Scored(1.0, {"exact": 0.5})]
+    assert reward.score(inputs("7", value={"score": 0, "acc": False})) == [Scored(0, {"acc": 0.0})]
+
+
+@pytest.mark.parametrize("answer", [None, "7", ["7", "seven"], {"min": 1}, True])
+def test_the_reference_answer_arrives_as_it_is(load, answer):
+    row = RewardInput("sums", "3+4=", "7", answer, {}, 1)
+    found = load("returns_the_answer").score([row])
+    assert found == [Scored(0.0, {}, str(answer))]
+
+
+def test_a_number_too_large_for_a_float_and_a_coroutine_are_no_numbers(load):
+    with pytest.raises(RewardError, match=r"returned 1000.*which is no number"):
+        load("returns_huge").score(inputs("7"))
+    with pytest.raises(RewardError, match=r"returned <coroutine .*which is no number"):
+        load("is_async").score(inputs("7"))
+
+
 def test_complex_is_refused(load):
-    with pytest.raises(RewardError, match="'1j', which is no number"):
+    with pytest.raises(RewardError, match="returned 1j, which is no number"):
         load("returns_complex").score(inputs("7"))
 
 

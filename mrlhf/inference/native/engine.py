@@ -44,6 +44,7 @@ class NativeEngine:
         dtype: torch.dtype,
         limits: EngineLimits,
         decode: Decode | None = None,
+        never: Sequence[int] = (),
     ) -> None:
         """Describe the engine; memory is taken when weights come and when requests come.
 
@@ -55,6 +56,7 @@ class NativeEngine:
             dtype: the dtype of the parameters.
             limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
+            never: token ids that are never drawn.
 
         Raises:
             WeightError: the model's heads, MLP or vocabulary do not divide over the group.
@@ -81,7 +83,7 @@ class NativeEngine:
         self._operators = make_operators(spec, self._dtype, device)
         self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
         compiled = kernels.load(self._dtype) if device.type == "cpu" else None
-        self._sampler = Sampler(self._parallel, compiled)
+        self._sampler = Sampler(self._parallel, compiled, never)
 
         # These are None while the engine does not have them: the weights laid out for this machine,
         # the cache, the runner that uses both, and the samples that are being decoded.

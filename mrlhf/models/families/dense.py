@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Chunk, Family
 from mrlhf.models.families.dense_weights import (
+    EMBEDDING,
     LANGUAGE_HEAD,
     SCALAR_HEAD,
     parameter_names,
@@ -42,6 +43,7 @@ def dense_family(
     return Family(
         model_type=model_type,
         class_stem=class_stem,
+        embedding=EMBEDDING,
         language_head=LANGUAGE_HEAD,
         scalar_head=SCALAR_HEAD,
         required_keys=_REQUIRED_KEYS,
@@ -153,13 +155,17 @@ def check_rotations(spec: ModelSpec) -> None:
     """
     for kind in {kind for kind in spec.ropes if kind is not None}:
         try:
-            rope_of(spec, kind)
+            rope = rope_of(spec, kind)
         except KeyError as error:
             raise ConfigError(f"config.json: rope_parameters has no {error.args[0]}") from error
         except (TypeError, ValueError, ArithmeticError) as error:
             raise ConfigError(
                 f"config.json: rope_parameters cannot be computed with: {error}"
             ) from error
+        if not bool(rope.frequencies.isfinite().all()):
+            raise ConfigError(
+                "config.json: the rope parameters give frequencies that are not finite"
+            )
 
 
 def megatron_options(spec: ModelSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mrlhf.models.families.base import Chunk
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 
+EMBEDDING = "model.embed_tokens.weight"
 LANGUAGE_HEAD = "lm_head.weight"
 SCALAR_HEAD = "score.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -23,7 +24,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Hugging Face name and full shape of every tensor of the model, in checkpoint order."""
     hidden = spec.hidden_size
 
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         if not spec.norms_after:
@@ -139,7 +140,7 @@ def _layer_parameters(spec: ModelSpec) -> list[str]:
 
 
 def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
-    embedding = Rule(("model.embed_tokens.weight",), dim=0)
+    embedding = Rule((EMBEDDING,), dim=0)
     if spec.head == "scalar":
         output = Rule((SCALAR_HEAD,), dim=None)
     elif spec.tied_embeddings:
