@@ -41,7 +41,7 @@ from tests.plain_ppo import Case
 Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
-MODELS = ("llama", "qwen2-tied")
+MODELS = ("llama", "qwen2-tied", "llama-biases", "olmo2", "phi3")
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2)]}
 """By world size: (tp, pp)."""
 
