@@ -93,9 +93,11 @@ class Outcome:
 
 def save_models(root: Path) -> None:
     """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`."""
+    one_kv_head = SIZES | {"num_key_value_heads": 1}
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
-        "qwen2-tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "qwen2-tied": transformers.Qwen2Config(**one_kv_head, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
     }
     generator = torch.Generator().manual_seed(4)
     for name, config in kinds.items():

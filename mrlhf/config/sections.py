@@ -85,7 +85,11 @@ class RoleSection(Section):
     path: str = Field(
         description="Hugging Face directory: config.json, with or without safetensors"
     )
-    tp: Count = Field(1, description="tensor-parallel size, ranks")
+    tp: Count = Field(
+        1,
+        description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
+        "its KV heads or is a multiple of them",
+    )
     pp: Count = Field(1, description="pipeline-parallel size, ranks")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"

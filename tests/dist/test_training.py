@@ -43,7 +43,7 @@ BASIC_CASES = {
     "plain": Case("llama", "token-mean"),
     "clipped gradient": Case("qwen2-tied", "token-sum", clip_grad=1.0),
     "sampled KL and entropy": Case("qwen2-tied", "seq-mean-token-mean", NEAR),
-    "full KL": Case("llama", "seq-mean-token-sum-norm", FULL),
+    "full KL": Case("qwen3", "seq-mean-token-sum-norm", FULL),
     "entropy": Case("llama", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
     "weights and rejection": Case("llama", "token-mean", NEAR, corrected=True),
 }
