@@ -88,11 +88,12 @@ def empty_engine(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
     decode: Decode | None = None,
+    never: Sequence[int] = (),
     **limits: Any,
 ) -> NativeEngine:
     limits = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, **limits}
     return NativeEngine(
-        spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode
+        spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode, never
     )
 
 

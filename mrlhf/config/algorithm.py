@@ -5,12 +5,21 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.config.fields import Count, Fraction, FunctionReference, NotNegative, Positive, Section
+from mrlhf.config.fields import (
+    Count,
+    Fraction,
+    FunctionReference,
+    NotNegative,
+    Positive,
+    Section,
+    Switch,
+)
+from mrlhf.config.path_text import expand_name
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -19,11 +28,20 @@ from mrlhf.rl.names import (
     RewardKlKind,
     RewardNorm,
 )
-from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
+
+    switches = (
+        Switch(
+            "type",
+            lambda kind: kind == "fixed",
+            ("target_kl", "horizon"),
+            "is fixed",
+            "use adaptive",
+        ),
+    )
 
     type: KlControllerKind = Field(
         "fixed",
@@ -36,8 +54,14 @@ class KlCtrlSection(Section):
     )
 
 
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
 class OverlongBufferSection(Section):
     """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
+
+    switches = (Switch("enable", _is_false, ("len", "penalty_factor"), "is false", "turn that on"),)
 
     enable: bool = Field(False, description="lower the score of responses that are almost too long")
     len: Count | None = Field(
@@ -56,6 +80,10 @@ class FilterGroupsSection(Section):
     A prompt whose answers all have the same score teaches nothing.
     """
 
+    switches = (
+        Switch("enable", _is_false, ("metric", "max_num_gen_batches"), "is false", "turn that on"),
+    )
+
     enable: bool = Field(
         False, description="drop such prompts, and generate others until the batch is full"
     )
@@ -71,6 +99,23 @@ class FilterGroupsSection(Section):
 
 class AlgorithmSection(Section):
     """From scores to advantages."""
+
+    switches = (
+        Switch(
+            "use_kl_in_reward",
+            _is_false,
+            (
+                "kl_penalty",
+                "kl_placement",
+                "kl_ctrl.type",
+                "kl_ctrl.kl_coef",
+                "kl_ctrl.target_kl",
+                "kl_ctrl.horizon",
+            ),
+            "is false",
+            "turn that on",
+        ),
+    )
 
     adv_estimator: AdvantageEstimator | FunctionReference = Field(
         "gae",
@@ -134,4 +179,4 @@ class AlgorithmSection(Section):
     @field_validator("adv_estimator", mode="before")
     @classmethod
     def _is_estimator_or_function(cls, name: object) -> str:
-        return check_name(name, get_args(AdvantageEstimator))
+        return expand_name(name, get_args(AdvantageEstimator))

@@ -170,6 +170,9 @@ def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
 
     for name, value in items:
         full = f"{prefix}{name}"
+        if isinstance(node, dict) and "." in name:
+            yield full
+            continue
         below = f"{starred(full)}."
         if any(key.startswith(below) for key in known):
             yield from _unknown(value, known, f"{full}.")
@@ -249,9 +252,12 @@ def _item(items: list[Any], key: str, number: str) -> Any:
 def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
     """One line for each mistake; a value that other keys inherit is complained about once."""
     mistakes = {(_dotted(item["loc"]), item["type"]) for item in error.errors()}
+    misspelt = any(item["type"] == "extra_forbidden" for item in error.errors())
     lines = []
     for item in error.errors(include_url=False):
         name = _dotted(item["loc"])
+        if misspelt and item["type"] == "missing":
+            continue  # the misspelt key may be the missing one
         if (root_class.inherited.get(name), item["type"]) not in mistakes:
             lines.append(_line(root_class, name, item))
     return lines

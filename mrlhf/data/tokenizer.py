@@ -7,8 +7,9 @@ data files or models.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,13 @@ class Tokenizer:
         pad_id: the padding token. If the tokenizer names none it is eos, which is safe because
             padding is always masked.
         bos_id: the token that begins a sequence, or None.
+        unk_id: the token of text that has none; None if there is no such token, or if it is eos,
+            bos or pad too.
+        ids: all token ids. There may be gaps between them.
+        end_ids: further tokens that end a response. At its end they have no text, as eos has none.
     """
 
-    def __init__(self, backend: PreTrainedTokenizerBase) -> None:
+    def __init__(self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = ()) -> None:
         if backend.eos_token_id is None:
             raise DataError(
                 f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in "
@@ -48,11 +53,21 @@ class Tokenizer:
         self.eos_id: int = backend.eos_token_id
         self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
         self.bos_id: int | None = backend.bos_token_id
+        unk_id: int | None = backend.unk_token_id
+        others = (self.eos_id, self.bos_id, self.pad_id)
+        self.unk_id: int | None = None if unk_id in others else unk_id
+        self.ids: frozenset[int] = frozenset(backend.get_vocab().values())
+        self.end_ids = frozenset(end_ids)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
-        return len(self._backend)
+        return len(self.ids)
+
+    @property
+    def highest_id(self) -> int:
+        """The highest token id, added tokens included."""
+        return max(self.ids)
 
     @property
     def has_chat_template(self) -> bool:
@@ -84,9 +99,31 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`."""
+        """The text of `ids`, without special tokens if they are skipped, or with all tokens."""
+        if skip_special_tokens and self.end_ids and len(ids) and ids[-1] in self.end_ids:
+            ids = ids[:-1]
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def ending_with(self, end_ids: Collection[int]) -> Tokenizer:
+        """The same tokenizer, with these further tokens that end a response."""
+        return Tokenizer(self._backend, end_ids)
+
+    def shows(self, string: str) -> bool:
+        """Whether the text of a response can contain `string`."""
+        texts = (string, f"a{string}", f"a{string}a")
+        return any(string in self.decode(self.encode(text)) for text in texts)
+
+    def special_id(self, string: str) -> int | None:
+        """The special token that is written `string`, which no text shows; None if it is none."""
+        token: int | None = self._backend.get_vocab().get(string)
+        if token is None or self.is_ordinary(token) or self.decode([token]):
+            return None
+        return token
+
+    def is_ordinary(self, token: int) -> bool:
+        """Whether a token is made of ordinary text: it was not added to the vocabulary."""
+        return token not in self._backend.added_tokens_decoder
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -141,9 +178,18 @@ class Tokenizer:
         """Tokens of a response: the tokens of its text, then eos."""
         return [*self.encode(text), self.eos_id]
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read."""
-        self._backend.save_pretrained(directory)
+    def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
+        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read.
+
+        Args:
+            directory: where the files go.
+            pad_id: the padding token of the written tokenizer; None: as it is.
+        """
+        backend = self._backend
+        if pad_id is not None and pad_id != backend.pad_token_id:
+            backend = copy.deepcopy(backend)
+            backend.pad_token = backend.convert_ids_to_tokens(pad_id)
+        backend.save_pretrained(directory)
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:

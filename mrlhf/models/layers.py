@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.norm import RMSNorm
+from mrlhf.models.self_attention import TensorParallelSelfAttention
 
 
 def uniform_decoder(
@@ -33,6 +34,7 @@ def uniform_decoder(
     """
     if transformer_engine:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
+        layer.submodules.self_attention.module = TensorParallelSelfAttention
     else:
         layer = plain_layer(qk_norm)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
@@ -55,7 +57,7 @@ def plain_layer(qk_norm: bool) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=TensorParallelSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=attention,
             ),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mrlhf.config.fields import Section
 from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import ConfigError
-from mrlhf.preflight.method_checks import method_problems
+from mrlhf.preflight.method_checks import in_yaml, method_problems
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
@@ -37,6 +38,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     else:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
+    problems += _unread_numbers(config)
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -214,8 +216,29 @@ def _validation_problems(config: PPOConfig) -> Iterator[str]:
     trainer = config.trainer
     if trainer.val_sampled and not config.data.val_files:
         yield ("trainer.val_sampled is on but data.val_files is empty; give files or turn it off")
-    if trainer.val_n > 1 and not trainer.val_sampled:
-        yield (
-            f"trainer.val_n {trainer.val_n} is of the sampled validation, but trainer.val_sampled "
-            "is off; turn that on or leave val_n at 1"
-        )
+
+
+def _unread_numbers(config: AnyConfig) -> Iterator[str]:
+    """Numbers of what is switched off; those of models that are not built may stay."""
+    not_built = set(config.model_fields) & {"critic", "reference"} - set(config.roles())
+    told: set[str] = set()
+    for path, section in _sections(config, ""):
+        if path.split(".")[0] in not_built:
+            continue
+        for switch, number in section.unread():
+            key = f"{path}.{number}"
+            if key in told:
+                continue
+            told.add(key)
+            value = in_yaml(section.value_of(number))
+            yield (
+                f"{key} {value} has no effect, since {path}.{switch.key} {switch.state}; leave it "
+                f"at {in_yaml(section.default_of(number))}, or {switch.remedy}"
+            )
+
+
+def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
+    """`section` and all in it, each with its key."""
+    yield path, section
+    for name in type(section).subsections():
+        yield from _sections(getattr(section, name), f"{path}.{name}" if path else name)

@@ -19,10 +19,18 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import ConfigError, DataError
+from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
-from mrlhf.preflight.model_checks import check_vocabulary, head_of
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.preflight.model_checks import head_of
 from mrlhf.preflight.paths import AnyConfig, InputPath
+from mrlhf.preflight.vocabulary import (
+    Endings,
+    check_vocabularies,
+    find_endings,
+    warn_of_end_tokens,
+    warn_of_undrawn,
+)
 from mrlhf.rewards.combine import RewardFunction
 from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
@@ -36,6 +44,8 @@ class PPOInputs:
 
     Attributes:
         tokenizer: the tokenizer of all models.
+        endings: what ends a response.
+        generation_config: the text of the actor's `generation_config.json`, if it has one.
         prompts: the training prompts.
         held_out: the validation prompts, if there are any.
         steps: training steps of the run.
@@ -43,6 +53,8 @@ class PPOInputs:
     """
 
     tokenizer: Tokenizer
+    endings: Endings
+    generation_config: str | None
     prompts: PromptDataset
     held_out: Prompts | None
     steps: int
@@ -55,12 +67,14 @@ class SFTInputs:
 
     Attributes:
         tokenizer: the tokenizer of the model.
+        generation_config: the text of the model's `generation_config.json`, if it has one.
         examples: the training rows.
         held_out: the validation rows; empty if there are none.
         steps: training steps of the run.
     """
 
     tokenizer: Tokenizer
+    generation_config: str | None
     examples: list[SftExample]
     held_out: list[SftExample]
     steps: int
@@ -140,10 +154,18 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None
 def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs | None:
     """The inputs of a PPO run; None if some are absent, after the others have been checked."""
     tokenizer = _tokenizer(config.data, absent)
+    actor_is_here = bool(_here([config.actor.path], absent))
+    generation_config = read_generation_config(config.actor.path) if actor_is_here else None
+    endings = None
     prompts = None
     held_out = None
     if tokenizer is not None:
-        check_stop(config.rollout.stop, tokenizer)
+        end_tokens = end_token_ids(config.actor.path) if actor_is_here else {}
+        tokenizer = tokenizer.ending_with(end_tokens)
+        endings = find_endings(
+            config.rollout.stop, config.rollout.stop_token_ids, end_tokens, tokenizer
+        )
+        warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
         train_files = _here(config.data.train_files, absent)
         val_files = _here(config.data.val_files, absent)
@@ -153,9 +175,11 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
     if absent:
         _check_rewards(config.reward, absent)
         return None
-    assert tokenizer is not None and prompts is not None
+    assert tokenizer is not None and endings is not None and prompts is not None
     return PPOInputs(
         tokenizer=tokenizer,
+        endings=endings,
+        generation_config=generation_config,
         prompts=prompts,
         held_out=None if held_out is None else held_out.batch(range(len(held_out))),
         steps=_ppo_steps(config, len(prompts)),
@@ -177,7 +201,8 @@ def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs |
         return None
     assert tokenizer is not None
     steps = _supervised_steps(config, len(examples), "rows")
-    return SFTInputs(tokenizer, examples, held_out, steps)
+    generation_config = read_generation_config(config.model.path)
+    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def _reward_model_inputs(
@@ -251,24 +276,17 @@ def _check_vocabularies(
     config: AnyConfig, tokenizer: Tokenizer, absent: Collection[InputPath]
 ) -> None:
     """Refuse a tokenizer that makes tokens which a model does not have."""
-    for name, role in config.roles().items():
-        if name != "reward_model" and _here([role.path], absent):
-            check_vocabulary(name, load_spec(role.path, head_of(config, name)), tokenizer)
-
-
-def check_stop(stop: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop strings that the text of a response cannot contain, such as special tokens.
-
-    Raises:
-        ConfigError: in one line.
-    """
-    for string in stop:
-        if string not in tokenizer.decode(tokenizer.encode(string)):
-            raise ConfigError(
-                f"rollout.stop holds {string!r}, which the tokenizer's decoded text never shows "
-                "(a special token?); responses end at the tokenizer's eos token by themselves, so "
-                "leave it out"
-            )
+    sizes = {
+        name: load_spec(role.path, head_of(config, name)).vocab_size
+        for name, role in config.roles().items()
+        if _here([role.path], absent)
+    }
+    compared: tuple[str, ...] = ()
+    if isinstance(config, PPOConfig) and config.needs_full_kl:
+        compared = ("actor", "reference")
+    check_vocabularies(sizes, tokenizer.highest_id, compared)
+    if "actor" in sizes:
+        warn_of_undrawn(sizes["actor"], tokenizer.ids)
 
 
 def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:

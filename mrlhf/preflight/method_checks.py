@@ -7,9 +7,9 @@ Each complaint is one line with the numbers and the remedy. Refused are
   unless it has its default value;
 - what would destroy or contradict the method.
 
-The numbers of a part that a key of its own switches off may stay, so that a file laid over another
-can switch the part off with one line: a KL (`use_kl_in_reward`, `use_kl_loss`, `kl_ctrl.type`),
-`overlong_buffer.enable`, `filter_groups.enable`, and a model that is not built. It knows no rank.
+The numbers of a model that is not built may stay, so that a file without a critic can be laid over
+one with a critic. Numbers of what a key of their own section switches off are looked at in
+`checks`. This file knows no rank.
 """
 
 from __future__ import annotations
@@ -371,11 +371,11 @@ def _no_effect(
     *others, last = readers
     names = f"{', '.join(others)} or {last}" if others else last
     return (
-        f"{key} {_yaml(value)} has no effect with {chosen}; leave it at {_yaml(default)}, or use "
-        f"{names}"
+        f"{key} {in_yaml(value)} has no effect with {chosen}; leave it at {in_yaml(default)}, or "
+        f"use {names}"
     )
 
 
-def _yaml(value: object) -> str:
+def in_yaml(value: object) -> str:
     """`value` as it is written in a file."""
     return "null" if value is None else str(value).lower()

@@ -13,23 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mrlhf.errors import RewardError
+from mrlhf.errors import RewardError, UserTraceback
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
 from mrlhf.rewards.worker_process import Limits, TooManyProcesses, WorkerProcess
 from mrlhf.user_code import UserCodeError, read_reference
 
-__all__ = ["CustomReward", "Limits", "WorkerTraceback", "load_custom"]
+__all__ = ["CustomReward", "Limits", "load_custom"]
 
 logger = logging.getLogger(__name__)
 
+# What Python says if the limit on memory refuses memory, a process or a thread.
+_NO_MEMORY = ("MemoryError", "Cannot allocate memory", "can't start new thread")
 _NO_LIMITS_BUT_TIME = Limits()
-
-
-class WorkerTraceback(Exception):
-    """The traceback of a user's function, as text; the cause of a RewardError."""
-
-    def __str__(self) -> str:
-        return "\n" + "".join(map(str, self.args))
 
 
 class CustomReward:
@@ -88,10 +83,8 @@ class CustomReward:
             kind, value = self._receive(process, self._limits.timeout_s, f"on {row.title}")
             if kind == "error":
                 summary, trace = value
-                if summary.startswith("MemoryError"):
-                    summary += "; reward.memory_mb limits its memory"
-                failure = self._failure(f"raised {summary} on {row.title}", process.drain())
-                raise failure from WorkerTraceback(trace)
+                what = f"raised {self._with_limit(summary)} on {row.title}"
+                raise self._failure(what, process.drain()) from UserTraceback(trace)
             values.append(value)
 
         printed = process.drain()
@@ -124,8 +117,10 @@ class CustomReward:
             if kind == "error":
                 self.close()
                 summary, trace = value
-                cause = WorkerTraceback(trace) if trace else None
-                raise RewardError(f"cannot load a reward function: {summary}") from cause
+                cause = UserTraceback(trace) if trace else None
+                raise RewardError(
+                    f"cannot load a reward function: {self._with_limit(summary)}"
+                ) from cause
         return self._process
 
     def _receive(self, process: WorkerProcess, timeout_s: float, when: str) -> tuple[str, Any]:
@@ -139,14 +134,21 @@ class CustomReward:
             printed = process.stop()
             what = f"{error}, and was stopped; reward.max_processes limits them"
         except (EOFError, ConnectionResetError):
+            what = process.ending()
             printed = process.stop()
-            what = f"ended its process ({process.ending()})"
         except ValueError as error:
             printed = process.stop()
             what = f"sent what is no answer ({error}) and was stopped"
 
         self._process = None
         raise self._failure(f"{what} {when}", printed)
+
+    def _with_limit(self, summary: str) -> str:
+        """The summary of an error, with the limit that is its cause."""
+        is_limited = self._limits.memory_mb is not None
+        if is_limited and any(words in summary for words in _NO_MEMORY):
+            return f"{summary}; {self._limits.hint}"
+        return summary
 
     def _failure(self, what: str, printed: str) -> RewardError:
         output = f"; it printed: {printed}" if printed else ""

@@ -81,8 +81,8 @@ class PPOTrainer:
             top_k=config.rollout.top_k,
             top_p=config.rollout.top_p,
             max_tokens=config.data.max_response_length,
-            stop_token_ids=(parts.tokenizer.eos_id,),
-            stop=tuple(config.rollout.stop),
+            stop_token_ids=parts.endings.token_ids,
+            stop=parts.endings.strings,
             seed=config.seed,
         )
 
@@ -365,7 +365,7 @@ class PPOTrainer:
             "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
             "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
         }
-        for key in ("n", "temperature", "top_k", "top_p", "stop"):
+        for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
             settings[f"rollout.{key}"] = getattr(config.rollout, key)
         return settings
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mrlhf.run.watcher import STOP_SIGNALS, Watcher
+from mrlhf.run.failures import STOP_SIGNALS
+from mrlhf.run.watcher import Watcher
 
 HAND_OVER = "mrlhf.reshard.execute:Resharder.run"
 GENERATION = "mrlhf.inference.native.engine:NativeEngine.step"

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mrlhf.device import init_distributed, pick_device
+from mrlhf.device import pick_device
 from mrlhf.errors import Interrupted
+from mrlhf.job import init_distributed
 from mrlhf.log import configure_logging
 from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.run.watcher import Watcher

@@ -142,16 +142,25 @@ def test_reference_is_built_only_for_a_kl(ppo_file, overrides, needed):
     [("1e-4", 1e-4), ("2.5E+3", 2500.0), ("1.e3", 1000.0), (".5e-1", 0.05), ("3", 3.0)],
 )
 def test_floats_as_people_write_them(tmp_path, text, number):
-    from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: {text}"))
-    from_argument = load_text(tmp_path, PPO, f"actor.optim.lr={text}")
-    assert from_file.actor.optim.lr == from_argument.actor.optim.lr == number
+    from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: 0, clip_grad: {text}"))
+    from_argument = load_text(tmp_path, PPO, f"actor.optim.clip_grad={text}")
+    assert from_file.actor.optim.clip_grad == from_argument.actor.optim.clip_grad == number
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("0", 0), ("-3", -3), ("+4", 4), ("0x1F", 31), ("120", 120)]
+    ("key", "text", "number"),
+    [
+        ("seed", "0", 0),
+        ("rollout.top_k", "-1", -1),
+        ("seed", "+4", 4),
+        ("seed", "0x1F", 31),
+        ("seed", "120", 120),
+    ],
 )
-def test_integers(tmp_path, text, number):
-    assert load_text(tmp_path, PPO, f"seed={text}").seed == number
+def test_integers(tmp_path, key, text, number):
+    value = flatten(load_text(tmp_path, PPO, f"{key}={text}"))[key]
+    assert value == number
+    assert isinstance(value, int)
 
 
 def test_a_list_given_as_an_argument_may_be_changed_by_a_later_one(ppo_file):

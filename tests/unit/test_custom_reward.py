@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.errors import RewardError
-from mrlhf.rewards.custom import CustomReward, Limits, WorkerTraceback, load_custom
+from mrlhf.errors import RewardError, UserTraceback
+from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,7 +203,7 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
         assert part in message
     assert "\n" not in message
 
-    assert isinstance(raised.value.__cause__, WorkerTraceback)
+    assert isinstance(raised.value.__cause__, UserTraceback)
     assert 'return {}["missing"]' in str(raised.value.__cause__)
     assert "worker.py" not in str(raised.value.__cause__)
 

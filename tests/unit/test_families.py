@@ -75,18 +75,53 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"model_type": 3}, "config.json: model_type 3 is not supported"),
         ({"hidden_size": LEFT_OUT}, "config.json: no hidden_size; a llama model must state it"),
         ({"vocab_size": None}, "config.json: no vocab_size; a llama model must state it"),
-        ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
-        ({"intermediate_size": 2.5}, "'intermediate_size' expected int, got float"),
-        ({"num_attention_heads": 0}, "config.json: transformers refuses it: integer modulo by ze"),
+        ({"hidden_size": "32"}, "hidden_size is '32'; it must be an integer from 1 to 1,000,000"),
+        (
+            {"num_hidden_layers": "4"},
+            "config.json: num_hidden_layers is '4'; it must be an integer",
+        ),
+        (
+            {"intermediate_size": 2.5},
+            "config.json: intermediate_size is 2.5; it must be an integer",
+        ),
+        ({"vocab_size": True}, "config.json: vocab_size is True; it must be an integer"),
+        (
+            {"num_attention_heads": 0},
+            "config.json: num_attention_heads is 0; it must be an integer",
+        ),
         ({"num_attention_heads": 3}, "hidden size (32) is not a multiple of the number of att"),
-        ({"num_hidden_layers": -1}, "config.json has num_hidden_layers=-1; it must be at least 1"),
+        ({"num_hidden_layers": -1}, "config.json: num_hidden_layers is -1; it must be an integer"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be an int"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings is 10000000000000000000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
+        ({"rms_norm_eps": None}, "'rms_norm_eps' expected float, got NoneType"),
+        ({"initializer_range": float("inf")}, "initializer_range is inf; it must be a number"),
+        ({"head_dim": -4}, "config.json: head_dim is -4; it must be an integer from 1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true"),
+        ({"pad_token_id": 37}, "config.json: pad_token_id 37 is not below vocab_size 37"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']; it must be a token id or a list"),
+        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; it must be one of float32, flo"),
+        ({"torch_dtype": 3}, "torch_dtype is 3; it must be one of float32, float16, bfloat16"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the weights are quantised, which is"),
+        ({"transformers_weights": "x.safetensors"}, "transformers_weights names another file"),
+        ({"rope_parameters": [1]}, "config.json: rope_parameters is [1]; it must be an object"),
+        ({"rope_theta": 0}, "config.json: rope_theta is 0; it must be a number above 0"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "8"}},
+            "config.json: rope_parameters.factor is '8'; it must be a number above 0",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope type 'dynamic' is not supported",
+        ),
         ({"num_key_value_heads": 3}, "config.json: 8 attention heads are not divisible by 3 KV h"),
-        ({"head_dim": -4}, "config.json gives heads of -4 dimensions; set head_dim"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act='gelu'; only silu is supported"),
         ({"attention_bias": True}, "config.json sets attention_bias or mlp_bias: biases on o_pr"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}},
-            "config.json has rope_theta='x'; it must be a number",
+            "config.json: rope_parameters.rope_theta is 'x'; it must be a number above 0",
         ),
     ],
 )
@@ -152,7 +187,9 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
 
 
 def test_a_scalar_model_is_exported_as_a_classifier(tmp_path: Path) -> None:
-    save_config(tiny_spec("qwen2", "scalar"), tmp_path, torch.bfloat16, pad_token_id=5)
+    spec = tiny_spec("qwen2", "scalar")
+    spec = replace(spec, hf_config={**spec.hf_config, "pad_token_id": 5})
+    save_config(spec, tmp_path, torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
     assert config["dtype"] == "bfloat16" and config["pad_token_id"] == 5

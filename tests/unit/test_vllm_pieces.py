@@ -19,14 +19,15 @@ from tests.shards import MODELS, full_tensors, tiny_spec
 def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
     """The parameters of one rank as vLLM has them.
 
-    The tiny models have 4 KV heads and a vocabulary of 37.
+    The tiny models have a vocabulary of 37.
     """
 
     def rows(name: str) -> Tensor:
         return full[name].chunk(tp)[rank]
 
     def shared(name: str) -> Tensor:
-        return full[name].chunk(4)[rank * 4 // tp] if tp > 4 else rows(name)
+        heads = spec.num_kv_heads
+        return full[name].chunk(heads)[rank * heads // tp] if tp > heads else rows(name)
 
     held = {}
     padded = torch.zeros(64, spec.hidden_size)
@@ -103,6 +104,9 @@ def test_replicas_of_consecutive_ranks() -> None:
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    spec = tiny_spec("llama")
-    with pytest.raises(WeightError, match=r"attention heads 8 does not divide over rollout\.tp 3"):
-        parameter_pieces(spec, 0, 3)
+    with pytest.raises(WeightError) as refusal:
+        parameter_pieces(tiny_spec("llama"), 0, 3)
+    assert str(refusal.value) == (
+        "vLLM: rollout.tp 3 does not fit the model's 8 attention heads and vocabulary 37 (vLLM "
+        "pads it to 64 rows); use one of 1, 2, 4, 8"
+    )

@@ -13,12 +13,12 @@ This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 from __future__ import annotations
 
 from mrlhf.errors import WeightError
+from mrlhf.inference.engine_sizes import engine_tp_problem, vllm_vocabulary
 from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
-VOCABULARY_UNIT = 64
 Interval = tuple[int, int]
 
 
@@ -42,7 +42,10 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
     Raises:
         WeightError: the model's heads, MLP or padded vocabulary do not divide over the ranks.
     """
-    _check(spec, tp_size)
+    problem = engine_tp_problem("vllm", tp_size, spec)
+    if problem is not None:
+        raise WeightError(f"vLLM: {problem}")
+
     q = _share(spec.num_heads * spec.head_dim, tp_rank, tp_size)
     # If there are more ranks than KV heads, each KV head is a part that several ranks hold.
     kv_parts = min(tp_size, spec.num_kv_heads)
@@ -116,7 +119,7 @@ class _Maker:
     def vocabulary(self, name: str, tp_rank: int, tp_size: int) -> None:
         """Add this rank's rows of the vocabulary; padding rows belong to no piece."""
         rows = self._shapes[name][0]
-        share = _padded(rows) // tp_size
+        share = vllm_vocabulary(rows) // tp_size
         start = min(rows, tp_rank * share)
         stop = min(rows, (tp_rank + 1) * share)
         piece = Piece(name, self._shapes[name], 0, start, stop, name, 0, stop - start, share)
@@ -125,27 +128,3 @@ class _Maker:
 
 def _share(size: int, part: int, parts: int) -> Interval:
     return part * size // parts, (part + 1) * size // parts
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // VOCABULARY_UNIT) * VOCABULARY_UNIT
-
-
-def _check(spec: ModelSpec, tp: int) -> None:
-    sizes = {
-        "attention heads": spec.num_heads,
-        "MLP width": spec.ffn_size,
-        "padded vocabulary": _padded(spec.vocab_size),
-    }
-    for what, size in sizes.items():
-        if size % tp:
-            raise WeightError(
-                f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a "
-                f"smaller tp"
-            )
-
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        raise WeightError(
-            f"vLLM: rollout.tp {tp} is neither a divisor nor a multiple of the model's "
-            f"{spec.num_kv_heads} KV heads; use such a tp"
-        )

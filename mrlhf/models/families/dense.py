@@ -20,6 +20,7 @@ from mrlhf.weights.shard import Rule, Shape
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+_EMBEDDING = "model.embed_tokens.weight"
 _LANGUAGE_HEAD = "lm_head.weight"
 _SCALAR_HEAD = "score.weight"
 _REQUIRED_KEYS = (
@@ -39,6 +40,7 @@ def dense_family(
     return Family(
         model_type=model_type,
         class_stem=class_stem,
+        embedding=_EMBEDDING,
         language_head=_LANGUAGE_HEAD,
         scalar_head=_SCALAR_HEAD,
         required_keys=_REQUIRED_KEYS,
@@ -145,7 +147,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     q_rows = spec.num_heads * spec.head_dim
     kv_rows = spec.num_kv_heads * spec.head_dim
 
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab_size, hidden)}
+    shapes: dict[str, Shape] = {_EMBEDDING: (spec.vocab_size, hidden)}
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         attention = prefix + "self_attn."
@@ -223,7 +225,7 @@ def _layer_parameters(spec: ModelSpec) -> list[str]:
 
 
 def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
-    embedding = Rule(("model.embed_tokens.weight",), dim=0)
+    embedding = Rule((_EMBEDDING,), dim=0)
     if spec.head == "scalar":
         output = Rule((_SCALAR_HEAD,), dim=None)
     elif spec.tied_embeddings:
