@@ -440,7 +440,11 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"algorithm__adv_estimator": "rloo", "rollout__n": 1},
         {"algorithm__reward_norm": "batch", "rollout__n": 1},
         {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
-        {**GDPO, "reward__terms": [{"name": "my.py:f", "weight": 0.0}]},
+        {
+            **GDPO,
+            "reward__terms": [{"name": "my.py:f", "weight": 0.0}],
+            "algorithm__gdpo_reward_keys": ["f"],
+        },
         {
             **GDPO,
             "reward__terms": [{"name": "my.py:f"}],
