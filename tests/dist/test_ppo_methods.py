@@ -130,7 +130,10 @@ def test_gdpo_compares_each_term_by_itself(runs: Runs) -> None:
 
 WITHOUT_ACC = Scenario(
     "likelihood of right responses, which nothing tells",
-    ["reward.terms=[{name: CUSTOM:letters}]", "actor.positive_lm_coef=0.1"],
+    [
+        "reward.terms=[{name: CUSTOM:letters}, {name: reward_model}]",
+        "actor.positive_lm_coef=0.1",
+    ],
 )
 
 
