@@ -97,7 +97,7 @@ def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
         ),
         "olmo2": Olmo2Config(**sizes, rope_parameters=YARN, pad_token_id=None),
         "olmo3": Olmo3Config(
-            **sizes,
+            **{**sizes, "num_key_value_heads": sizes["num_attention_heads"]},
             sliding_window=7,
             layer_types=["sliding_attention", "full_attention"] * (layers // 2),
             rope_parameters={

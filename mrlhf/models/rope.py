@@ -71,20 +71,13 @@ def check_rope(parameters: Mapping[str, Any], partial: bool) -> None:
 
 def rope_type_of(spec: ModelSpec, kind: str) -> str:
     """The rope type in this entry of `spec.ropes`, such as "default" or "yarn"."""
-    parameters = spec.hf_config["rope_parameters"]
-    rope_type: str = (parameters if kind == WHOLE_MODEL else parameters[kind])["rope_type"]
+    rope_type: str = _parameters(spec, kind)["rope_type"]
     return rope_type
 
 
 def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
     """How the layers with this entry of `spec.ropes` rotate."""
-    config = AutoConfig.for_model(**spec.hf_config)
-    parameters = config.rope_parameters
-    layer_type = None
-    if kind != WHOLE_MODEL:
-        layer_type = kind
-        parameters = parameters[kind]
-
+    parameters = _parameters(spec, kind)
     rope_type = parameters["rope_type"]
     if rope_type == "default":
         even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64)
@@ -92,7 +85,17 @@ def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
         return Rope(1.0 / (parameters["rope_theta"] ** exponents), 1.0)
 
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](
-        config, torch.device("cpu"), layer_type=layer_type
+        AutoConfig.for_model(**spec.hf_config),
+        torch.device("cpu"),
+        layer_type=None if kind == WHOLE_MODEL else kind,
     )
     assert 2 * len(frequencies) == spec.rotary_dim, (len(frequencies), spec.rotary_dim)
     return Rope(frequencies.to(torch.float32), float(scale))
+
+
+def _parameters(spec: ModelSpec, kind: str) -> dict[str, Any]:
+    entries: dict[str, Any] = spec.hf_config["rope_parameters"]
+    if kind == WHOLE_MODEL:
+        return entries
+    parameters: dict[str, Any] = entries[kind]
+    return parameters

@@ -325,7 +325,16 @@ def spec(tmp_path: Path) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    "rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3, LINEAR, YARN, YARN_IN_FULL]
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        # transformers ignores the factor in Llama.
+        {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        LLAMA3,
+        LINEAR,
+        YARN,
+        YARN_IN_FULL,
+    ],
 )
 def test_rotation_equals_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
     config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)

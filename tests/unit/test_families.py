@@ -18,6 +18,8 @@ from mrlhf.models.families import FAMILIES, Chunk, family_of, load_spec, save_co
 from mrlhf.models.families.llama import LLAMA
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import ParallelLayout
+from tests.engine_models import hf_model, spec_of
+from tests.feature_models import FEATURE_MODELS
 from tests.shards import MODELS, tiny_config, tiny_spec
 
 LEFT_OUT = object()
@@ -264,6 +266,13 @@ def test_a_granite_model_with_a_scalar_head_is_refused(tmp_path: Path) -> None:
     transformers.GraniteConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="transformers has no GraniteForSequenceClassification"):
         load_spec(tmp_path, "scalar")
+
+
+@pytest.mark.parametrize("name", FEATURE_MODELS)
+def test_an_exported_config_describes_the_same_model(name: str, tmp_path: Path) -> None:
+    spec = spec_of(hf_model(name))
+    save_config(spec, tmp_path, torch.float32, pad_token_id=None)
+    assert load_spec(tmp_path, "lm") == spec
 
 
 def test_a_scalar_model_is_exported_as_a_classifier(tmp_path: Path) -> None:
