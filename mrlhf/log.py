@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 
 PPO_COLUMNS = (
     ("reward", "critic/score/mean"),
-    ("kl", "actor/ppo_kl"),
+    ("kl to old", "actor/ppo_kl"),
     ("kl to reference", "actor/reward_kl_penalty"),
+    ("kl to reference in loss", "actor/kl_loss"),
     ("length", "response_length/mean"),
     ("tokens/s/rank", "perf/throughput"),
 )
@@ -54,7 +55,8 @@ def configure_logging(rank: int) -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
     Our own lines are shown from INFO on rank 0 and from WARNING on other ranks, those of other
-    packages from WARNING.
+    packages from WARNING. Warnings about data files are shown on rank 0 alone, since every rank
+    reads the same files.
     """
     handler = _StderrHandler()
     handler.setFormatter(
@@ -72,6 +74,7 @@ def configure_logging(rank: int) -> None:
         warnings.filterwarnings("ignore", module=third_party)
 
     logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("mrlhf.data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
 class MetricsWriter:
@@ -89,35 +92,74 @@ class MetricsWriter:
                 before.
 
         Raises:
-            ConfigError: tensorboard is asked for and not installed.
+            ConfigError: a file cannot be opened, or tensorboard is asked for and not installed.
         """
-        output_dir.mkdir(parents=True, exist_ok=True)
+        self._path = output_dir / "metrics.jsonl"
         self._tensorboard = None
-        if tensorboard:
-            self._tensorboard = _open_tensorboard(output_dir / "tensorboard", first_step)
-        self._file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            if tensorboard:
+                self._tensorboard = _open_tensorboard(output_dir / "tensorboard", first_step)
+            # Without a buffer the file takes what fits on a disk, and tells how much that was.
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.output_dir {output_dir}: cannot write metrics: {error}; remove what is "
+                "in the way, or choose another directory"
+            ) from error
+
+        self._unwritten = b""
+        self._is_failing = False
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line and flush it; a number that is not finite becomes null."""
-        self._file.write(metrics_line(step, metrics) + "\n")
-        self._file.flush()
+        """Write one line at once; a number that is not finite becomes null.
+
+        If the disk is full, the line is kept and written as soon as there is room.
+        """
+        self._unwritten += (metrics_line(step, metrics) + "\n").encode()
+        self._write_what_fits()
         self.draw(step, metrics)
 
     def draw(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write to tensorboard alone, if there is one."""
         if self._tensorboard is None:
             return
-        for name, value in metrics.items():
-            number = _json_number(value)
-            if number is not None:
-                self._tensorboard.add_scalar(name, number, step)
-        self._tensorboard.flush()
+        try:
+            for name, value in metrics.items():
+                number = _json_number(value)
+                if number is not None:
+                    self._tensorboard.add_scalar(name, number, step)
+            self._tensorboard.flush()
+        except OSError as error:
+            logger.error("tensorboard gets no more numbers, since writing failed: %s", error)
+            self._tensorboard = None
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files; say so if rows are lost."""
+        self._write_what_fits()
+        if self._unwritten:
+            lost = self._unwritten.count(b"\n")
+            logger.error("the last %d rows of %s could not be written", lost, self._path)
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _write_what_fits(self) -> None:
+        try:
+            while self._unwritten:
+                written = self._file.write(self._unwritten)
+                self._unwritten = self._unwritten[written:]
+        except OSError as error:
+            if not self._is_failing:
+                logger.error(
+                    "cannot write %s: %s; training goes on, and the rows are written as soon as "
+                    "that is possible",
+                    self._path,
+                    error,
+                )
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -139,13 +181,14 @@ def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 class Progress:
-    """Shows the progress of a run: a bar on a terminal, otherwise one log line a step."""
+    """Shows the progress of a run: log lines, and on a terminal a bar below them."""
 
     def __init__(
         self,
         total_steps: int,
         columns: Sequence[tuple[str, str]],
         first_step: int = 0,
+        log_freq: int = 1,
         stream: TextIO | None = None,
     ) -> None:
         """Start the clock.
@@ -156,12 +199,15 @@ class Progress:
                 out.
             first_step: steps that were done before the run was resumed; the time left is estimated
                 from the steps done since.
+            log_freq: steps from one line to the next. The last step has a line too, and so has
+                every validation.
             stream: where the bar goes, standard error by default; there is no bar if it is not a
                 terminal.
         """
         self._total_steps = total_steps
         self._columns = columns
         self._first_step = first_step
+        self._log_freq = log_freq
         self._start = time.monotonic()
 
         stream = sys.stderr if stream is None else stream
@@ -174,12 +220,31 @@ class Progress:
             )
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` (counted from 1) is done, and its metrics."""
-        line = self._line(step, metrics)
-        if self._bar is None:
-            logger.info(line)
-        else:
-            self._bar.update(self._task, completed=step, description=line)
+        """Show that `step` is done, and its metrics.
+
+        Step 0 is what was measured before training; it does not count as progress.
+        """
+        if step:
+            self._show_step(step, metrics)
+
+        validation = [
+            f"{name} {metrics[name]:.4g}" for name in sorted(metrics) if is_validation(name)
+        ]
+        if validation:
+            when = f"after step {step}" if step else "before training"
+            logger.info("validation %s: %s", when, ", ".join(validation))
+
+    def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        shown = [f"{label} {metrics[name]:.4g}" for label, name in self._columns if name in metrics]
+        per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
+        seconds_left = round(per_step * (self._total_steps - step))
+
+        count = f"step {step}/{self._total_steps}"
+        left = f"{timedelta(seconds=seconds_left)} left"
+        if step % self._log_freq == 0 or step == self._total_steps:
+            logger.info("%s", ", ".join([count, *shown, left]))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=f"{count}, {left}")
 
     def __enter__(self) -> Progress:
         if self._bar is not None:
@@ -195,11 +260,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        shown = [f"{label} {metrics[name]:.4g}" for label, name in self._columns if name in metrics]
-        per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
-        left = timedelta(seconds=round(per_step * (self._total_steps - step)))
-        return ", ".join([f"step {step}/{self._total_steps}", *shown, f"{left} left"])
+
+def is_validation(metric: str) -> bool:
+    """Whether a metric of this name was measured on held-out rows."""
+    return metric.startswith(("val/", "val_sampled/"))
 
 
 def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:

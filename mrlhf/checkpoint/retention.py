@@ -24,15 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Best:
-    """The best value so far of the metric by which a checkpoint is kept.
+    """The best value so far of the metric by which a step is kept.
 
     Attributes:
-        metric: its name, or None if no checkpoint is kept for being best.
+        key: the configuration key that names the metric.
+        metric: its name, or None if nothing is kept for being best.
         mode: whether a high or a low value is best.
         step: the step that had the best value; None before the first.
         value: the best value.
     """
 
+    key: str
     metric: str | None
     mode: str
     step: int | None = None
@@ -52,9 +54,7 @@ class Best:
             alike = [name for name in measured if name.startswith(f"{kind}/")]
             near = difflib.get_close_matches(self.metric, sorted(alike or measured), 1, cutoff=0.1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(
-                f"trainer.keep_best is {self.metric}, which this run does not measure{hint}"
-            )
+            raise ConfigError(f"{self.key} is {self.metric}, which this run does not measure{hint}")
 
     def is_improved_by(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether step `step` has the best value so far; takes note of it then."""

@@ -40,7 +40,13 @@ class RolloutSection(Section):
     )
     stop: Texts = Field(
         default_factory=list,
-        description="texts: a response ends where its text contains one of them",
+        description="texts: a response ends where its text contains one of them; a special token "
+        "in the list ends it too",
+    )
+    stop_token_ids: list[CountOrZero] = Field(
+        default_factory=list,
+        description="token ids: a response ends after any of them, as after the end tokens of "
+        "tokenizer and model",
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None,

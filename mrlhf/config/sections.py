@@ -107,7 +107,11 @@ class RoleSection(Section):
     path: PathText = Field(
         description="Hugging Face directory: config.json, with or without safetensors"
     )
-    tp: Ranks = Field(1, description="tensor-parallel size, ranks")
+    tp: Ranks = Field(
+        1,
+        description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
+        "its KV heads or is a multiple of them",
+    )
     pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"
@@ -370,6 +374,11 @@ class TrainerSection(Section):
     output_dir: PathText = Field(
         description="directory for metrics, logs and the final Hugging Face checkpoint"
     )
+    log_freq: Count = Field(
+        1,
+        description="training steps from one line on the console to the next; metrics.jsonl has "
+        "every step",
+    )
     tensorboard: bool = Field(False, description="write TensorBoard event files as well")
     max_shard_size_mb: Count = Field(
         5000, description="largest safetensors file of the exported model, MB"
@@ -398,6 +407,14 @@ class TrainerSection(Section):
     )
     keep_best_mode: Literal["max", "min"] = Field(
         "max", description="whether a high or a low value of keep_best is best"
+    )
+    export_best: str | None = Field(
+        None,
+        description="metric by which the best model is exported as well, beside the last one, such "
+        "as val/<data source>/acc@1; null: the last one only",
+    )
+    export_best_mode: Literal["max", "min"] = Field(
+        "max", description="whether a high or a low value of export_best is best"
     )
     save_hf: bool = Field(
         False, description="write the trained policy as a Hugging Face checkpoint beside each one"
@@ -442,6 +459,11 @@ class PPOTrainerSection(TrainerSection):
         description="validate with samples at rollout.temperature as well as with greedy answers",
     )
     val_n: Count = Field(1, description="samples of each prompt in the validation with samples")
+    log_samples: CountOrZero = Field(
+        1,
+        description="responses shown on the console at each validation, or without held-out "
+        "prompts in the first and every tenth training step",
+    )
     peak_tflops: Positive | None = Field(
         None,
         description="peak of one device at the training dtype without sparsity, TFLOP/s, for "

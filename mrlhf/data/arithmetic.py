@@ -163,9 +163,20 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
         Rows written, by file name.
 
     Raises:
-        DataError: there are fewer problems than asked for, an operation is unknown, or the wrong
-            fraction is not in [0, 1].
+        DataError: a number is below 1, there are fewer problems than asked for, an operation is
+            unknown, or the wrong fraction is not in [0, 1].
     """
+    counts = {
+        "digits": task.digits,
+        "supervised problems": task.sft,
+        "copies of each": task.sft_copies,
+        "training prompts": task.train,
+        "held-out prompts": task.held_out,
+        "tokens of the vocabulary": task.vocab_size,
+    }
+    for what, count in counts.items():
+        if count < 1:
+            raise DataError(f"{count} {what}: a file would be empty; ask for at least 1")
     if not 0.0 <= task.wrong_fraction <= 1.0:
         raise DataError(f"wrong fraction {task.wrong_fraction} is not in [0, 1]")
 

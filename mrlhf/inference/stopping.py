@@ -9,28 +9,83 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
+_SLACK = 16  # characters at the start of a decoded tail that may differ from the whole text
+_FIRST_CUT = 16  # tokens of the shortest tail that is tried
+_STARTS = 4  # places at which a tail may begin: a character has up to four bytes
+_GARBAGE = 5  # a character has up to four bytes, so five broken ones in a row stay broken
 
-def end_of(
-    token_ids: Sequence[int], decode: Decode, stop: Sequence[str], start: int = 1
-) -> int | None:
-    """The number of tokens after which the text first contains a stop string.
 
-    The whole response is decoded each time, because what a token adds to the text depends on the
-    tokens before it.
+class StopSearch:
+    """Searches one response for stop strings while it grows token by token.
 
-    Args:
-        token_ids: one response.
-        decode: token ids to text.
-        stop: strings, none of them empty.
-        start: the smallest possible result; the text of fewer tokens holds no stop string.
-
-    Returns:
-        A number from `start` to `len(token_ids)`; None if the text holds no stop string.
+    The text of a token depends on its neighbours: a character may be spread over several tokens,
+    some tokens have no text, and some decoders treat the beginning of a text in another way. So the
+    reference is the text of all tokens, decoded together. That is too slow for every token, so the
+    end of the response is decoded, from a token on that is far enough back. What is found there is
+    confirmed in the whole text.
     """
-    if not any(string in decode(token_ids) for string in stop):
-        return None
-    for count in range(start, len(token_ids)):
-        text = decode(token_ids[:count])
-        if any(string in text for string in stop):
-            return count
-    return len(token_ids)
+
+    def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
+        """Start with an empty response.
+
+        Args:
+            decode: token ids to text.
+            stop: strings, none of them empty.
+        """
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._needed = max(map(len, stop)) + _SLACK
+        self._may_cut = not any(_REPLACEMENT in string for string in stop)
+
+        self._tokens: list[int] = []
+        self._start = 0  # the tail begins here
+        self._next_cut = 2 * _FIRST_CUT  # length of the tail at which a shorter one is looked for
+        self._text = ""
+        self._broken = 0  # how often in a row the text changed and ended in a broken character
+
+    def append(self, token: int) -> bool:
+        """Add one token; whether the text of the response now contains a stop string."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens[self._start :])
+        if text == self._text:
+            # A token without text, again and again: bytes of a character cannot be so many.
+            if self._tokens[-_GARBAGE:] == [token] * _GARBAGE:
+                self._tokens.pop()
+        else:
+            self._broken = self._broken + 1 if text.endswith(_REPLACEMENT) else 0
+        self._text = text
+
+        if self._has_stop(text):
+            return self._start == 0 or self._has_stop(self._decode(self._tokens))
+        if self._may_cut and len(self._tokens) - self._start >= self._next_cut:
+            self._shorten()
+        return False
+
+    def _has_stop(self, text: str) -> bool:
+        return any(string in text for string in self._stop)
+
+    def _shorten(self) -> None:
+        """Let the tail begin later, if a later beginning leaves enough text.
+
+        A stop string that a later token completes must lie in the tail. Broken characters do not
+        count as text, because that token may mend them.
+        """
+        count = len(self._tokens)
+        length = _FIRST_CUT
+        while self._start < count - length:
+            for start in range(count - length, max(self._start, count - length - _STARTS), -1):
+                text = self._decode(self._tokens[start:])
+                if self._is_enough(text):
+                    self._start = start
+                    self._text = text
+                    self._next_cut = 2 * (count - start)
+                    return
+            length *= 2
+        self._next_cut = 2 * (count - self._start)
+
+    def _is_enough(self, text: str) -> bool:
+        """Whether a tail with this text has enough characters that no later token can change."""
+        if self._broken >= _GARBAGE:
+            return len(text) >= self._needed
+        return len(text) - text.count(_REPLACEMENT) >= self._needed

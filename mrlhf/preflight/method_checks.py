@@ -20,8 +20,8 @@ from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import CLIP_RATIO, CriticSection
+from mrlhf.preflight.term_checks import term_problems
 from mrlhf.rl.names import (
-    CORRECTNESS_TERMS,
     ESTIMATOR_TRAITS,
     POLICY_LOSS_TRAITS,
     EstimatorTraits,
@@ -45,15 +45,7 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
     yield from _correction_problems(config)
     yield from _sampling_problems(config)
     yield from _length_problems(config)
-    yield from _correctness_problems(config)
-
-
-def tells_right_from_wrong(config: PPOConfig) -> bool:
-    """Whether a reward term may say which responses are right.
-
-    A user's function may: it does if it returns `acc`.
-    """
-    return any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms)
+    yield from term_problems(config)
 
 
 def objective(config: PPOConfig) -> tuple[str, str]:
@@ -160,7 +152,7 @@ def _differ_within_a_response(config: PPOConfig) -> str | None:
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     traits = estimator_traits(name)
-    if traits.needs_values:
+    if traits.needs_values or traits.needs_squared_probabilities:
         return f"algorithm.adv_estimator {name}"
     if not traits.sums_later_rewards:
         return None
@@ -258,6 +250,13 @@ def _correction_problems(config: PPOConfig) -> Iterator[str]:
             f"algorithm.kl_penalty full needs the forward pass that {key}.bypass_mode saves; "
             "choose another algorithm.kl_penalty, such as k1, or turn bypass_mode off"
         )
+    estimator = algorithm.adv_estimator
+    if correction.bypass_mode and estimator_traits(estimator).needs_squared_probabilities:
+        yield (
+            f"algorithm.adv_estimator {estimator} needs the probabilities of the whole vocabulary, "
+            f"from the forward pass that {key}.bypass_mode saves; turn bypass_mode off or use "
+            "another estimator, such as rloo"
+        )
 
 
 def _unread_weight_keys(correction: RolloutCorrectionSection) -> Iterator[str]:
@@ -319,24 +318,6 @@ def _length_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"algorithm.overlong_buffer.len {buffer.len} is not below data.max_response_length "
             f"{longest}, so every response would be penalised; lower the first or raise the second"
-        )
-
-
-def _correctness_problems(config: PPOConfig) -> Iterator[str]:
-    """What asks whether a response is right, although no reward term says it."""
-    if tells_right_from_wrong(config):
-        return
-    users = []
-    filters = config.algorithm.filter_groups
-    if filters.enable and filters.metric == "acc":
-        users.append("algorithm.filter_groups.metric acc")
-    if config.actor.positive_lm_coef > 0:
-        users.append(f"actor.positive_lm_coef {config.actor.positive_lm_coef}")
-    for user in users:
-        yield (
-            f"{user} needs to know which responses are right, but no reward term says whether a "
-            "response is right; add {name: exact_match, weight: 0}, gsm8k, or a function that "
-            "returns acc, to reward.terms"
         )
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mrlhf.log import plot_curves, read_metrics
+from mrlhf.errors import CheckpointError, MrlhfError
+from mrlhf.log import is_validation, plot_curves, read_metrics
+from mrlhf.run.directory import METRICS
 from mrlhf.run.summary import write_summary
 
 logger = logging.getLogger(__name__)
 
-CURVES = (
+PPO_CURVES = (
     "critic/score/mean",
     "actor/entropy",
     "response_length/mean",
@@ -30,41 +32,43 @@ CURVES = (
 Record = Mapping[str, Any]
 
 
-def closing_report(output_dir: Path, checkpoint: Path, steps: int, seconds: float) -> None:
-    """Write summary.json and curves.png, and log what the run achieved and where its time went.
+def closing_report(output_dir: Path, curves: Sequence[str], summary: Mapping[str, Any]) -> None:
+    """Write curves.png and summary.json, and log what the run achieved and where its time went.
 
     Args:
         output_dir: directory of the run, with its metrics.jsonl.
-        checkpoint: the exported model.
-        steps: training steps that were made.
-        seconds: duration of the run.
+        curves: the metrics to draw beside those of the validation, as far as they were measured.
+        summary: the few numbers that the run is judged by.
+
+    Raises:
+        CheckpointError: the summary could not be written, so that the run does not count as
+            finished.
     """
-    records = read_metrics(output_dir / "metrics.jsonl")
-    summary: dict[str, Any] = {
-        **_achievements(records),
-        "steps": steps,
-        "seconds": round(seconds, 1),
-        "checkpoint": str(checkpoint),
-    }
-    write_summary(output_dir, summary)
-
-    picture = output_dir / "curves.png"
-    plot_curves(output_dir / "metrics.jsonl", picture, _curves(records))
-
     lines = [f"{name}: {_short(value)}" for name, value in summary.items()]
-    lines += ["seconds by phase:", *_phase_lines(records), f"curves: {picture}"]
+    try:
+        records = read_metrics(output_dir / METRICS)
+        lines += ["seconds by phase:", *_phase_lines(records)]
+        measured = _curves(records, curves)
+        if measured:
+            picture = output_dir / "curves.png"
+            plot_curves(output_dir / METRICS, picture, measured)
+            lines.append(f"curves: {picture}")
+    except (OSError, MrlhfError) as error:
+        logger.warning("no curves are drawn: %s", error)
+
+    try:
+        write_summary(output_dir, summary)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the summary into {output_dir}: {error}; the model is exported, so start "
+            "the same command again when there is room, or leave it"
+        ) from error
     logger.info("finished\n%s", "\n".join(f"  {line}" for line in lines))
 
 
-def _curves(records: Sequence[Record]) -> list[str]:
-    """The metrics to plot: validation first, then those of CURVES that the run measured."""
-    measured = {name for record in records for name in record}
-    validation = sorted(name for name in measured if name.startswith(("val/", "val_sampled/")))
-    return validation + [name for name in CURVES if name in measured]
-
-
-def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
+def ppo_achievements(output_dir: Path) -> dict[str, float | None]:
     """Accuracy, reward and KL at the start and at the end, as far as the run measured them."""
+    records = read_metrics(output_dir / METRICS)
     achievements: dict[str, float | None] = {}
     for title, prefix in (("accuracy", "val/"), ("sampled_accuracy", "val_sampled/")):
         values = _history(records, prefix, "/acc@1")
@@ -78,13 +82,21 @@ def _achievements(records: Sequence[Record]) -> dict[str, float | None]:
         or _history(records, "val/", "/reward_mean")
         or _values(records, "critic/score/mean")
     )
-    achievements["reward_start"] = rewards[0]
-    achievements["reward_final"] = rewards[-1]
+    if rewards:
+        achievements["reward_start"] = rewards[0]
+        achievements["reward_final"] = rewards[-1]
 
     kls = _values(records, "actor/reward_kl_penalty")
     if kls:
         achievements["kl_final"] = kls[-1]
     return achievements
+
+
+def _curves(records: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """The metrics to draw: validation first, then those of `names` that the run measured."""
+    measured = {name for record in records for name in record}
+    validation = sorted(name for name in measured if is_validation(name))
+    return validation + [name for name in names if name in measured]
 
 
 def _values(records: Sequence[Record], name: str) -> list[Any]:
@@ -98,7 +110,7 @@ def _history(records: Sequence[Record], prefix: str, ending: str) -> list[float]
     for record in records:
         values = []
         for name, value in record.items():
-            if name.startswith(prefix) and name.endswith(ending):
+            if name.startswith(prefix) and name.endswith(ending) and value is not None:
                 values.append(value)
         if values:
             means.append(fmean(values))

@@ -26,11 +26,12 @@ class Reporter:
         total_steps: int,
         columns: Sequence[tuple[str, str]],
         resumed: ResumePoint | None = None,
+        log_freq: int = 1,
     ) -> None:
         """Open the files; rows and curves after the step of `resumed` are dropped.
 
         Raises:
-            ConfigError: tensorboard is asked for and not installed.
+            ConfigError: a file cannot be opened, or tensorboard is asked for and not installed.
             DataError: the earlier rows of a resumed run cannot be read.
         """
         self._stack = ExitStack()
@@ -41,24 +42,20 @@ class Reporter:
 
         if resumed is None:
             self._writer = MetricsWriter(output_dir, tensorboard)
-            self._progress = Progress(total_steps, columns)
+            self._progress = Progress(total_steps, columns, log_freq=log_freq)
             return
         # The curves' last point is drawn anew, since the process may have ended before it was.
         rewind_metrics(output_dir / METRICS, resumed)
         first_step = resumed.step if resumed.row else resumed.step + 1
         self._writer = MetricsWriter(output_dir, tensorboard, first_step)
         self._writer.draw(resumed.step, resumed.row)
-        self._progress = Progress(total_steps, columns, resumed.step)
+        self._progress = Progress(total_steps, columns, resumed.step, log_freq)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` of `step`.
-
-        Step 0 holds what was measured before training; it does not count as progress.
-        """
+        """Record `metrics` of `step`; step 0 is what was measured before training."""
         if self._writer is not None and self._progress is not None:
             self._writer.write(step, metrics)
-            if step:
-                self._progress.update(step, metrics)
+            self._progress.update(step, metrics)
 
     def __enter__(self) -> Reporter:
         if self._writer is not None and self._progress is not None:

@@ -26,6 +26,7 @@ from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.errors import CheckpointError
 from mrlhf.run.directory import CHECKPOINTS
 from mrlhf.run.startup import Run
+from mrlhf.trainers.best_export import BestExport
 from mrlhf.training.engine import ModelEngine
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Checkpoints:
         config: PPOConfig | SupervisedConfig,
         models: Mapping[str, ModelEngine],
         last_step: int,
-        exports: Mapping[str, Callable[[Path], None]],
+        export: Callable[[Path], None],
         measured: Measured,
     ) -> None:
         """Save nothing yet.
@@ -65,16 +66,16 @@ class Checkpoints:
         Args:
             run: this process's part in the job.
             config: the whole configuration.
-            models: the trained models, by role.
+            models: the trained models, by role; the first one is what the run is for.
             last_step: of the run.
-            exports: what else is written into the checkpoint of a complete step; see `Contents`.
+            export: writes the model that the run is for as a Hugging Face checkpoint.
             measured: when the run has measured all that it measures.
         """
         self._run = run
         self._section = config.trainer
         self._models = models
         self._last_step = last_step
-        self._exports = exports
+        self._exports = {"hf": export} if config.trainer.save_hf else {}
 
         frozen = {}
         for role, section in config.roles().items():
@@ -86,8 +87,15 @@ class Checkpoints:
         directory = run.output_dir / CHECKPOINTS
         verify = None if run.lock is None else run.lock.verify
         self._saver = Saver(directory, identity, _world(), config.trainer.async_save, verify)
-        self._best = Best(config.trainer.keep_best, config.trainer.keep_best_mode)
+        trainer = config.trainer
+        self._best = Best("trainer.keep_best", trainer.keep_best, trainer.keep_best_mode)
         self._saved_best = copy.copy(self._best)
+        self._best_export = BestExport(
+            Best("trainer.export_best", trainer.export_best, trainer.export_best_mode),
+            export,
+            run.output_dir / f"{next(iter(models))}_best",
+            _world(),
+        )
         self._last_saved = time.monotonic()
         self._measured = measured
         self._names: set[str] = set()
@@ -114,6 +122,8 @@ class Checkpoints:
             engine.load_state_dict(state["models"][role])
         self._best.load_state_dict(state["best"])
         self._saved_best = copy.copy(self._best)
+        if "best_export" in state:
+            self._best_export.load_state_dict(state["best_export"])
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
         if is_own and checkpoint.manifest.metrics:
             self._newest = checkpoint_name(checkpoint.manifest.step, False)
@@ -125,9 +135,14 @@ class Checkpoints:
         own: dict[str, Any] = state["trainer"]
         return own
 
-    def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Take note of what the run measures, outside of a step too."""
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """Take note of what was measured before the first step, with the initial model."""
         self._names |= metrics.keys()
+        self._best_export.after_step(0, metrics)
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json: the best step, if its model was exported."""
+        return self._best_export.summary()
 
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
@@ -140,13 +155,15 @@ class Checkpoints:
             `timing_s/save_checkpoint`, the seconds for which training waited, if it did.
 
         Raises:
-            ConfigError: `trainer.keep_best` is no metric of the run, which is known after the first
-                validation.
+            ConfigError: `trainer.keep_best` or `trainer.export_best` is no metric of the run, which
+                is known after the first validation.
         """
         began = time.monotonic()
-        self.note_metrics(metrics)
+        self._names |= metrics.keys()
         if step >= self._measured.from_step and self._measured.is_validated(self._names):
             self._best.check(self._names)
+            self._best_export.check(self._names)
+        self._best_export.after_step(step, metrics)
         waited = self._attempt(lambda: self._saver.finish(wait=False))
         if self._is_due(step, metrics):
             self._attempt(lambda: self._saver.finish(wait=True))
@@ -191,6 +208,7 @@ class Checkpoints:
             "trainer": state,
             "models": {role: engine.state_dict() for role, engine in self._models.items()},
             "best": self._best.state_dict(),
+            "best_export": self._best_export.state_dict(),
         }
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
 

@@ -5,33 +5,18 @@ A prompt may have one answer or many. This file does not know how responses are 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from mrlhf.batch import Rollout
-from mrlhf.rollout.scoring import Scorer, Scores
+from mrlhf.rollout.scoring import Scores
 
 MANY_ANSWERS = ("/pass@", "/maj@")
 
 
-def measure(scorer: Scorer, rollout: Rollout, n: int = 1) -> dict[str, float]:
-    """Score a rollout of `n` responses to each prompt and summarise it; every rank calls it.
-
-    Returns:
-        For each data source:
-        `<data_source>/reward_mean` over all responses;
-        `<data_source>/acc@1` over all responses, if a reward term tells right from wrong, and
-        `<data_source>/pass@<n>`, if n > 1 too;
-        `<data_source>/maj@<n>`, if that term also says what each answer is.
-    """
-    scores = scorer.score(rollout, with_answers=n > 1)
-    source_of_each_prompt = rollout.prompts.data_source[::n]
-    return summarise(scores, source_of_each_prompt, n)
-
-
 def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float]:
-    """The metrics of `measure` from the scores.
+    """Summarise the scores of `n` responses to each prompt.
 
     A response is right if its correctness is above one half.
 
@@ -39,6 +24,15 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
         scores: the scores of all responses [prompts * n], those of one prompt side by side.
         sources: the data source of each prompt.
         n: responses to each prompt.
+
+    Returns:
+        For each data source:
+        `<data_source>/reward_mean` over all responses;
+        `<data_source>/acc@1` over all responses, if a reward term tells right from wrong, and
+        `<data_source>/pass@<n>`, if n > 1 too;
+        `<data_source>/maj@<n>`, if that term also says what each answer is;
+        `<data_source>/acc_unknown`, the number of responses of which that term says nothing, if
+        there are any: they count in none of the three, nor does a prompt that has no other.
     """
     assert len(scores.total) == len(sources) * n, (
         f"{len(scores.total)} scores of {len(sources)} prompts x {n}"
@@ -53,17 +47,24 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
     for source, prompts in prompts_of.items():
         prompt_groups = [range(prompt * n, prompt * n + n) for prompt in prompts]
         rows = [row for prompt_group in prompt_groups for row in prompt_group]
-        metrics[f"{source}/reward_mean"] = float(scores.total[rows].mean())
+        metrics[f"{source}/reward_mean"] = float(scores.total[rows].double().mean())
 
         if correct is None:
             continue
-        metrics[f"{source}/acc@1"] = fmean(correct[row] for row in rows)
+        known = [correct[row] for row in rows if not math.isnan(correct[row])]
+        if len(known) < len(rows):
+            metrics[f"{source}/acc_unknown"] = float(len(rows) - len(known))
+        if not known:
+            continue
+        metrics[f"{source}/acc@1"] = fmean(known)
         if n == 1:
             continue
 
         passed = []
         votes = []
         for prompt_group in prompt_groups:
+            if all(math.isnan(correct[row]) for row in prompt_group):
+                continue
             right = [correct[row] > 0.5 for row in prompt_group]
             passed.append(any(right))
             if scores.answers is not None:
@@ -97,8 +98,8 @@ def validation_metrics(
     """The metrics that a validation reports.
 
     Args:
-        greedy: metrics of `measure` on greedy answers.
-        sampled: metrics of `measure` on sampled answers; empty if there are none.
+        greedy: what `summarise` says of greedy answers.
+        sampled: what it says of sampled answers; empty if there are none.
 
     Returns:
         `val/<name>` for greedy answers and for what only many samples can tell (`pass@`, `maj@`);

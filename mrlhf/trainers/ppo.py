@@ -6,6 +6,7 @@ metrics included; nothing is kept from one phase to the next but what stands in 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +21,25 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.components import component_metrics, reward_components
+from mrlhf.rollout.score_checks import check_correctness
+from mrlhf.rollout.scoring import Scores
 from mrlhf.run.startup import Run
 from mrlhf.trainers.dump import dump_rollout, save_batch
-from mrlhf.trainers.evaluate import measure, validation_metrics
+from mrlhf.trainers.evaluate import summarise, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
+from mrlhf.trainers.samples import describe_samples
 from mrlhf.trainers.step_metrics import batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_EVERY = 10  # training steps, where there are no held-out prompts to show
 
 
 @dataclass(frozen=True)
@@ -74,9 +85,12 @@ class PPOTrainer:
             top_k=config.rollout.top_k,
             top_p=config.rollout.top_p,
             max_tokens=config.data.max_response_length,
-            stop_token_ids=(parts.tokenizer.eos_id,),
-            stop=tuple(config.rollout.stop),
+            stop_token_ids=parts.endings.token_ids,
+            stop=parts.endings.strings,
             seed=config.seed,
+        )
+        self.nothing_to_learn = NothingToLearn(
+            config.algorithm.adv_estimator, is_main_rank=run.is_main_rank
         )
 
     def begin_step(self, number: int) -> StepProgress:
@@ -101,10 +115,13 @@ class PPOTrainer:
         parts.generator.end_step()
 
         metrics = dict(progress.metrics)
+        self.nothing_to_learn.from_correction(metrics)
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
+        elif parts.held_out is None and (number == 1 or number % SAMPLES_EVERY == 0):
+            self.show_samples(f"training step {number}", collected.rollout, collected.scores)
         self.dump(number, collected, experience)
 
         metrics |= batch_metrics(
@@ -218,8 +235,11 @@ class PPOTrainer:
                 vocabulary.
             timer: measures the pass.
         """
+        traits = estimator_traits(self.config.algorithm.adv_estimator)
         with timer("old_log_prob"):
-            evaluation = self.parts.actor.evaluate(rollout, cut, ref_logits)
+            evaluation = self.parts.actor.evaluate(
+                rollout, cut, ref_logits, traits.needs_squared_probabilities
+            )
 
         mask = rollout.loss_mask
         metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
@@ -233,21 +253,43 @@ class PPOTrainer:
         """Rewards and advantages; moves the coefficient of the KL in the reward.
 
         Returns:
-            The experience, and the metrics of the KL in the reward, if it is in use.
+            The experience, and the metrics of the KL in the reward and of the terms that are
+            compared one by one, if they are in use.
+
+        Raises:
+            RewardError: the scores are too large, or one that is compared is missing.
+            ConfigError: nothing says which responses are right, although the loss needs it.
         """
+        scores = collected.scores
+        algorithm = self.config.algorithm
         coefficient = self.kl_controller.value
+        positive_coef = self.config.actor.positive_lm_coef
+        if positive_coef > 0:
+            check_correctness(scores.correct, f"actor.positive_lm_coef {positive_coef:g}")
+
+        metrics = {}
+        components = None
         with timer("adv"):
-            shaped = self.parts.shaper.shape(collected.scores.total, collected.rollout)
-            experience, kl = make_experience(
-                collected, shaped, outputs, self.config.algorithm, coefficient
+            if estimator_traits(algorithm.adv_estimator).compares_terms or (
+                algorithm.gdpo_reward_keys is not None
+            ):
+                names, components = reward_components(
+                    scores, collected.rollout, algorithm.gdpo_reward_keys
+                )
+                metrics = component_metrics(names, components)
+            shaped = self.parts.shaper.shape(scores.total, collected.rollout)
+            self.nothing_to_learn.from_scores(
+                shaped if components is None else components, collected.rollout.prompt_groups
             )
-        if kl is None:
-            return experience, {}
-        self.kl_controller.update(kl, len(collected.rollout))
-        return experience, {
-            "actor/reward_kl_penalty": kl,
-            "actor/reward_kl_penalty_coeff": coefficient,
-        }
+            experience, kl = make_experience(
+                collected, shaped, outputs, algorithm, coefficient, components
+            )
+
+        if kl is not None:
+            self.kl_controller.update(kl, len(collected.rollout))
+            metrics["actor/reward_kl_penalty"] = kl
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        return experience, metrics
 
     def update(
         self,
@@ -356,7 +398,7 @@ class PPOTrainer:
             "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
             "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
         }
-        for key in ("n", "temperature", "top_k", "top_p", "stop"):
+        for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
             settings[f"rollout.{key}"] = getattr(config.rollout, key)
         return settings
 
@@ -391,8 +433,18 @@ class PPOTrainer:
             )
         parts.generator.sleep()  # scoring may need the memory
 
+        scores = parts.scorer.score(greedy_answers.rollout)
+        self.show_samples("held-out prompts, greedy", greedy_answers.rollout, scores)
+        greedy_metrics = summarise(scores, parts.held_out.data_source, n=1)
         sampled_metrics: dict[str, float] = {}
-        greedy_metrics = measure(parts.scorer, greedy_answers.rollout)
         if sampled_answers is not None:
-            sampled_metrics = measure(parts.scorer, sampled_answers.rollout, n)
+            scores = parts.scorer.score(sampled_answers.rollout, with_answers=n > 1)
+            sampled_metrics = summarise(scores, parts.held_out.data_source, n)
         return validation_metrics(greedy_metrics, sampled_metrics)
+
+    def show_samples(self, what: str, rollout: Rollout, scores: Scores) -> None:
+        """Show some responses on the console, if `trainer.log_samples` asks for it."""
+        count = self.config.trainer.log_samples
+        if self.run.is_main_rank and count:
+            samples = describe_samples(rollout, scores, self.parts.tokenizer, count)
+            logger.info("samples of %s\n%s", what, samples)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.preflight import read_ppo_inputs
-from mrlhf.run.export import export_checkpoint
+from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.report import closing_report
+from mrlhf.run.report import PPO_CURVES, closing_report, ppo_achievements
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
@@ -59,7 +59,7 @@ class PPORun:
             config,
             parts.trained(),
             parts.steps,
-            self._exports(config.trainer.save_hf),
+            self._export,
             Measured(parts.held_out is not None, config.trainer.critic_warmup),
         )
 
@@ -85,6 +85,7 @@ class PPORun:
             parts.steps,
             PPO_COLUMNS,
             self._resumed,
+            self._section.log_freq,
         )
         with reporter:
             try:
@@ -94,11 +95,17 @@ class PPORun:
                 raise
 
         directory = self._run.output_dir / "actor"
-        self._export(directory)
+        export_result(self._exported(), directory, parts.steps)
         parts.scorer.close()
         if self._run.is_main_rank:
-            seconds = time.monotonic() - began
-            closing_report(self._run.output_dir, directory, parts.steps, seconds)
+            summary = {
+                **ppo_achievements(self._run.output_dir),
+                **self._checkpoints.summary(),
+                "steps": parts.steps,
+                "seconds": round(time.monotonic() - began, 1),
+                "checkpoint": str(directory),
+            }
+            closing_report(self._run.output_dir, PPO_CURVES, summary)
 
     def _train(self, reporter: Reporter) -> None:
         """The steps that are left, with the validation before the first one."""
@@ -108,7 +115,7 @@ class PPORun:
             self._parts.generator.take_weights(version=0)
             self._last_metrics = trainer.validate()
             reporter.report(0, self._last_metrics)
-            self._checkpoints.note_metrics(self._last_metrics)
+            self._checkpoints.before_training(self._last_metrics)
 
         while self._completed < self._parts.steps:
             with self._run.stops.phase("between steps"):
@@ -178,12 +185,15 @@ class PPORun:
 
         self._checkpoints.save_interrupted(self._completed, self._last_metrics, state, unfinished)
 
-    def _exports(self, save_hf: bool) -> dict[str, Callable[[Path], None]]:
-        """What is written into each checkpoint for other programs."""
-        return {"hf": self._export} if save_hf else {}
-
     def _export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face checkpoint."""
+        export_checkpoint(self._exported(), directory)
+
+    def _exported(self) -> ExportedModel:
         parts = self._parts
-        max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(parts.actor.engine, parts.tokenizer, directory, max_shard_mb)
+        return ExportedModel(
+            parts.actor.engine,
+            parts.tokenizer,
+            self._section.max_shard_size_mb,
+            parts.generation_config,
+        )

@@ -34,7 +34,8 @@ def train_sft(config: SFTConfig) -> None:
 class FineTuning:
     """Learns the responses of prompt-response rows."""
 
-    columns = (("loss", "sft/loss"), ("val loss", "val/loss"), ("tokens/s", "perf/throughput"))
+    columns = (("loss", "sft/loss"), ("tokens/s", "perf/throughput"))
+    curves = ("sft/loss", "sft/grad_norm", "sft/lr")
 
     def __init__(self, examples: Sequence[SftExample], held_out: Sequence[SftExample]) -> None:
         """Take the training rows and the validation rows, of which there may be none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +20,11 @@ from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight import RewardModelInputs, SFTInputs
-from mrlhf.run.export import export_checkpoint
+from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
+from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
 from mrlhf.run.startup import Run
-from mrlhf.run.summary import write_summary
 from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
 from mrlhf.training.engine import ModelEngine
 
@@ -35,6 +35,10 @@ class SupervisedTask(Protocol):
     @property
     def columns(self) -> Sequence[tuple[str, str]]:
         """Label and metric of each number that the progress display shows."""
+
+    @property
+    def curves(self) -> Sequence[str]:
+        """The metrics to draw at the end, beside those of the validation."""
 
     @property
     def has_held_out(self) -> bool:
@@ -73,7 +77,6 @@ class SupervisedTrainer:
                 other data.
         """
         self._run = run
-        self._tokenizer = inputs.tokenizer
         self._task = task
         self._section = config.trainer
         self._steps = inputs.steps
@@ -90,6 +93,12 @@ class SupervisedTrainer:
             else:
                 self._engine.load(config.model.path, config.seed)
         self._engine.attach_optimizer(config.optim, self._steps)
+        self._exported = ExportedModel(
+            self._engine,
+            inputs.tokenizer,
+            config.trainer.max_shard_size_mb,
+            inputs.generation_config if isinstance(inputs, SFTInputs) else None,
+        )
 
         self._completed = 0
         self._metrics: Mapping[str, float] = {}
@@ -100,7 +109,7 @@ class SupervisedTrainer:
             config,
             {"model": self._engine},
             self._steps,
-            self._exports(),
+            self._export,
             Measured(task.has_held_out),
         )
         if checkpoint is not None:
@@ -120,6 +129,7 @@ class SupervisedTrainer:
             self._steps,
             self._task.columns,
             self._resumed,
+            self._section.log_freq,
         )
         with reporter:
             while self._completed < self._steps:
@@ -186,16 +196,9 @@ class SupervisedTrainer:
         self._metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._metrics)
 
-    def _exports(self) -> dict[str, Callable[[Path], None]]:
-        """What is written into each checkpoint for other programs."""
-        if not self._section.save_hf:
-            return {}
-
-        def export(directory: Path) -> None:
-            max_shard_mb = self._section.max_shard_size_mb
-            export_checkpoint(self._engine, self._tokenizer, directory, max_shard_mb)
-
-        return {"hf": export}
+    def _export(self, directory: Path) -> None:
+        """Write the model as a Hugging Face checkpoint."""
+        export_checkpoint(self._exported, directory)
 
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
@@ -210,13 +213,14 @@ class SupervisedTrainer:
         )
 
     def _finish(self, metrics: Mapping[str, float], began: float) -> None:
-        checkpoint = self._run.output_dir / "model"
-        max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(self._engine, self._tokenizer, checkpoint, max_shard_mb)
+        directory = self._run.output_dir / "model"
+        export_result(self._exported, directory, self._steps)
         if self._run.is_main_rank:
-            totals = {
+            summary = {
+                **self._task.summary(metrics),
+                **self._checkpoints.summary(),
                 "steps": self._steps,
                 "seconds": round(time.monotonic() - began, 1),
-                "checkpoint": str(checkpoint),
+                "checkpoint": str(directory),
             }
-            write_summary(self._run.output_dir, self._task.summary(metrics) | totals)
+            closing_report(self._run.output_dir, self._task.curves, summary)

@@ -24,6 +24,8 @@ def demo(start_policy: Path) -> dict[str, Any]:
         f"data.train_files={root}/data/train.jsonl",
         f"data.val_files={root}/data/held_out.jsonl",
         f"trainer.output_dir={root}",
+        "trainer.export_best=val_sampled/arithmetic/acc@1",
+        "trainer.log_freq=20",
     ]
     train = ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *places]
     log = succeed(torchrun(4, train, timeout=900))
@@ -55,7 +57,13 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
         str(root / "actor"),
     ):
         assert phrase in demo["log"]
-    assert (root / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for stage in (root, root / "sft"):
+        assert (stage / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    log = demo["log"]
+    assert "validation before training: val/arithmetic/acc@1 0." in log
+    assert [number for number in range(1, 51) if f"step {number}/50, reward" in log] == [20, 40, 50]
+    assert log.count("samples of held-out prompts") == log.count("validation")
 
     rows = read_lines(root / "rollouts" / "step_000020.jsonl")
     assert len(rows) == 512
@@ -81,12 +89,26 @@ def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
             assert isinstance(record[name], float), name
 
 
+def test_the_best_policy_is_exported_too(demo: dict[str, Any]) -> None:
+    metric = "val_sampled/arithmetic/acc@1"
+    measured = [record for record in demo["records"] if metric in record]
+    best = max(measured, key=lambda record: record[metric])
+    summary = demo["summary"]
+    assert (summary["best_step"], summary["best_value"]) == (best["step"], best[metric])
+    assert _greedy_accuracy(demo["root"], "actor_best") == best["val/arithmetic/acc@1"]
+
+
 def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
-    directory: Path = demo["root"] / "actor"
+    assert _greedy_accuracy(demo["root"], "actor") == demo["summary"]["final_accuracy"]
+
+
+def _greedy_accuracy(root: Path, name: str) -> float:
+    """Share of the held-out prompts that an exported policy answers, by transformers alone."""
+    directory = root / name
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
 
-    rows = read_lines(demo["root"] / "data" / "held_out.jsonl")
+    rows = read_lines(root / "data" / "held_out.jsonl")
     batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     with torch.no_grad():
         output = model.generate(
@@ -99,4 +121,4 @@ def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
     responses = output[:, batch["input_ids"].shape[1] :]
     answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
-    assert right / len(rows) == demo["summary"]["final_accuracy"]
+    return right / len(rows)

@@ -1,15 +1,13 @@
 """Cross-field checks, the batch arithmetic and the command line."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
-from mrlhf.models.families import load_spec
-from mrlhf.preflight import check, check_model, check_models, describe, dry_run
+from mrlhf.preflight import check, check_models, describe, dry_run
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
@@ -211,43 +209,6 @@ def test_supervised_checks():
 WARM = {"lr_warmup_steps": 3}
 
 
-def sized(**sizes):
-    """A model of these sizes."""
-    return replace(load_spec("configs/models/demo_llama", "lm"), **sizes)
-
-
-def test_check_model():
-    spec = sized(num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=96)
-    check_model("actor", 4, 3, spec)
-    with pytest.raises(ConfigError) as caught:
-        check_model("actor", 8, 4, replace(spec, ffn_size=100))
-    assert str(caught.value).splitlines() == [
-        "actor.pp 4 does not divide the model's layers 6; use one of 1, 2, 3",
-        "actor.tp 8 does not divide the model's key and value heads 4; use one of 1, 2, 4",
-        "actor.tp 8 does not divide the model's intermediate size 100; use one of 1, 2, 4, 5",
-    ]
-
-
-def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
-    spec = sized(num_layers=6, num_heads=12, num_kv_heads=2, ffn_size=96)
-
-    for tp in (1, 2, 4, 6, 12):
-        check_model("rollout", tp, 1, spec, replicates_kv_heads=True)
-
-    with pytest.raises(ConfigError) as caught:
-        check_model("rollout", 3, 1, spec, replicates_kv_heads=True)
-    assert str(caught.value) == (
-        "rollout.tp 3 neither divides the model's key and value heads 2 nor is a multiple of "
-        "them; use one of 1, 2, 4, 6, 12"
-    )
-    with pytest.raises(ConfigError) as caught:
-        check_model("rollout", 8, 1, spec, replicates_kv_heads=True)
-    assert (
-        str(caught.value)
-        == "rollout.tp 8 does not divide the model's attention heads 12; use one of 1, 2, 3, 4, 6"
-    )
-
-
 def model_dir(tmp_path, **changes):
     facts = {**FACTS, **changes}
     (tmp_path / "config.json").write_text(
@@ -266,18 +227,47 @@ def test_check_models_reads_config_json(tmp_path):
     assert unchecked(specs) == ["critic"]
     assert list(specs) == ["actor", "critic", "rollout"]
 
-    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
+    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not fit the model's 6 layers"):
         check_models(ppo(actor__path=path, actor__pp=4))
 
     assert unchecked(check_models(ppo(actor__path=path, rollout__tp=8))) == []
     with pytest.raises(
-        ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"
+        ConfigError, match=r"rollout\.tp 16 does not fit the model's 8 attention heads"
     ):
         check_models(ppo(actor__path=path, rollout__tp=16))
     with pytest.raises(
         ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"
     ):
         check_models(ppo(actor__path=path, data__max_response_length=217))
+
+
+def test_one_mistake_is_reported_once(tmp_path):
+    """The reference inherits the actor's layout, and the engine runs the actor's model."""
+    path = model_dir(tmp_path, hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    config = ppo(
+        actor__path=path, actor__use_kl_loss=True, actor__tp=4, critic__tp=2, rollout__tp=2
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_models(config)
+    of_kv_heads = "3 key and value heads (it must divide them or be a multiple of them)"
+    assert str(caught.value).splitlines() == [
+        "actor.tp 4 does not fit the model's 6 attention heads; use one of 1, 3, 6",
+        f"critic.tp 2 does not fit the model's {of_kv_heads}; use one of 1, 3, 6",
+        f"rollout.tp 2 does not fit the model's {of_kv_heads}; use one of 1, 3, 6",
+    ]
+
+    config = ppo(
+        actor__path=path, actor__use_kl_loss=True, actor__tp=6, critic__tp=1, rollout__tp=2
+    )
+    with pytest.raises(ConfigError, match=r"^rollout\.tp 2 .*; use one of 1, 3, 6$"):
+        check_models(config)
+
+    fitting = {"actor__tp": 1, "critic__tp": 1, "rollout__tp": 1}
+    long = ppo(actor__path=path, actor__use_kl_loss=True, data__max_response_length=217, **fitting)
+    with pytest.raises(ConfigError) as caught:
+        check_models(long)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("actor: the data's longest sequence, 257 tokens, is beyond")
 
 
 def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
@@ -432,6 +422,7 @@ def test_dry_run_checks_first(tmp_path):
         "not checked, not on this machine: critic.path none\n"
         "not checked, not on this machine: data.tokenizer tokenizer\n"
         "not checked, not on this machine: data.train_files a.jsonl\n"
+        "not checked, not on this machine: the weights of actor\n"
         "what could be checked fits 8 ranks"
     )
     assert (

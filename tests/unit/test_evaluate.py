@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 
-from mrlhf.batch import Prompts, Rollout
-from mrlhf.rollout.scoring import Scorer, Scores, _correctness_column, _join_answers
-from mrlhf.trainers.evaluate import majority, measure, summarise, validation_metrics
+from mrlhf.rollout.scoring import Scores, _correctness_column, _join_answers
+from mrlhf.trainers.evaluate import majority, summarise, validation_metrics
 
 
 def scores(
@@ -66,6 +63,28 @@ def test_a_function_may_call_a_response_partly_right() -> None:
     assert found == {"a/reward_mean": 0.0, "a/acc@1": 0.375, "a/pass@2": 0.5, "a/maj@2": 0.0}
 
 
+def test_responses_that_no_term_judges_count_in_no_share_and_are_counted() -> None:
+    nan = math.nan
+    total = [1.0, 2.0, 3.0, 4.0, 3e38, 3e38]
+    found = summarise(
+        scores(total, [1.0, nan, nan, nan, 0.0, 0.0], ["1", "2", "3", "4", "5", "6"]),
+        ["a", "a", "b"],
+        2,
+    )
+    assert found == {
+        "a/reward_mean": 2.5,
+        "a/acc_unknown": 3.0,
+        "a/acc@1": 1.0,
+        "a/pass@2": 1.0,  # the second prompt has no response of which anything is known
+        "a/maj@2": 1.0,
+        "b/reward_mean": pytest.approx(3e38),
+        "b/acc@1": 0.0,
+        "b/pass@2": 0.0,
+        "b/maj@2": 0.0,
+    }
+    assert summarise(scores([1.0], [nan]), ["a"], 1) == {"a/reward_mean": 1.0, "a/acc_unknown": 1.0}
+
+
 def test_scores_must_fit_the_prompts() -> None:
     with pytest.raises(AssertionError, match="3 scores of 2 prompts x 2"):
         summarise(scores([0.0, 1.0, 2.0]), ["a", "a"], 2)
@@ -98,28 +117,6 @@ def test_names_of_a_validation() -> None:
         "val/a/pass@8": 0.75,
         "val/a/maj@8": 0.5,
     }
-
-
-class Recorder:
-    """Stands for the scorer: keeps what it is asked and gives fixed scores."""
-
-    def __init__(self, given: Scores) -> None:
-        self.given = given
-        self.asked: list[bool] = []
-
-    def score(self, rollout: Rollout, with_answers: bool = False) -> Scores:
-        self.asked.append(with_answers)
-        return self.given
-
-
-@pytest.mark.parametrize(
-    ("n", "expected"), [(1, {"a/reward_mean", "a/acc@1"}), (2, {"a/pass@2", "a/maj@2"})]
-)
-def test_answers_are_asked_for_only_to_vote(n: int, expected: set[str]) -> None:
-    scorer = Recorder(scores([0.0, 1.0][:n], [0.0, 1.0][:n], ["4", "5"] if n == 2 else None))
-    rollout: Any = SimpleNamespace(prompts=Prompts([[3]], [0], ["p"], ["a"], ["5"], [{}]).repeat(n))
-    assert expected <= measure(cast(Scorer, scorer), rollout, n).keys()
-    assert scorer.asked == [n > 1]
 
 
 def test_the_answers_are_those_of_the_term_that_tells() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import resource
 import sys
 import time
 
@@ -87,7 +88,40 @@ def test_tensorboard_that_is_missing_is_said_to_be(tmp_path, monkeypatch):
         MetricsWriter(tmp_path, tensorboard=True)
 
 
-def test_without_a_terminal_progress_is_one_line_a_step(monkeypatch, caplog):
+def test_rows_that_did_not_fit_on_the_disk_are_written_when_there_is_room(tmp_path, caplog):
+    wanted = "".join(f'{{"step": {step}, "x": 0.5}}\n' for step in range(1, 5))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with MetricsWriter(tmp_path) as writer:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))  # a row and a half
+            for step in (1, 2, 3):
+                writer.write(step, {"x": 0.5})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (tmp_path / "metrics.jsonl").read_text() == wanted[:30]
+        writer.write(4, {"x": 0.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == wanted
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        f"cannot write {tmp_path / 'metrics.jsonl'}"
+    ]
+
+    writer = MetricsWriter(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        writer.write(5, {"x": 0.5})
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "the last 1 rows of" in caplog.messages[-1]
+
+
+def test_metrics_that_cannot_be_opened_are_refused_in_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"^trainer\.output_dir [^\n]*remove what is in the way"):
+        MetricsWriter(tmp_path)
+
+
+def test_without_a_terminal_progress_is_log_lines(monkeypatch, caplog):
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     caplog.set_level(logging.INFO, logger="mrlhf")
@@ -102,31 +136,42 @@ def test_without_a_terminal_progress_is_one_line_a_step(monkeypatch, caplog):
         clock[0] += 30
         progress.update(3, {"critic/score/mean": 0.123456, "response_length/mean": 34.0})
         clock[0] += 10
-        progress.update(4, {"critic/score/mean": 0.5, "actor/ppo_kl": float("nan")})
+        progress.update(
+            4, {"critic/score/mean": 0.5, "actor/ppo_kl": float("nan"), "val/sums/acc@1": 0.125}
+        )
+    with Progress(12, columns, log_freq=5, stream=stream) as progress:
+        for step in range(13):
+            measured = {"val/loss": 2.0, "val_sampled/a": 1 / 3} if step in (0, 7) else {}
+            progress.update(step, measured)
 
     assert caplog.messages == [
         "step 3/12, reward 0.1235, length 34, 0:04:30 left",
         "step 4/12, reward 0.5, kl nan, 0:02:40 left",
+        "validation after step 4: val/sums/acc@1 0.125",
+        "validation before training: val/loss 2, val_sampled/a 0.3333",
+        "step 5/12, 0:00:00 left",
+        "validation after step 7: val/loss 2, val_sampled/a 0.3333",
+        "step 10/12, 0:00:00 left",
+        "step 12/12, 0:00:00 left",
     ]
     assert stream.getvalue() == ""
 
 
-def test_on_a_terminal_progress_is_a_bar_and_log_lines_go_above_it(
-    clean_logging, monkeypatch, caplog
-):
+def test_on_a_terminal_the_steps_stand_above_a_bar(clean_logging, monkeypatch, caplog):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     stream = _Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     configure_logging(0)
     with Progress(4, [("reward", "critic/score/mean")]) as progress:
-        progress.update(2, {"critic/score/mean": 0.5})
+        for step in (1, 2):
+            progress.update(step, {"critic/score/mean": step / 4})
         logging.getLogger("mrlhf.trainers").info("saved a checkpoint")
     shown = stream.getvalue()
-    assert "step 2/4, reward 0.5" in shown
-    assert "saved a checkpoint" in shown
-    assert shown.index("saved a checkpoint") < shown.rindex("step 2/4")
-    assert caplog.messages == ["saved a checkpoint"]
+    history = [shown.index("step 1/4, reward 0.25"), shown.index("step 2/4, reward 0.5")]
+    history += [shown.index("saved a checkpoint"), shown.rindex("step 2/4, 0:00:00 left")]
+    assert history == sorted(history)
+    assert len(caplog.messages) == 3
 
 
 def test_curves_are_drawn_with_gaps_and_a_missing_metric_is_named(tmp_path):

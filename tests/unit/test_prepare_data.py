@@ -205,3 +205,12 @@ def test_errors_are_one_line(main, tmp_path, capsys):
 
     assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 1
     assert "exceed the 100 problems" in capsys.readouterr().err
+
+    for option in ("digits", "sft", "sft-copies", "train", "held-out", "vocab-size"):
+        for count in ("0", "-1"):
+            assert (
+                main(["arithmetic", "--out", str(tmp_path / "empty"), f"--{option}={count}"]) == 1
+            )
+            message = capsys.readouterr().err
+            assert message.startswith(f"error: {count} ") and message.count("\n") == 1
+    assert not (tmp_path / "empty").exists()

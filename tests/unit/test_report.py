@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from mrlhf.errors import DataError
-from mrlhf.run.report import closing_report
+from mrlhf.errors import CheckpointError, DataError
+from mrlhf.run.report import PPO_CURVES, closing_report, ppo_achievements
 from mrlhf.run.summary import combine_summaries, write_summary
 
 RECORDS = [
@@ -34,7 +34,7 @@ RECORDS = [
 def summary_of(tmp_path, records):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(lines)
-    closing_report(tmp_path, tmp_path / "model", steps=2, seconds=12.345)
+    closing_report(tmp_path, PPO_CURVES, {**ppo_achievements(tmp_path), "seconds": 12.3})
     return json.loads((tmp_path / "summary.json").read_text())
 
 
@@ -47,9 +47,7 @@ def test_the_closing_report(tmp_path, caplog):
         "reward_start": 0.5,
         "reward_final": 0.75,
         "kl_final": 0.02,
-        "steps": 2,
         "seconds": 12.3,
-        "checkpoint": str(tmp_path / "model"),
     }
     assert (tmp_path / "curves.png").stat().st_size > 0
     lines = caplog.messages[-1].split("\n")
@@ -66,6 +64,23 @@ def test_without_validation_the_reward_is_that_of_training(tmp_path):
     summary = summary_of(tmp_path, RECORDS[1:2])
     assert (summary["reward_start"], summary["reward_final"]) == (0.1, 0.1)
     assert "start_accuracy" not in summary
+
+
+def test_validations_that_measured_nothing_are_left_out(tmp_path):
+    empty = {"step": 3, "val/a/acc@1": None, "val/b/acc@1": None}
+    assert summary_of(tmp_path, [*RECORDS, empty])["final_accuracy"] == 0.75
+
+
+def test_curves_that_cannot_be_drawn_do_not_fail_the_run(tmp_path, caplog):
+    (tmp_path / "curves.png").mkdir()
+    assert summary_of(tmp_path, RECORDS)["final_accuracy"] == 0.75
+    assert "no curves are drawn" in caplog.text
+
+    assert summary_of(tmp_path, []) == {"seconds": 12.3}  # no row could be written
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(CheckpointError, match="cannot write the summary"):
+        closing_report(tmp_path, PPO_CURVES, {})
 
 
 def test_summaries_of_runs_that_follow_each_other(tmp_path):

@@ -34,7 +34,7 @@ def test_a_checkpoint_is_due(
 
 
 def test_the_best_step_has_the_highest_finite_value() -> None:
-    best = Best("val/acc", "max")
+    best = Best("trainer.keep_best", "val/acc", "max")
     values = [math.nan, 0.2, 0.1, math.inf, 0.2, 0.3]
     improved = [best.is_improved_by(step, {"val/acc": value}) for step, value in enumerate(values)]
     assert improved == [False, True, False, False, False, True]
@@ -43,21 +43,23 @@ def test_the_best_step_has_the_highest_finite_value() -> None:
 
 
 def test_the_lowest_value_is_best_if_the_mode_says_so_and_lasts() -> None:
-    best = Best("loss", "min")
+    best = Best("trainer.keep_best", "loss", "min")
     assert best.is_improved_by(1, {"loss": 3.0}) and not best.is_improved_by(2, {"loss": 4.0})
-    resumed = Best("loss", "min")
+    resumed = Best("trainer.keep_best", "loss", "min")
     resumed.load_state_dict(best.state_dict())
     assert not resumed.is_improved_by(3, {"loss": 3.5}) and resumed.is_improved_by(4, {"loss": 1.0})
 
-    other = Best("val/acc", "max")
+    other = Best("trainer.keep_best", "val/acc", "max")
     other.load_state_dict(best.state_dict())
     assert other.step is None
 
 
 def test_a_metric_that_is_not_measured_is_refused() -> None:
-    Best(None, "max").check({"loss"})
+    Best("trainer.keep_best", None, "max").check({"loss"})
     with pytest.raises(ConfigError, match=r"val/sums/acc, .* did you mean val/sum/acc@1\?"):
-        Best("val/sums/acc", "max").check({"val/sum/acc@1", "val/sum/reward", "loss"})
+        Best("trainer.keep_best", "val/sums/acc", "max").check(
+            {"val/sum/acc@1", "val/sum/reward", "loss"}
+        )
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:

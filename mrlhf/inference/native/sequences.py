@@ -15,7 +15,7 @@ from mrlhf.errors import EngineError
 from mrlhf.inference.base import Request, Sample, SamplingParams
 from mrlhf.inference.native import sampler
 from mrlhf.inference.native.rows import RowNumbers, enlarged
-from mrlhf.inference.stopping import Decode, end_of
+from mrlhf.inference.stopping import Decode, StopSearch
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -37,10 +37,10 @@ class Sequences:
         self._version = version
         self._stop = sampling.stop
         self._stop_tokens = np.array(sampling.stop_token_ids, dtype=np.int64)
-        self._longest_stop = max(map(len, sampling.stop), default=0)
 
         self._numbers = RowNumbers()
         self._owners: dict[int, tuple[int, int]] = {}  # request and sample index of each row
+        self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
         self._keys = np.zeros(0, dtype=np.uint64)
         self._tokens = np.zeros((0, 0), dtype=np.int32)
         self._logprobs = np.zeros((0, 0), dtype=np.float32)
@@ -70,6 +70,9 @@ class Sequences:
             self._max_tokens[rows] = request.sampling.max_tokens
             for row, index in zip(rows, request.samples, strict=True):
                 self._owners[row] = (request.id, index)
+                if self._stop:
+                    assert self._decode is not None
+                    self._searches[row] = StopSearch(self._decode, self._stop)
         return rows_of
 
     def tokens_at(self, rows: Ints, positions: Ints) -> Ints:
@@ -98,7 +101,8 @@ class Sequences:
 
         stopped = np.isin(tokens, self._stop_tokens)
         if self._stop:
-            stopped |= np.fromiter(map(self._has_stop_string, rows.tolist()), np.bool_, len(rows))
+            drawn = zip(rows.tolist(), tokens.tolist(), strict=True)
+            stopped |= [self._searches[row].append(token) for row, token in drawn]
         self._stopped[rows] = stopped
         ended: list[int] = rows[stopped | (counts + 1 == self._max_tokens[rows])].tolist()
         return ended
@@ -106,12 +110,15 @@ class Sequences:
     def remove(self, row: int) -> Sample:
         """The sample of a row that has ended; its number may be used again."""
         request_id, sample_index = self._owners.pop(row)
+        self._searches.pop(row, None)
         self._numbers.give_back(row)
+        start = self._prompt_lengths[row]
+        count = self._counts[row]
         return Sample(
             request_id=request_id,
             sample_index=sample_index,
-            token_ids=self._response(row).tolist(),
-            logprobs=self._logprobs[row, : self._counts[row]].tolist(),
+            token_ids=self._tokens[row, start : start + count].tolist(),
+            logprobs=self._logprobs[row, :count].tolist(),
             stopped=bool(self._stopped[row]),
             version=self._version,
         )
@@ -127,26 +134,3 @@ class Sequences:
         self._max_tokens = enlarged(self._max_tokens, rows)
         self._counts = enlarged(self._counts, rows)
         self._stopped = enlarged(self._stopped, rows)
-
-    def _response(self, row: int) -> NDArray[np.int32]:
-        start = self._prompt_lengths[row]
-        response: NDArray[np.int32] = self._tokens[row, start : start + self._counts[row]]
-        return response
-
-    def _has_stop_string(self, row: int) -> bool:
-        """Whether the newest token completes a stop string.
-
-        The end of the response is searched first; what is found there is confirmed on the whole.
-        """
-        assert self._decode is not None
-        response = self._response(row).tolist()
-        count = self._longest_stop
-        text = self._decode(response[-count:])
-        # Some tokens have no text: take more tokens until the text is longer than any stop string.
-        while len(text) <= 2 * self._longest_stop and count < len(response):
-            count *= 2
-            text = self._decode(response[-count:])
-
-        if not any(string in text for string in self._stop):
-            return False
-        return end_of(response, self._decode, self._stop, start=len(response)) is not None

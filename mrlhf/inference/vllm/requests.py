@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
 from mrlhf.inference.in_flight import InFlight
-from mrlhf.inference.stopping import Decode, end_of
+from mrlhf.inference.stopping import Decode, StopSearch
 from mrlhf.inference.vllm import guards
 
 
@@ -29,13 +30,25 @@ class _Running:
         request: the request that it answers.
         index: which of the request's samples it is.
         version: the version of the weights that draw it.
-        searched: number of its tokens in which there is no stop string.
+        search: looks for stop strings, if there are any.
+        searched: number of its tokens that were searched.
     """
 
     request: Request
     index: int
     version: int
+    search: StopSearch | None = None
     searched: int = 0
+
+    def end(self, token_ids: Sequence[int]) -> int | None:
+        """After how many of its tokens a stop string ends it; None if there is none so far."""
+        if self.search is None:
+            return None
+        for token in token_ids[self.searched :]:
+            self.searched += 1
+            if self.search.append(token):
+                return self.searched
+        return None
 
 
 class Requests:
@@ -49,6 +62,7 @@ class Requests:
         block_bytes: int,
         in_flight: InFlight,
         decode: Decode | None,
+        never: Sequence[int],
     ) -> None:
         """Watch the engine's scheduler and take over what its sampler reports.
 
@@ -59,10 +73,13 @@ class Requests:
             block_bytes: size of one block, in bytes.
             in_flight: the requests and samples of the engine, which this class fills.
             decode: token ids to text; needed for stop strings.
+            never: token ids that are never drawn.
         """
         assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
         self._engine = llm_engine
         self._sampler = sampler
+        if never:
+            sampler.sample = _sample_without(sampler.sample, torch.tensor(list(never)))
         self._in_flight = in_flight
         self._decode = decode
         self._cache_bytes = blocks * block_bytes
@@ -158,21 +175,18 @@ class Requests:
                 sampling, guards.request_seed(sampling.seed, request.uid, index)
             )
             name = str(next(self._names))
-            self._running[name] = _Running(request, index, version)
+            search = None
+            if sampling.stop:
+                assert self._decode is not None
+                search = StopSearch(self._decode, sampling.stop)
+            self._running[name] = _Running(request, index, version, search)
             self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
 
     def _take(self, output: Any) -> None:
         """Note one output of vLLM's, and whether its sample has ended."""
         running = self._running[output.request_id]
         (answer,) = output.outputs
-        stop = running.request.sampling.stop
-        length = len(answer.token_ids)
-
-        end = None
-        if stop and length > running.searched:
-            assert self._decode is not None
-            end = end_of(answer.token_ids, self._decode, stop, start=running.searched + 1)
-            running.searched = length
+        end = running.end(answer.token_ids)
         if end is None and not output.finished:
             return
 
@@ -253,6 +267,19 @@ def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
         return (logits.float() / temperature).log_softmax(dim=-1)
 
     return compute_logprobs
+
+
+def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., Any]:
+    """vLLM's function `draw` from logits to tokens, which then draws none of the ids `never`.
+
+    vLLM takes the log-probs before it draws, so they are over the whole vocabulary.
+    """
+
+    def draw_others(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = logits.index_fill(-1, never.to(logits.device), -torch.inf)
+        return draw(logits, *args, **kwargs)
+
+    return draw_others
 
 
 def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
