@@ -302,8 +302,13 @@ def _no_own_function(terms: Any) -> bool:
     """Whether `terms`, raw or read, is a list of terms none of which is a user's function."""
     if not isinstance(terms, list):
         return False
-    names = [term.get("name") if isinstance(term, dict) else term.name for term in terms]
-    return not any(is_reference(str(name)) for name in names)
+    for term in terms:
+        name = term.name if isinstance(term, RewardTermSection) else None
+        if isinstance(term, dict):
+            name = term.get("name")
+        if is_reference(str(name)):
+            return False
+    return True
 
 
 class RewardSection(Section):

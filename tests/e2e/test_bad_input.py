@@ -139,6 +139,6 @@ def test_missing_data_is_the_last_line_that_a_user_reads(tmp_path: Path) -> None
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:
     places = ["--source", str(tmp_path), "--out", str(tmp_path / "out")]
     done = run_program(["tools/prepare_data.py", "gsm8k", *places])
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "openai/gsm8k" in done.stderr
     assert "Traceback" not in done.stderr
