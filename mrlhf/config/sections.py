@@ -83,7 +83,8 @@ class RoleSection(Section):
     """A model and its layout over the ranks; data parallelism takes what tp x pp leaves."""
 
     path: str = Field(
-        description="Hugging Face directory: config.json, with or without safetensors"
+        description="Hugging Face directory: config.json and safetensors; with init: random, "
+        "config.json alone"
     )
     tp: Count = Field(1, description="tensor-parallel size, ranks")
     pp: Count = Field(1, description="pipeline-parallel size, ranks")

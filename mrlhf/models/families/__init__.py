@@ -6,6 +6,7 @@ A new family is a file of its own, and is listed in `FAMILIES`.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)
 }
 
+_MOST_PARAMETERS = 10**13
 _NAMES_OF_CODE = ("auto_map", "custom_pipelines")
 
 
@@ -94,6 +96,13 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
     if not bool(frequencies.isfinite().all()):
         raise ConfigError(f"{file}: the rope parameters give frequencies that are not finite")
+
+    shapes = family_of(spec).tensor_shapes(spec)
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    if parameters > _MOST_PARAMETERS:
+        raise ConfigError(
+            f"{file}: the sizes make {parameters:.0e} parameters, which is more than any model has"
+        )
     return spec
 
 
