@@ -104,6 +104,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
         ({"rms_norm_eps": None}, "'rms_norm_eps' expected float, got NoneType"),
         ({"initializer_range": float("inf")}, "initializer_range is inf; it must be a number"),
+        ({"hidden_size": 10**6, "intermediate_size": 10**7}, "which is more than any model has"),
         ({"head_dim": -4}, "config.json: head_dim is -4; it must be an integer from 1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true"),
         ({"pad_token_id": 37}, "config.json: pad_token_id 37 is not below vocab_size 37"),
