@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.inference.cache_size import NATIVE_GPU_BLOCK
 from mrlhf.inference.native.kernels import Kernels
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each."""
 
 # The page size that torch's variable-length attention (FlashAttention 2) works with.
-PAGE = 256
+PAGE = NATIVE_GPU_BLOCK
 
 
 @dataclass(frozen=True)
