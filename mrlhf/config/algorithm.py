@@ -5,7 +5,7 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Field, field_validator
 
@@ -139,9 +139,19 @@ class AlgorithmSection(Section):
     )
     norm_adv_by_std_in_grpo: bool = Field(
         True,
-        description="grpo, grpo_passk: divide by the standard deviation of the prompt's scores",
+        description="grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's "
+        "scores",
     )
     f_norm: Positive = Field(1.0, description="gpg: divisor of the advantages")
+    gdpo_reward_keys: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
+        "a number that only one function reports needs no function's name; null: those of all "
+        "reward.terms",
+    )
+    gdpo_reward_weights: Annotated[list[float], Field(min_length=1)] | None = Field(
+        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for all"
+    )
     use_kl_in_reward: bool = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"
     )

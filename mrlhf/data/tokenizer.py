@@ -7,6 +7,7 @@ data files or models.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -78,6 +79,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether chat messages can be encoded."""
         return self._backend.chat_template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        return str(self._backend.chat_template or "")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -177,9 +183,18 @@ class Tokenizer:
         """Tokens of a response: the tokens of its text, then eos."""
         return [*self.encode(text), self.eos_id]
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read."""
-        self._backend.save_pretrained(directory)
+    def save_pretrained(self, directory: Path, pad_id: int | None = None) -> None:
+        """Write the tokenizer's files into `directory`, for `load_tokenizer` to read.
+
+        Args:
+            directory: where the files go.
+            pad_id: the padding token of the written tokenizer; None: as it is.
+        """
+        backend = self._backend
+        if pad_id is not None and pad_id != backend.pad_token_id:
+            backend = copy.deepcopy(backend)
+            backend.pad_token = backend.convert_ids_to_tokens(pad_id)
+        backend.save_pretrained(directory)
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> Tokenizer:

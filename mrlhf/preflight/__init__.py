@@ -10,14 +10,13 @@ from mrlhf.preflight.inputs import (
     read_reward_model_inputs,
     read_sft_inputs,
 )
-from mrlhf.preflight.model_checks import check_model, check_models
+from mrlhf.preflight.model_checks import check_models
 
 __all__ = [
     "PPOInputs",
     "RewardModelInputs",
     "SFTInputs",
     "check",
-    "check_model",
     "check_models",
     "describe",
     "dry_run",

@@ -17,7 +17,13 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_block, cache_needs, check_models
+from mrlhf.preflight.model_checks import (
+    MEBIBYTE,
+    cache_block,
+    cache_needs,
+    check_models,
+    without_weights,
+)
 from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.user_methods import check_user_methods
@@ -52,8 +58,10 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     if isinstance(config, PPOConfig):
         lines += _cache(config, specs["rollout"])
     lines += [f"not checked, not on this machine: {path}" for path in absent]
+    weightless = without_weights(config)
+    lines += [f"not checked, not on this machine: the weights of {name}" for name in weightless]
     ranks = _count(world_size, "rank")
-    if absent:
+    if absent or weightless:
         return "\n".join([*lines, f"what could be checked fits {ranks}"])
     return "\n".join([*lines, f"configuration fits {ranks}"])
 
@@ -67,7 +75,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     check(config, world_size)
     _check_output(config)
     require_paths(config)
-    check_models(config)
+    check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
         require_engine(config.rollout.engine)

@@ -34,6 +34,7 @@ from mrlhf.preflight.vocabulary import (
     warn_of_undrawn,
 )
 from mrlhf.rewards.combine import RewardFunction
+from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
@@ -169,8 +170,8 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
         )
         warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
-        prompts = _prompts(config.data, "train_files", absent, tokenizer)
-        held_out = _prompts(config.data, "val_files", absent, tokenizer)
+        prompts = _prompts(config, "train_files", absent, tokenizer)
+        held_out = _prompts(config, "val_files", absent, tokenizer)
 
     if absent:
         _check_rewards(config.reward, absent)
@@ -299,13 +300,18 @@ def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
 
 
 def _prompts(
-    data: PromptDataSection, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
+    config: PPOConfig, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> PromptDataset | None:
-    files = _here(_files(data, key), absent)
+    files = _here(_files(config.data, key), absent)
     if not files:
         return None
     prompts = PromptDataset(
-        files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
+        files,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        overlong=config.data.overlong_prompts,
+        split="train" if key == "train_files" else "val",
+        answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
     every = prompts.batch(range(len(prompts)))
     warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{key}")

@@ -1,11 +1,14 @@
-"""Checks that each layout fits its model, using only the model's `config.json`.
+"""Checks that each model can be built and that its layout fits it.
 
-`mrlhf.models.families` reads that file, and what it refuses is refused here too. This file computes
-with the numbers that it returns, and builds no model.
+A model's `config.json` and the headers of its weight files are enough for that.
+`mrlhf.models.families` and `mrlhf.models.weight_files` read them, and what they refuse is refused
+here too. This file computes with the numbers that they return, and builds no model.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import torch
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.device import device_kind, dtype_on
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
     NATIVE_CPU_BLOCK,
     NATIVE_GPU_BLOCK,
@@ -21,9 +24,16 @@ from mrlhf.inference.cache_size import (
     vllm_cpu_block,
     vllm_gpu_block,
 )
+from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
+from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.models.weight_files import check_weight_files
+from mrlhf.weights.stored import holds_weights
+
+logger = logging.getLogger(__name__)
 
 MEBIBYTE = 2**20
 
@@ -53,8 +63,15 @@ class CacheNeeds:
         )
 
 
-def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str, ModelSpec | None]:
-    """Check the layout of each role, and that of the engine, against its model's `config.json`.
+def check_models(
+    config: PPOConfig | SFTConfig | RewardModelConfig, need_weights: bool = False
+) -> dict[str, ModelSpec | None]:
+    """Check each role's model, and the layout of each role and of the engine against it.
+
+    Args:
+        config: the whole configuration.
+        need_weights: whether to refuse a directory that holds a `config.json` alone, although the
+            role loads weights; otherwise its weights are not checked.
 
     Returns:
         The spec of each role's model; None where its `config.json` is not on this machine, so that
@@ -64,27 +81,33 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
         ConfigError: one line a mistake.
     """
     problems: list[str] = []
+    remarks: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
+    if _loads_weights(config):
+        unchecked = set() if need_weights else set(without_weights(config))
+    else:
+        unchecked = set(config.roles())
     refused: set[str] = set()  # paths; roles often share one, and its mistake is reported once
     for name, role in config.roles().items():
         if role.path in refused:
             continue
         try:
-            specs[name] = _load(name, role.path, head_of(config, name))
+            spec = _load(name, role.path, head_of(config, name))
+            if spec is not None and name not in unchecked:
+                remarks += _check_weights(config, name, spec)
+            specs[name] = spec
         except ConfigError as error:
             refused.add(role.path)
             problems.append(str(error))
     if "actor" in specs:
         specs["rollout"] = specs["actor"]
 
-    for name, spec in specs.items():
-        try:
-            if spec is not None:
-                _check_role(config, name, spec)
-        except ConfigError as error:
-            problems.append(str(error))
+    problems += _layout_problems(config, specs)
+    problems += _position_problems(config, specs)
     if problems:
         raise ConfigError("\n".join(problems))
+    for remark in dict.fromkeys(remarks):  # roles often share a model
+        logger.warning("%s", remark)
     return specs
 
 
@@ -107,6 +130,42 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
         return load_spec(path, head)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _check_weights(
+    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
+) -> tuple[str, ...]:
+    """Check the headers of the weights that role `name` loads.
+
+    Returns:
+        What the user should know, one line each.
+
+    Raises:
+        ConfigError: there are none, or they are not those of the model.
+    """
+    try:
+        return check_weight_files(
+            config.roles()[name].path, spec, needs_head=name == "reward_model"
+        )
+    except WeightError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]:
+    """The roles that load weights, but whose directories hold a `config.json` alone."""
+    if not _loads_weights(config):
+        return []
+    roles = []
+    for name, role in config.roles().items():
+        directory = Path(role.path)
+        if (directory / "config.json").is_file() and not holds_weights(directory):
+            roles.append(name)
+    return roles
+
+
+def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
+    """Whether models begin with stored weights; supervised training may draw them at random."""
+    return isinstance(config, PPOConfig) or config.model.init != "random"
 
 
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
@@ -138,89 +197,83 @@ def cache_block(config: PPOConfig) -> int:
     return wanted or (NATIVE_CPU_BLOCK if on_cpu else NATIVE_GPU_BLOCK)
 
 
-def check_model(
-    role: str, tp: int, pp: int, spec: ModelSpec, replicates_kv_heads: bool = False
-) -> None:
-    """Refuse a layout that does not divide a model.
-
-    The vocabulary is padded, so that every layout divides it.
+def _layout_problems(
+    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
+) -> Iterator[str]:
+    """Layouts that do not fit their models, a line for each key, and a KV cache that is too small.
 
     Args:
-        role: section that holds `tp` and `pp`, for the message.
-        tp: tensor-parallel size, ranks.
-        pp: pipeline-parallel size, ranks.
-        spec: the model.
-        replicates_kv_heads: whether several ranks may hold the same key and value head, if tp is a
-            multiple of the heads.
-
-    Raises:
-        ConfigError: one line a mistake.
+        config: the run.
+        specs: of each role and the engine, as far as they are known.
     """
-    sizes = [
-        ("layers", spec.num_layers, "pp", pp),
-        ("attention heads", spec.num_heads, "tp", tp),
-        ("key and value heads", spec.num_kv_heads, "tp", tp),
-        ("intermediate size", spec.ffn_size, "tp", tp),
-    ]
-    problems = []
+    actor_fits = True
+    for name, role in config.roles().items():
+        spec = specs.get(name)
+        if spec is None:
+            continue
+        if isinstance(config, PPOConfig) and name == "reference" and _is_as_actor(config):
+            continue  # its problems are the actor's, whose keys it inherits
+        problems = (
+            tp_problem(f"{name}.tp", role.tp, spec),
+            pp_problem(f"{name}.pp", role.pp, spec),
+        )
+        if name == "actor":
+            actor_fits = problems == (None, None)
+        yield from filter(None, problems)
 
-    if replicates_kv_heads:
-        del sizes[2]
-        if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-            candidates = range(1, spec.num_heads + 1)
-            fits = [str(size) for size in candidates if _engine_fits(size, spec)]
-            problems.append(
-                f"{role}.tp {tp} neither divides the model's key and value heads "
-                f"{spec.num_kv_heads} nor is a multiple of them; use one of {', '.join(fits)}"
-            )
-
-    for what, size, key, parts in sizes:
-        if size % parts:
-            divisors = [str(divisor) for divisor in range(1, parts) if size % divisor == 0]
-            problems.append(
-                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of "
-                f"{', '.join(divisors)}"
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    spec = specs.get("rollout")
+    if isinstance(config, PPOConfig) and spec is not None:
+        yield from _engine_problems(config, spec, actor_fits)
 
 
-def _engine_fits(tp: int, spec: ModelSpec) -> bool:
-    """Whether an engine of `tp` ranks fits the model."""
-    if spec.num_heads % tp or spec.ffn_size % tp:
-        return False
-    return spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0
+def _is_as_actor(config: PPOConfig) -> bool:
+    """Whether the reference is the actor's model in the actor's layout."""
+    actor = config.actor
+    reference = config.reference
+    return (reference.path, reference.tp, reference.pp) == (actor.path, actor.tp, actor.pp)
 
 
-def _check_role(
-    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
-) -> None:
-    """Refuse a layout of role `name`, or of the engine, that does not fit its model."""
-    if name == "rollout" and isinstance(config, PPOConfig):
-        check_model(name, config.rollout.tp, 1, spec, replicates_kv_heads=True)
-        _check_positions(name, config.actor.path, spec, config.data.max_length)
-        _check_cache(config, spec)
+def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
+    """An engine that does not fit the actor's model, or else whose KV cache does not."""
+    # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
+    ranks = config.actor.tp * config.actor.pp if actor_fits else None
+    problem = engine_tp_problem(config.rollout.engine, config.rollout.tp, spec, ranks)
+    feature = unsupported_feature(spec) if config.rollout.engine == "vllm" else None
+    if feature is not None:
+        yield (
+            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
+            f"rollout.engine=native"
+        )
+    elif problem is not None:
+        yield problem
     else:
-        role = config.roles()[name]
-        check_model(name, role.tp, role.pp, spec)
-        _check_positions(name, role.path, spec, config.data.max_length)
+        yield from _cache_problems(config, spec)
 
 
-def _check_positions(name: str, path: str, spec: ModelSpec, longest: int) -> None:
-    if spec.max_positions < longest:
-        raise ConfigError(
+def _position_problems(
+    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
+) -> Iterator[str]:
+    """Data that is longer than a model's positions; a line for each model directory."""
+    longest = config.data.max_length
+    reported: set[str] = set()
+    for name, role in config.roles().items():
+        spec = specs.get(name)
+        if spec is None or spec.max_positions >= longest or role.path in reported:
+            continue
+        reported.add(role.path)
+        yield (
             f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
-            f"max_position_embeddings {spec.max_positions} ({Path(path) / 'config.json'}); lower "
-            "the data's maximum lengths"
+            f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
+            "lower the data's maximum lengths"
         )
 
 
-def _check_cache(config: PPOConfig, spec: ModelSpec) -> None:
-    """Refuse a KV cache that does not hold even one sequence."""
+def _cache_problems(config: PPOConfig, spec: ModelSpec) -> Iterator[str]:
+    """A KV cache that does not hold even one sequence."""
     megabytes = config.rollout.kv_cache_mb
     needs = cache_needs(config, spec)
     if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
-        raise ConfigError(
+        yield (
             f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
             f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
             f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -50,17 +50,18 @@ user_code = load_user_code()
 def plain(value: Any) -> Any:
     """`value` in builtin types: a number of any library as a float, anything else as its repr.
 
-    In a dict, "pred" becomes text.
+    In a dict, "pred" becomes text, and None stays.
     """
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {
-            str(key): text(item) if key == "pred" else plain(item) for key, item in value.items()
+            str(key): text(item) if key == "pred" or item is None else plain(item)
+            for key, item in value.items()
         }
     if isinstance(value, (str, bytes)):
         return repr(value)[:200]
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return repr(value)[:200]
 
 

@@ -192,7 +192,7 @@ def _reward_model(config: PPOConfig, run: Run) -> RewardModel | None:
     if config.reward_model is None:
         return None
     engine = _engine(run, "reward_model", config.reward_model, "scalar")
-    engine.load(config.reward_model.path, config.seed)
+    engine.load(config.reward_model.path, config.seed, needs_head=True)
     return RewardModel(engine)
 
 

@@ -128,6 +128,20 @@ def test_the_inputs_of_each_program():
     assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
 
 
+def test_rows_need_an_answer_only_where_a_rule_compares_with_one(place):
+    (place / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
+    files = {"data__train_files": "prompts.jsonl", "data__val_files": "prompts.jsonl"}
+    inputs = read_ppo_inputs(ppo(**files))
+    inputs.reward.close()
+    assert inputs.prompts[0].ground_truth == [None]
+    assert (inputs.prompts[0].extra_info, inputs.held_out.extra_info[7]) == (
+        [{"split": "train", "index": 0}],
+        {"split": "val", "index": 7},
+    )
+    both = [{"name": "rewards.py:score"}, {"name": "exact_match"}]
+    assert "prompts.jsonl:1: no value for 'answer'" in refusal(ppo(**files, reward__terms=both))
+
+
 def test_a_dry_run_reads_all_that_is_there():
     for config in (
         ppo(),

@@ -33,6 +33,7 @@ from tests.engine_models import (
     make_prompts,
     tight,
 )
+from tests.feature_models import FEATURE_MODELS
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
@@ -58,7 +59,7 @@ def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS))
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)

@@ -228,7 +228,7 @@ class VllmEngine:
 
             guards.name_shared_memory(job)
             guards.keep_default_group()
-            save_config(self._spec, directory, self._dtype, pad_token_id=0)
+            save_config(self._spec, directory, self._dtype)
             llm = LLM(
                 model=directory,
                 hf_overrides={"architectures": [family_of(self._spec).class_name("lm")]},
