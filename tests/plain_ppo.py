@@ -94,9 +94,9 @@ class Outcome:
 
 def save_models(root: Path) -> None:
     """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`."""
+    one_kv_head = SIZES | {"num_key_value_heads": 1}
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
-        "qwen2-tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
         "llama-biases": transformers.LlamaConfig(
             **SIZES,
             tie_word_embeddings=True,
@@ -108,6 +108,8 @@ def save_models(root: Path) -> None:
         "phi3": transformers.Phi3Config(
             **SIZES, pad_token_id=None, partial_rotary_factor=0.5, tie_word_embeddings=False
         ),
+        "qwen2-tied": transformers.Qwen2Config(**one_kv_head, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
     }
     generator = torch.Generator().manual_seed(4)
     for name, config in kinds.items():

@@ -107,7 +107,11 @@ class RoleSection(Section):
     path: PathText = Field(
         description="Hugging Face directory: config.json, with or without safetensors"
     )
-    tp: Ranks = Field(1, description="tensor-parallel size, ranks")
+    tp: Ranks = Field(
+        1,
+        description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
+        "its KV heads or is a multiple of them",
+    )
     pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"

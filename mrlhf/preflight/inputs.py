@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import PromptDataSection, SupervisedDataSection
@@ -19,6 +20,7 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
 from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
@@ -36,6 +38,7 @@ from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
+FilesKey = Literal["train_files", "val_files"]
 
 
 @dataclass(frozen=True)
@@ -167,10 +170,8 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
         )
         warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
-        train_files = _here(config.data.train_files, absent)
-        val_files = _here(config.data.val_files, absent)
-        prompts = _prompts(config, train_files, tokenizer, "train")
-        held_out = _prompts(config, val_files, tokenizer, "val")
+        prompts = _prompts(config, "train_files", absent, tokenizer)
+        held_out = _prompts(config, "val_files", absent, tokenizer)
 
     if absent:
         _check_rewards(config.reward, absent)
@@ -194,8 +195,8 @@ def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs |
     held_out: list[SftExample] = []
     if tokenizer is not None:
         _check_vocabularies(config, tokenizer, absent)
-        examples = _examples(config.data, _here(config.data.train_files, absent), tokenizer)
-        held_out = _examples(config.data, _here(config.data.val_files, absent), tokenizer)
+        examples = _examples(config.data, "train_files", absent, tokenizer)
+        held_out = _examples(config.data, "val_files", absent, tokenizer)
 
     if absent:
         return None
@@ -223,6 +224,10 @@ def _reward_model_inputs(
             )
         pairs = _pairs(data, train_rows, tokenizer)
         held_out = _pairs(data, held_out_rows, tokenizer)
+        for some in (pairs, held_out):
+            if some is not None:
+                sides = [*some.chosen_ids, *some.rejected_ids]
+                warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
 
     if absent:
         return None
@@ -295,28 +300,41 @@ def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
 
 
 def _prompts(
-    config: PPOConfig, files: Sequence[str], tokenizer: Tokenizer, split: str
+    config: PPOConfig, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> PromptDataset | None:
+    files = _here(_files(config.data, key), absent)
     if not files:
         return None
-    return PromptDataset(
+    prompts = PromptDataset(
         files,
         tokenizer,
         max_prompt_length=config.data.max_prompt_length,
         overlong=config.data.overlong_prompts,
-        split=split,
+        split="train" if key == "train_files" else "val",
         answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
+    every = prompts.batch(range(len(prompts)))
+    warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{key}")
+    warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{key}")
+    return prompts
 
 
 def _examples(
-    data: SupervisedDataSection, files: Sequence[str], tokenizer: Tokenizer
+    data: SupervisedDataSection, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> list[SftExample]:
+    files = _here(_files(data, key), absent)
     if not files:
         return []
-    return encode_sft(
+    examples = encode_sft(
         read_rows(files), tokenizer, max_length=data.max_length, overlong=data.overlong
     )
+    tokens = [example.token_ids for example in examples]
+    warn_of_unknown_tokens(tokens, tokenizer, f"data.{key}")
+    return examples
+
+
+def _files(data: DataSection, key: FilesKey) -> list[str]:
+    return data.train_files if key == "train_files" else data.val_files
 
 
 def _pairs(

@@ -8,7 +8,7 @@ Each complaint is one line with the numbers and the remedy. Refused are
 - what would destroy or contradict the method.
 
 The numbers of a model that is not built may stay, so that a file without a critic can be laid over
-one with a critic. Numbers of what a key of their own section switches off are looked at in
+one with a critic. The numbers of what a key of their own section switches off are the business of
 `checks`. This file knows no rank.
 """
 
@@ -103,12 +103,11 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
         users.append("algorithm.filter_groups.enable")
     if algorithm.reward_norm == "group":
         users.append("algorithm.reward_norm group")
-    if config.rollout.n == 1:
-        for user in users:
-            yield (
-                f"{user} compares the answers to a prompt, but rollout.n is 1; set rollout.n to "
-                "at least 2"
-            )
+    if users and config.rollout.n == 1:
+        yield (
+            f"{users[0]} compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+            "least 2"
+        )
 
     if algorithm.reward_norm is not None and traits.needs_greedy_answer:
         yield (

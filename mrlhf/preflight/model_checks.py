@@ -83,9 +83,9 @@ def check_models(
             continue
         try:
             spec = _load(name, role.path, head_of(config, name))
-            specs[name] = spec
             if spec is not None and name not in unchecked:
                 remarks += _check_weights(config, name, spec)
+            specs[name] = spec
         except ConfigError as error:
             refused.add(role.path)
             problems.append(str(error))

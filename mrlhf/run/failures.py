@@ -58,12 +58,19 @@ class Failure:
         code: the exit code of every rank.
         text: the message.
         moment: when it failed, in seconds since 1970.
+        is_cause: whether the message says why, and not only that another rank is gone.
     """
 
     rank: int
     code: int
     text: str
     moment: float
+    is_cause: bool = True
+
+    def leave_for_summary(self) -> None:
+        """Leave the message for torchrun's summary, which says of a killed rank how it ended."""
+        if self.is_cause:
+            write_error_file(self.text, self.moment)
 
 
 class Failures:
@@ -111,7 +118,7 @@ class Failures:
         """
         failure = self.look()
         if failure is not None:
-            write_error_file(failure.text, failure.moment)
+            failure.leave_for_summary()
             raise Told(failure)
 
     def tell(self, own: Failure, say: Callable[[str], object]) -> Failure:
@@ -134,7 +141,7 @@ class Failures:
         heard: Failure | None = None
         try:
             for turn in itertools.count():
-                speaks = self._takes_the_word(turn)
+                speaks = self.takes_turn(turn)
                 heard = None if speaks else self.wait(_SAID_S)
                 if speaks or heard is not None:
                     break
@@ -145,13 +152,13 @@ class Failures:
         stands = heard or own
         if speaks:
             say(own.text)
-        write_error_file(stands.text, stands.moment)
+        stands.leave_for_summary()
         if speaks:
             self._publish(own)
         return stands
 
-    def _takes_the_word(self, turn: int) -> bool:
-        """Whether this rank may speak; an earlier turn has passed in silence."""
+    def takes_turn(self, turn: int) -> bool:
+        """Whether this rank may speak in this turn; the turns before it have passed in silence."""
         mine = str(self._rank)
         return bool(self._store.compare_set(f"speaker {turn}", "", mine) == mine.encode())
 
@@ -171,7 +178,7 @@ def tell_before_start(launch: Launch, own: Failure, say: Callable[[str], object]
     """`Failures.tell` for a process that has not joined the job; it waits for a store briefly."""
     if launch.world_size == 1:
         say(own.text)
-        write_error_file(own.text, own.moment)
+        own.leave_for_summary()
         return own
     try:
         store = connect_before_start(STORE_S)
@@ -204,6 +211,7 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
             text += str(error.__cause__)
         return Failure(rank, BAD_INPUT if is_input else FAILED, text, time.time())
 
+    is_cause = True
     first_line = next(iter(str(error).splitlines()), "")
     if is_time_out(error):
         text = (
@@ -211,6 +219,7 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
             f"none is missing, raise the key ({first_line})"
         )
     elif isinstance(error, (RuntimeError, OSError)) and _is_lost_connection(str(error)):
+        is_cause = False
         text = (
             f"rank {rank} lost its connection to another rank, which has ended without saying why "
             f"({first_line})"
@@ -218,7 +227,7 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
     else:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         text = f"this rank failed\n{trace.rstrip()}"
-    return Failure(rank, FAILED, text, time.time())
+    return Failure(rank, FAILED, text, time.time(), is_cause)
 
 
 def _is_lost_connection(text: str) -> bool:

@@ -18,7 +18,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.errors import HangError
-from mrlhf.job import STORE_S, connect, is_store_of_launcher, write_error_file
+from mrlhf.job import connect, is_store_of_launcher
 from mrlhf.metrics import CurrentPhase
 from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.run.failures import STOP_SIGNALS, Failures
@@ -35,6 +35,7 @@ _POLL_S = 0.5
 _POLL_SOON_S = 0.02
 _ANSWER_S = 15.0  # a rank whose watcher is silent for so long is not there any more
 _END_S = 15.0  # the launcher ends a rank sooner, once another one has failed
+_RECONNECT_S = 3.0
 _SAY_S = 5.0  # a rank that fails has said why by then
 _STALL = 0.95  # of the time-out of a collective; then all ranks still answer
 
@@ -151,13 +152,15 @@ class Watcher:
             self._look_for_a_stall()
 
     def _watch_alone(self) -> None:
-        """End this rank when a signal comes or the launcher has gone; the store does not answer.
+        """End this rank when a signal comes; without the store, ranks cannot agree any more.
 
-        The ranks cannot agree any more. The main thread may wait in a collective for long.
+        The main thread may wait in a collective for long. If the launcher holds the store and it is
+        not to be reached again, the launcher has gone, and this rank ends at once. So it does where
+        its parent is a shell between it and the launcher.
         """
         if is_store_of_launcher() and not self._closed.is_set():
             try:
-                connect(STORE_S)
+                connect(_RECONNECT_S)
             except HangError:
                 leave(ENDED_BY_SIGTERM, "the launcher's store has gone, so this rank ends")
 
@@ -171,7 +174,7 @@ class Watcher:
         """End this rank in silence if another one has said why the job fails."""
         failure = None if self._failures is None else self._failures.wait(wait_s)
         if failure is not None:
-            write_error_file(failure.text, failure.moment)
+            failure.leave_for_summary()
             leave(failure.code)
 
     def _signals(self, wait_s: float) -> bytes:

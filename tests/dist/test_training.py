@@ -45,7 +45,7 @@ BASIC_CASES = {
     "sampled KL and entropy": Case("qwen2-tied", "seq-mean-token-mean", NEAR),
     "full KL": Case("olmo2", "seq-mean-token-sum-norm", FULL, clip_grad=1.0),
     "entropy": Case("llama-biases", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
-    "weights and rejection": Case("llama", "token-mean", NEAR, corrected=True),
+    "weights and rejection": Case("qwen3", "token-mean", NEAR, corrected=True),
 }
 OTHER_CASES = {
     "rejection by sequence means": Case(

@@ -1,6 +1,7 @@
 """Users' reward functions work, and whatever goes wrong in them is reported and stopped."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,6 +72,18 @@ def starts_a_child(data_source, solution_str, ground_truth, extra_info):
 
 def crashes(data_source, solution_str, ground_truth, extra_info):
     os.abort()
+
+def is_killed(data_source, solution_str, ground_truth, extra_info):
+    os.kill(os.getpid(), 9)
+
+def hangs_up(data_source, solution_str, ground_truth, extra_info):
+    os.closerange(3, 100)
+    time.sleep(1000)
+
+def starts_threads(data_source, solution_str, ground_truth, extra_info):
+    import threading
+    for _ in range(1000):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 
 def leaves(data_source, solution_str, ground_truth, extra_info):
     os._exit(3)
@@ -241,14 +254,44 @@ def test_a_stopped_function_takes_its_children_with_it(load):
 
 
 @pytest.mark.parametrize(
-    ("name", "fate"), [("crashes", "signal SIGABRT"), ("leaves", "exit code 3")]
+    ("name", "fate", "memory_mb"),
+    [
+        ("crashes", "ended its process (signal SIGABRT)", None),
+        (
+            "crashes",
+            "ended its process (signal SIGABRT; reward.memory_mb = 2000 limits its memory)",
+            2000,
+        ),
+        ("leaves", "ended its process (exit code 3)", None),
+        (
+            "is_killed",
+            "ended its process (signal SIGKILL, which the kernel sends when memory runs out)",
+            None,
+        ),
+        ("hangs_up", "closed its connection to the trainer, and was stopped", None),
+    ],
 )
-def test_a_dying_process_is_told(load, name, fate):
-    reward = load(name)
-    with pytest.raises(
-        RewardError, match=rf"ended its process \({fate}\) on data_source 'sums', solution '7'"
-    ):
+def test_a_dying_process_is_told(load, name, fate, memory_mb):
+    reward = load(name, memory_mb=memory_mb)
+    message = re.escape(f"{fate} on data_source 'sums', solution '7'")
+    with pytest.raises(RewardError, match=message):
         reward.score(inputs("7"))
+
+
+def test_a_thread_that_the_limit_on_memory_refuses_names_the_limit(load):
+    reward = load("starts_threads", memory_mb=300)
+    limit = "reward.memory_mb = 300 limits its memory"
+    with pytest.raises(RewardError, match=rf"can't start new thread.*; {limit}"):
+        reward.score(inputs("7"))
+
+
+def test_a_long_traceback_keeps_its_head_and_its_tail():
+    text = "".join(f"line {number}\n" for number in range(100)) + "x" * 1000
+    lines = str(UserTraceback(text)).splitlines()
+    assert lines[:3] == ["", "line 0", "line 1"]
+    assert lines[20] == "  ... 64 lines are left out ..."
+    assert lines[-2:] == ["line 99", "x" * 300]
+    assert len(lines) == 39
 
 
 @pytest.mark.parametrize(
@@ -362,7 +405,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 from mrlhf.rewards.custom import Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
-reward = load_custom({reference!r}, Limits(0.7))
+reward = load_custom({reference!r}, Limits(600.0))
 {before}
 print(reward._process._popen.pid, flush=True)
 {then}
@@ -374,12 +417,14 @@ print(reward._process._popen.pid, flush=True)
 @pytest.mark.parametrize("end", ["returns", "raises", "killed idle", "killed in a call"])
 def test_no_process_outlives_the_trainer(file, end, tmp_path):
     """A trainer script without `if __name__`, which ends in every way there is."""
-    before = "reward._process.send([('d', '7', '7', {})])" if end == "killed in a call" else ""
+    before = ""
+    if end == "killed in a call":
+        before = "reward._process.send([('d', '7', '7', {})]); time.sleep(0.2)"
     then = {"returns": "", "raises": "raise SystemExit(1)"}.get(end, "time.sleep(1000)")
 
     script = tmp_path / "trainer.py"
     script.write_text(
-        TRAINER.format(root=str(ROOT), reference=f"{file}:loops", before=before, then=then)
+        TRAINER.format(root=str(ROOT), reference=f"{file}:hangs_in_c", before=before, then=then)
     )
 
     with subprocess.Popen(
