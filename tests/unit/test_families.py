@@ -236,6 +236,16 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
             {"layer_types": ["chunked_attention"] * 4},
             "layer_types with 'chunked_attention'; only full_attention and sliding_attention",
         ),
+        ("mistral", {"layer_types": ["chunked_attention"] * 4}, "with 'chunked_attention'; only"),
+        ("olmo2", {"attention_bias": True, "pad_token_id": None}, "biases in an OLMo model are"),
+        (
+            "olmo3",
+            {
+                "pad_token_id": None,
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+            },
+            "rope type 'dynamic' is not supported",
+        ),
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
         (
             "phi3",
@@ -272,7 +282,7 @@ def test_a_granite_model_with_a_scalar_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FEATURE_MODELS)
 def test_an_exported_config_describes_the_same_model(name: str, tmp_path: Path) -> None:
     spec = spec_of(hf_model(name))
-    save_config(spec, tmp_path, torch.float32, pad_token_id=None)
+    save_config(spec, tmp_path, torch.float32)
     assert load_spec(tmp_path, "lm") == spec
 
 

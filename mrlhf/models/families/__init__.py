@@ -164,14 +164,12 @@ def _completed(stated: dict[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers completes it, without what names code beside the file.
 
     Raises:
-        ConfigError: transformers refuses it, or knows it as a model that we do not support.
+        ConfigError: transformers refuses it.
     """
     plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
     # transformers takes a mistral with `layer_types` for a ministral.
     if plain["model_type"] == "mistral" and "layer_types" in plain:
         plain["model_type"] = "ministral"
-    if plain["model_type"] not in FAMILIES:
-        raise ConfigError("a mistral with layer_types is a ministral, which is not supported")
     try:
         return AutoConfig.for_model(**plain).to_dict()
     except Exception as error:  # of many types, each with its own way to say that a value is wrong
