@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
 from mrlhf.inference.native.engine import NativeEngine
-from mrlhf.models.families import family_of, load_spec
-from mrlhf.weights.hf import read_weights
+from mrlhf.models.families import load_spec
+from mrlhf.models.weight_files import read_model
 
 MAX_PREFILL_TOKENS = 8192
 CACHE_BYTES = 2**30
@@ -74,13 +74,7 @@ class Native:
         )
         self._engine = NativeEngine(spec, None, setting.device, setting.dtype, limits)
         self._engine.wake()
-        family = family_of(spec)
-        read_weights(
-            setting.directory,
-            self._engine.weight_slots(),
-            family.tensor_shapes(spec),
-            ignore=(family.language_head,),
-        )
+        read_model(setting.directory, spec, self._engine.weight_slots(), needs_head=False)
 
     def prepare(self) -> None:
         """A new version of the weights drops what was cached."""

@@ -22,6 +22,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen2_tied": {"tie_word_embeddings": True, "num_key_value_heads": 2},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 6},
+    "phi3": {
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 2,
+    },
+    "olmo2": {"tie_word_embeddings": False, "pad_token_id": None, "num_key_value_heads": 8},
+    "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
 

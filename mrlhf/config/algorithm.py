@@ -5,12 +5,22 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.config.fields import Count, Fraction, FunctionReference, NotNegative, Positive, Section
+from mrlhf.config.fields import (
+    Count,
+    Fraction,
+    FunctionReference,
+    NotNegative,
+    Positive,
+    Section,
+    Switch,
+)
+from mrlhf.config.path_text import expand_name
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -19,11 +29,20 @@ from mrlhf.rl.names import (
     RewardKlKind,
     RewardNorm,
 )
-from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
+
+    switches = (
+        Switch(
+            "type",
+            lambda kind: kind == "fixed",
+            ("target_kl", "horizon"),
+            "is fixed",
+            "use adaptive",
+        ),
+    )
 
     type: KlControllerKind = Field(
         "fixed",
@@ -36,8 +55,14 @@ class KlCtrlSection(Section):
     )
 
 
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
 class OverlongBufferSection(Section):
     """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
+
+    switches = (Switch("enable", _is_false, ("len", "penalty_factor"), "is false", "turn that on"),)
 
     enable: bool = Field(False, description="lower the score of responses that are almost too long")
     len: Count | None = Field(
@@ -56,6 +81,10 @@ class FilterGroupsSection(Section):
     A prompt whose answers all have the same score teaches nothing.
     """
 
+    switches = (
+        Switch("enable", _is_false, ("metric", "max_num_gen_batches"), "is false", "turn that on"),
+    )
+
     enable: bool = Field(
         False, description="drop such prompts, and generate others until the batch is full"
     )
@@ -68,9 +97,38 @@ class FilterGroupsSection(Section):
         10, description="most batches of data.gen_batch_size prompts in one step"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_batch_in_flight(cls, raw: Any) -> Any:
+        """Say why verl's key does not stand here; the nearest of our keys would mislead."""
+        if isinstance(raw, Mapping) and "max_inflight_gen_batches" in raw:
+            raise ValueError(
+                "max_inflight_gen_batches is a key of verl's, whose engines run beside the trainer "
+                "and may hold several batches; here all ranks generate one batch after another and "
+                "stop as soon as enough prompts are left, as with 1 there; leave it out"
+            )
+        return raw
+
 
 class AlgorithmSection(Section):
     """From scores to advantages."""
+
+    switches = (
+        Switch(
+            "use_kl_in_reward",
+            _is_false,
+            (
+                "kl_penalty",
+                "kl_placement",
+                "kl_ctrl.type",
+                "kl_ctrl.kl_coef",
+                "kl_ctrl.target_kl",
+                "kl_ctrl.horizon",
+            ),
+            "is false",
+            "turn that on",
+        ),
+    )
 
     adv_estimator: AdvantageEstimator | FunctionReference = Field(
         "gae",
@@ -94,9 +152,19 @@ class AlgorithmSection(Section):
     )
     norm_adv_by_std_in_grpo: bool = Field(
         True,
-        description="grpo, grpo_passk: divide by the standard deviation of the prompt's scores",
+        description="grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's "
+        "scores",
     )
     f_norm: Positive = Field(1.0, description="gpg: divisor of the advantages")
+    gdpo_reward_keys: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
+        "a number that only one function reports needs no function's name; null: those of all "
+        "reward.terms",
+    )
+    gdpo_reward_weights: Annotated[list[float], Field(min_length=1)] | None = Field(
+        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for all"
+    )
     use_kl_in_reward: bool = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"
     )
@@ -134,4 +202,4 @@ class AlgorithmSection(Section):
     @field_validator("adv_estimator", mode="before")
     @classmethod
     def _is_estimator_or_function(cls, name: object) -> str:
-        return check_name(name, get_args(AdvantageEstimator))
+        return expand_name(name, get_args(AdvantageEstimator))

@@ -78,6 +78,8 @@ def _misfits(
         misfits.append(
             f"{kv_heads} key and value heads (it must divide them or be a multiple of them)"
         )
+    elif tp > kv_heads and spec.qk_norm == "projection":
+        misfits.append(f"{kv_heads} key and value heads (which share one norm)")
     elif tp > kv_heads and not whole_kv_heads and kv_heads * spec.head_dim % tp:
         misfits.append(
             f"{kv_heads} key and value heads of {spec.head_dim} rows (the {tp // kv_heads} ranks "

@@ -10,7 +10,7 @@ from mrlhf.preflight.inputs import (
     read_reward_model_inputs,
     read_sft_inputs,
 )
-from mrlhf.preflight.model_checks import check_models, check_vocabulary
+from mrlhf.preflight.model_checks import check_models
 
 __all__ = [
     "PPOInputs",
@@ -18,7 +18,6 @@ __all__ = [
     "SFTInputs",
     "check",
     "check_models",
-    "check_vocabulary",
     "describe",
     "dry_run",
     "preflight",

@@ -16,7 +16,8 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models
+from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, without_weights
+from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.user_methods import check_user_methods
 
@@ -37,6 +38,7 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     if world_size is None:
         world_size = smallest_world(config)
     check(config, world_size)
+    _check_output(config)
     absent = absent_paths(config)
     specs = check_models(config)
     if isinstance(config, PPOConfig):
@@ -47,8 +49,10 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     if isinstance(config, PPOConfig):
         lines += _cache(config, specs["rollout"])
     lines += [f"not checked, not on this machine: {path}" for path in absent]
+    weightless = without_weights(config)
+    lines += [f"not checked, not on this machine: the weights of {name}" for name in weightless]
     ranks = _count(world_size, "rank")
-    if absent:
+    if absent or weightless:
         return "\n".join([*lines, f"what could be checked fits {ranks}"])
     return "\n".join([*lines, f"configuration fits {ranks}"])
 
@@ -60,12 +64,17 @@ def preflight(config: AnyConfig, world_size: int) -> str:
         ConfigError: one line a mistake.
     """
     check(config, world_size)
+    _check_output(config)
     require_paths(config)
-    check_models(config)
+    check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
+
+
+def _check_output(config: AnyConfig) -> None:
+    check_output(config.trainer.output_dir, "actor" if isinstance(config, PPOConfig) else "model")
 
 
 def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:

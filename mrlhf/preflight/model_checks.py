@@ -1,23 +1,29 @@
-"""Checks that each layout fits its model, using only the model's `config.json`.
+"""Checks that each model can be built and that its layout fits it.
 
-`mrlhf.models.families` reads that file, and what it refuses is refused here too. This file computes
-with the numbers that it returns, and builds no model.
+A model's `config.json` and the headers of its weight files are enough for that.
+`mrlhf.models.families` and `mrlhf.models.weight_files` read them, and what they refuse is refused
+here too. This file computes with the numbers that they return, and builds no model.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.data.tokenizer import Tokenizer
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
 from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.models.weight_files import check_weight_files
+from mrlhf.weights.stored import holds_weights
+
+logger = logging.getLogger(__name__)
 
 MEBIBYTE = 2**20
 
@@ -47,8 +53,15 @@ class CacheNeeds:
         )
 
 
-def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str, ModelSpec | None]:
-    """Check the layout of each role, and that of the engine, against its model's `config.json`.
+def check_models(
+    config: PPOConfig | SFTConfig | RewardModelConfig, need_weights: bool = False
+) -> dict[str, ModelSpec | None]:
+    """Check each role's model, and the layout of each role and of the engine against it.
+
+    Args:
+        config: the whole configuration.
+        need_weights: whether to refuse a directory that holds a `config.json` alone, although the
+            role loads weights; otherwise its weights are not checked.
 
     Returns:
         The spec of each role's model; None where its `config.json` is not on this machine, so that
@@ -58,13 +71,21 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
         ConfigError: one line a mistake.
     """
     problems: list[str] = []
+    remarks: list[str] = []
     specs: dict[str, ModelSpec | None] = {}
+    if _loads_weights(config):
+        unchecked = set() if need_weights else set(without_weights(config))
+    else:
+        unchecked = set(config.roles())
     refused: set[str] = set()  # paths; roles often share one, and its mistake is reported once
     for name, role in config.roles().items():
         if role.path in refused:
             continue
         try:
-            specs[name] = _load(name, role.path, head_of(config, name))
+            spec = _load(name, role.path, head_of(config, name))
+            if spec is not None and name not in unchecked:
+                remarks += _check_weights(config, name, spec)
+            specs[name] = spec
         except ConfigError as error:
             refused.add(role.path)
             problems.append(str(error))
@@ -75,6 +96,8 @@ def check_models(config: PPOConfig | SFTConfig | RewardModelConfig) -> dict[str,
     problems += _position_problems(config, specs)
     if problems:
         raise ConfigError("\n".join(problems))
+    for remark in dict.fromkeys(remarks):  # roles often share a model
+        logger.warning("%s", remark)
     return specs
 
 
@@ -99,23 +122,40 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def check_vocabulary(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that makes tokens the model has no embedding for.
+def _check_weights(
+    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
+) -> tuple[str, ...]:
+    """Check the headers of the weights that role `name` loads.
 
-    Args:
-        name: role that the model is for, for the message.
-        spec: the model.
-        tokenizer: makes the tokens of the data.
+    Returns:
+        What the user should know, one line each.
 
     Raises:
-        ConfigError: the tokenizer's vocabulary is larger than the model's.
+        ConfigError: there are none, or they are not those of the model.
     """
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ConfigError(
-            f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-            f"{spec.vocab_size}; use the model's own tokenizer, or a model with vocab_size >= "
-            f"{tokenizer.vocab_size}"
+    try:
+        return check_weight_files(
+            config.roles()[name].path, spec, needs_head=name == "reward_model"
         )
+    except WeightError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]:
+    """The roles that load weights, but whose directories hold a `config.json` alone."""
+    if not _loads_weights(config):
+        return []
+    roles = []
+    for name, role in config.roles().items():
+        directory = Path(role.path)
+        if (directory / "config.json").is_file() and not holds_weights(directory):
+            roles.append(name)
+    return roles
+
+
+def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
+    """Whether models begin with stored weights; supervised training may draw them at random."""
+    return isinstance(config, PPOConfig) or config.model.init != "random"
 
 
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
@@ -178,7 +218,13 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
     ranks = config.actor.tp * config.actor.pp if actor_fits else None
     problem = engine_tp_problem(config.rollout.engine, config.rollout.tp, spec, ranks)
-    if problem is not None:
+    feature = unsupported_feature(spec) if config.rollout.engine == "vllm" else None
+    if feature is not None:
+        yield (
+            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
+            f"rollout.engine=native"
+        )
+    elif problem is not None:
         yield problem
     else:
         yield from _cache_problems(config, spec)

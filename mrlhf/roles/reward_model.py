@@ -1,18 +1,25 @@
-"""The reward model: a frozen model with a scalar head that scores whole responses."""
+"""The reward model: a frozen model with a scalar head that scores whole responses.
+
+It scores the token that transformers' sequence classifiers score: the last one that is not
+`pad_token_id` of the model's `config.json`, and the last one of all where that is null. If a model
+pads with its end token, the token before the end is scored.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mrlhf.batch import Rollout
+from mrlhf.models.spec import ModelSpec
 from mrlhf.training.engine import ModelEngine
 
 
 class RewardModel:
-    """Takes the output at the last token of a sequence as its score."""
+    """Takes the output at the last token of a sequence, padding left out, as its score."""
 
     def __init__(self, engine: ModelEngine) -> None:
         self.engine = engine
@@ -25,16 +32,46 @@ class RewardModel:
 def score_sequences(
     engine: ModelEngine, sequences: Sequence[Sequence[int]], together: int = 1
 ) -> Tensor:
-    """The scalar output at the last token of each sequence, float32 [batch] on every rank's host.
+    """The score of each sequence, float32 [batch] on every rank's host.
 
     Args:
         engine: a model with a scalar head.
         sequences: token ids.
         together: number of consecutive sequences that must stay in one micro-batch.
     """
-    cut = engine.cut(sequences, [1] * len(sequences), "last", together=together)
-    mask = torch.ones(len(sequences), 1, dtype=torch.bool)
+    scored = scored_tokens(sequences, engine.spec)
+    cut = engine.cut(scored, [1] * len(scored), "last", together=together)
+    mask = torch.ones(len(scored), 1, dtype=torch.bool)
     return engine.per_token(cut.packs, mask, _scalar_output)[0, :, 0]
+
+
+def scored_tokens(sequences: Sequence[Sequence[int]], spec: ModelSpec) -> list[Sequence[int]]:
+    """Each sequence up to the token that is scored, which is its first one if all are padding."""
+    pad = spec.hf_config.get("pad_token_id")
+    scored = []
+    for tokens in sequences:
+        end = len(tokens)
+        while pad is not None and end > 1 and tokens[end - 1] == pad:
+            end -= 1
+        scored.append(tokens[:end])
+    return scored
+
+
+def with_pad_token(spec: ModelSpec, pad_id: int, vocab_size: int) -> ModelSpec:
+    """The spec of a reward model that is to be trained, with a padding token.
+
+    Its own padding token stays if the tokenizer knows it, and otherwise the tokenizer's takes its
+    place: a batch that transformers pads can be scored with no other.
+
+    Args:
+        spec: the model.
+        pad_id: the tokenizer's padding token.
+        vocab_size: tokens of the tokenizer.
+    """
+    own = spec.hf_config.get("pad_token_id")
+    if own is not None and 0 <= own < vocab_size:
+        return spec
+    return replace(spec, hf_config={**spec.hf_config, "pad_token_id": pad_id})
 
 
 def _scalar_output(output: Tensor, number: int) -> Tensor:

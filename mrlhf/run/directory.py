@@ -37,7 +37,7 @@ _CONFIG = "config.yaml"
 _BEGUN = "run.json"
 
 # All that a run writes: patterns of files in the output directory, and in folders of it.
-_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
 _WRITTEN = {
     ".": (
         METRICS,
@@ -49,15 +49,17 @@ _WRITTEN = {
         "curves.png",
         "failed_step_*",
         "tensorboard.before_*",
+        "*.partial",
+        ".*.replaced",
     ),
     CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
     TENSORBOARD: ("events.out.tfevents.*",),
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
-    "actor": _MODEL_FILES,
-    "actor_best": _MODEL_FILES,
-    "model": _MODEL_FILES,
-    "model_best": _MODEL_FILES,
+    "actor": MODEL_FILES,
+    "actor_best": MODEL_FILES,
+    "model": MODEL_FILES,
+    "model_best": MODEL_FILES,
 }
 
 

@@ -1,45 +1,233 @@
-"""How a trained model leaves a run: a complete Hugging Face checkpoint, tokenizer included."""
+"""How a trained model leaves a run: a complete Hugging Face checkpoint, tokenizer included.
+
+It is written beside its place, in `<directory>.partial`, and takes its name when it is whole. So an
+earlier one is there until the new one is, and a full disk costs neither.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import platform
+import shutil
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
+from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.run.directory import CHECKPOINTS, MODEL_FILES
 from mrlhf.training.engine import ModelEngine
+from mrlhf.weights.files import flush
 
 logger = logging.getLogger(__name__)
 
+_MEGABYTE = 10**6
 
-def export_checkpoint(
-    engine: ModelEngine, tokenizer: Tokenizer, directory: Path, max_shard_mb: int
-) -> None:
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """A model with what its Hugging Face checkpoint holds beside the weights.
+
+    Attributes:
+        engine: holds the model.
+        tokenizer: is saved beside it.
+        max_shard_mb: largest safetensors file, MB.
+        generation_config: the text of the model's `generation_config.json`, if it has one.
+    """
+
+    engine: ModelEngine
+    tokenizer: Tokenizer
+    max_shard_mb: int
+    generation_config: str | None = None
+
+
+def export_result(model: ExportedModel, directory: Path, step: int) -> None:
+    """Write the model that a run leaves; every rank calls it.
+
+    If the directory cannot be written and no checkpoint holds the model, it is written into the
+    machine's directory for temporary files, so that it is not lost.
+
+    Args:
+        model: what is written.
+        directory: where the files go, in the output directory.
+        step: the run's last step.
+
+    Raises:
+        CheckpointError: it could not be written there, on every rank; the message says where the
+            model is, and how to go on.
+    """
+    try:
+        export_checkpoint(model, directory)
+    except CheckpointError as error:
+        newest_first = checkpoints_in(directory.parent / CHECKPOINTS)
+        newest = newest_first[0] if newest_first else None
+        if newest is not None and newest.name == checkpoint_name(step, unfinished_step=False):
+            raise CheckpointError(
+                f"{error}; the trained model is in {newest}: start the same command again once "
+                f"there is room, or with trainer.resume={newest} and another trainer.output_dir, "
+                "and it is written"
+            ) from error
+        where = _rescue(model, directory.name)
+        if where is not None:
+            raise CheckpointError(
+                f"{error}; the trained model was written to {where} instead: move it from there"
+            ) from error
+        go_on = f"; go on from {newest}" if newest is not None else ""
+        raise CheckpointError(
+            f"{error}; nor is there room in {tempfile.gettempdir()}, and no checkpoint of step "
+            f"{step}{go_on}; free some, and set trainer.save_freq, which saves the last step too"
+        ) from error
+
+
+def export_checkpoint(model: ExportedModel, directory: Path) -> None:
     """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
     Args:
-        engine: holds the model.
-        tokenizer: is saved beside it.
-        directory: where the files go; created if it does not exist.
-        max_shard_mb: largest safetensors file, MB.
+        model: what is written.
+        directory: where the files go, which may be a link; an earlier checkpoint in it is replaced
+            when the new one is whole, and files that belong to no checkpoint stay.
 
     Raises:
-        CheckpointError: a rank could not write, on every rank.
+        CheckpointError: there is no room, or a rank could not write, on every rank.
     """
-    error = None
+    engine = model.engine
+    is_main = dist.get_rank() == 0
+    place = Path(os.path.realpath(directory))
+    partial = place.with_name(f"{place.name}.partial")
     try:
-        engine.export(directory, max_shard_mb * 10**6)
-        if dist.get_rank() == 0:
-            save_config(engine.spec, directory, engine.dtype, tokenizer.pad_id)
-            tokenizer.save_pretrained(directory)
-            logger.info("wrote the Hugging Face checkpoint %s", directory)
-    except (OSError, WeightError) as failure:
-        error = f"cannot write {directory}: {failure}"
+        _agree(_prepare(engine, place, partial) if is_main else None, engine)
+        _agree(_write(model, partial), engine)
+        _agree(_install(partial, place) if is_main else None, engine)
+    except CheckpointError as error:
+        if is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{directory} was not written: {error}") from error
+    if is_main:
+        logger.info("wrote the Hugging Face checkpoint %s", directory)
 
+
+def _agree(error: str | None, engine: ModelEngine) -> None:
+    """Raise on every rank if one of them has an error.
+
+    Raises:
+        CheckpointError: the error of the first rank that has one.
+    """
     for other in all_gather_objects(error, engine.groups.world):
         if other is not None:
             raise CheckpointError(other)
+
+
+def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:
+    """Make an empty directory to write into, if there is room; returns what is wrong."""
+    needed = sum(math.prod(shape) for shape in engine.tensor_shapes.values())
+    needed *= engine.dtype.itemsize
+    replaced = _replaced(place)
+    try:
+        if replaced.is_dir() and not place.exists():
+            replaced.rename(place)  # a process was killed while it replaced the checkpoint
+        if place.exists() and not place.is_dir():
+            return f"{place} is a file; move it away"
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+    except OSError as failure:
+        return f"cannot make {partial}: {failure.strerror or failure}"
+
+    if free < needed:
+        return (
+            f"{partial.parent} has room for {free // _MEGABYTE} MB, and the model takes "
+            f"{-(-needed // _MEGABYTE)} MB"
+        )
+    return None
+
+
+def _write(model: ExportedModel, partial: Path) -> str | None:
+    """Write this rank's part; returns what is wrong."""
+    engine = model.engine
+    try:
+        engine.export(partial, model.max_shard_mb * _MEGABYTE)
+    except WeightError as failure:
+        return str(failure)
+    if dist.get_rank() > 0:
+        return None
+
+    try:
+        save_config(engine.spec, partial, engine.dtype)
+        model.tokenizer.save_pretrained(partial, _padding(engine))
+        if model.generation_config is not None:
+            write_generation_config(model.generation_config, partial)
+        for file in partial.iterdir():
+            flush(file)
+    except Exception as failure:  # the tokenizers package raises nothing more particular
+        return f"cannot write {partial}: {' '.join(str(failure).split())}"
+    return None
+
+
+def _padding(engine: ModelEngine) -> int | None:
+    """The token with which a reward model's tokenizer must pad; None if any will do."""
+    pad: int | None = engine.spec.hf_config.get("pad_token_id")
+    return pad if engine.spec.head == "scalar" else None
+
+
+def _install(partial: Path, place: Path) -> str | None:
+    """Give a whole checkpoint its name; returns what is wrong."""
+    replaced = _replaced(place)
+    try:
+        shutil.rmtree(replaced, ignore_errors=True)
+        if place.exists():
+            place.rename(replaced)
+        partial.rename(place)
+        if replaced.exists():
+            _keep_other_files(replaced, place)
+    except OSError as failure:
+        if replaced.exists() and not place.exists():
+            replaced.rename(place)
+        return f"cannot rename {partial} to {place}: {failure.strerror or failure}"
+    shutil.rmtree(replaced, ignore_errors=True)
+    return None
+
+
+def _keep_other_files(replaced: Path, place: Path) -> None:
+    """Move what belongs to no checkpoint from the replaced directory into the new one."""
+    for path in replaced.iterdir():
+        of_checkpoint = path.is_file() and any(path.match(pattern) for pattern in MODEL_FILES)
+        if not of_checkpoint and not (place / path.name).exists():
+            path.rename(place / path.name)
+
+
+def _replaced(place: Path) -> Path:
+    return place.with_name(f".{place.name}.replaced")
+
+
+def _rescue(model: ExportedModel, name: str) -> Path | None:
+    """Write the model into the machine's temporary files; returns where, or None if it cannot be.
+
+    Ranks on several machines share no such directory.
+    """
+    made: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            made = tempfile.mkdtemp(prefix="mrlhf-")
+        except OSError:
+            made = None
+    told = all_gather_objects((platform.node(), made), model.engine.groups.world)
+    root = told[0][1]
+    if root is None or len({machine for machine, _ in told}) > 1:
+        return None
+
+    try:
+        export_checkpoint(model, Path(root) / name)
+    except CheckpointError:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        return None
+    return Path(root) / name

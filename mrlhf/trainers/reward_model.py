@@ -16,7 +16,7 @@ from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.preflight import read_reward_model_inputs
-from mrlhf.roles.reward_model import score_sequences
+from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
@@ -28,7 +28,9 @@ def train_reward_model(config: RewardModelConfig) -> None:
     inputs = read_reward_model_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
         task = PreferenceLearning(inputs.pairs, inputs.held_out)
-        spec = load_spec(config.model.path, "scalar")
+        tokenizer = inputs.tokenizer
+        stored = load_spec(config.model.path, "scalar")
+        spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.vocab_size)
         SupervisedTrainer(config, inputs, run, spec, task).fit()
 
 
@@ -57,7 +59,7 @@ class PreferenceLearning:
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
-        sequences = _interleave(self._pairs, rows)
+        sequences = scored_tokens(_interleave(self._pairs, rows), engine.spec)
         cut = engine.cut(sequences, [1] * len(sequences), "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:

@@ -27,6 +27,7 @@ from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
+from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import (
     BatchCut,
@@ -39,7 +40,7 @@ from mrlhf.parallel.microbatch import (
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.training.optimizer import ShardedOptimizer
-from mrlhf.weights.hf import FileOptions, read_weights, write_weights
+from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Shape
 
@@ -133,22 +134,19 @@ class ModelEngine:
         """Name and full shape of every named tensor of the model."""
         return self._shapes
 
-    def load(self, path: str | Path, seed: int) -> None:
+    def load(self, path: str | Path, seed: int, needs_head: bool = False) -> None:
         """Read the weights from the Hugging Face checkpoint at `path`.
 
-        A scalar model accepts the checkpoint of a language model: the missing head starts from
-        zeros, so that a new critic predicts 0 everywhere. `seed` has no effect if the checkpoint is
-        complete.
+        A scalar model accepts the checkpoint of a language model, unless `needs_head`: the missing
+        head starts from zeros, so that a new critic predicts 0 everywhere. `seed` has no effect if
+        the checkpoint is complete.
+
+        Raises:
+            WeightError: the files are missing, damaged, or not those of the model.
         """
-        scalar_head = self._family.scalar_head
-        missing = read_weights(
-            path,
-            self.slots,
-            self._shapes,
-            allow_missing=(scalar_head,) if self.spec.head == "scalar" else (),
-            ignore=(self._family.language_head,),
-        )
-        if missing:
+        has_head = read_model(path, self.spec, self.slots, needs_head)
+        if not has_head:
+            scalar_head = self._family.scalar_head
             heads = [slot for slot in self.slots if slot.piece.name == scalar_head]
             initialise(heads, self._shapes, seed, std=0.0)
 

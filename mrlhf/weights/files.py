@@ -1,22 +1,19 @@
 """The files of a Hugging Face checkpoint: which file holds which tensor, and how files are named.
 
 A checkpoint is one `model.safetensors`, or several files and an index that names them. This file
-knows names and sizes. It does not know tensors or ranks.
+knows names and sizes; `stored` says what is in the files. It does not know tensors or ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import safe_open
+from mrlhf.weights.stored import INDEX, SINGLE, survey
 
-from mrlhf.errors import WeightError
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _ANY = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
@@ -24,32 +21,9 @@ def find_files(directory: Path) -> dict[str, Path]:
     """The file of each tensor of the checkpoint in `directory`.
 
     Raises:
-        WeightError: there is no safetensors checkpoint, or a file of it is missing.
+        WeightError: there is no safetensors checkpoint, or a file of it is missing or damaged.
     """
-    index = directory / _INDEX
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {name: directory / file for name, file in weight_map.items()}
-        missing = sorted(file.name for file in set(files.values()) if not file.is_file())
-        if missing:
-            raise WeightError(
-                f"{directory}: {_INDEX} names {missing[0]}, which is not there; copy the whole "
-                f"checkpoint"
-            )
-        return files
-
-    single = directory / _SINGLE
-    if single.is_file():
-        try:
-            with safe_open(single, framework="pt") as handle:
-                return dict.fromkeys(handle.keys(), single)
-        except Exception as error:  # of safetensors' own type, which has no public name
-            raise WeightError(f"{single}: not readable: {error}; copy it again") from error
-
-    raise WeightError(
-        f"{directory}: neither {_SINGLE} nor {_INDEX} there; give the directory of a Hugging Face "
-        f"model, and save an older .bin checkpoint anew with transformers' save_pretrained"
-    )
+    return {name: tensor.file for name, tensor in survey(directory).tensors.items()}
 
 
 def split_files(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
@@ -71,7 +45,7 @@ def split_files(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str
 def file_names(count: int) -> list[str]:
     """The names of a checkpoint's `count` files, as transformers names them."""
     if count == 1:
-        return [_SINGLE]
+        return [SINGLE]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
@@ -92,6 +66,12 @@ def open_to_readers(file: Path) -> None:
     probe.unlink()
 
 
+def flush(file: Path) -> None:
+    """Wait until a file is on disk; a network file system says only then that it is full."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
 def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -> None:
     """Put complete temporary files in the place of an earlier checkpoint.
 
@@ -103,7 +83,7 @@ def publish(directory: Path, files: Mapping[str, list[str]], total_bytes: int) -
         files: the names of the tensors in each file.
         total_bytes: of all tensors.
     """
-    index = directory / _INDEX
+    index = directory / INDEX
     index.unlink(missing_ok=True)
     for old in directory.iterdir():
         if _ANY.fullmatch(old.name) and old.name not in files:

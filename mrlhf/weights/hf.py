@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,15 +25,14 @@ from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects, connect, exchange
 from mrlhf.weights.files import (
     file_names,
-    find_files,
+    flush,
     open_to_readers,
     publish,
     split_files,
     temporary,
 )
 from mrlhf.weights.shard import Key, Shape, Slot
-
-_BUFFER = "rotary_emb.inv_freq"
+from mrlhf.weights.stored import OpenFiles, Wanted, match, survey
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,7 @@ class FileOptions:
     dtype: torch.dtype | None = None
 
 
-def read_weights(
-    path: str | Path,
-    slots: Sequence[Slot],
-    shapes: Mapping[str, Shape],
-    allow_missing: tuple[str, ...] = (),
-    ignore: tuple[str, ...] = (),
-) -> list[str]:
+def read_weights(path: str | Path, slots: Sequence[Slot], wanted: Wanted) -> list[str]:
     """Fill `slots` from the safetensors in directory `path`.
 
     The numbers are converted to each parameter's dtype and device.
@@ -67,32 +59,23 @@ def read_weights(
         path: directory with `model.safetensors`, or with `model.safetensors.index.json` and the
             files that it names.
         slots: where this rank's slices live.
-        shapes: name and full shape of every tensor of the model.
-        allow_missing: tensors that the checkpoint may lack; their slots stay as they are.
-        ignore: tensors that the checkpoint may have although the model does not.
+        wanted: the tensors of the model.
 
     Returns:
-        The tensors of `allow_missing` that are not there.
+        The tensors that the directory may lack, and lacks; their slots stay as they are.
 
     Raises:
-        WeightError: there are no safetensors, or a tensor is missing, unknown, or of another shape
-            than the model's.
+        WeightError: there are no safetensors, or they are damaged or not those of the model.
     """
-    files = find_files(Path(path))
-    with ExitStack() as stack:
-        handles = {}
-        for file in set(files.values()):
-            handles[file] = stack.enter_context(safe_open(file, framework="pt"))
-        tensors = {name: handles[file] for name, file in files.items()}
-        _check(path, tensors, shapes, allow_missing, ignore)
-
+    tensors = match(survey(Path(path)), wanted)
+    with OpenFiles(tensors.values()) as files:
         for slot in slots:
             piece = slot.piece
             if piece.name in tensors:
-                stored = tensors[piece.name].get_slice(piece.name)
+                stored = files.slice(tensors[piece.name])
                 index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
                 slot.store(stored[index])
-    return [name for name in shapes if name not in files]
+    return [name for name in wanted.shapes if name not in tensors]
 
 
 def write_weights(
@@ -148,6 +131,7 @@ def write_weights(
             try:
                 save_file(tensors, temporary(file), metadata=metadata)
                 open_to_readers(temporary(file))
+                flush(temporary(file))
             except (OSError, SafetensorError) as failure:
                 error = f"cannot write {file}: {failure}"
         del tensors
@@ -166,46 +150,6 @@ def _raise_together(error: str | None, group: dist.ProcessGroup) -> None:
     for other in all_gather_objects(error, group):
         if other is not None:
             raise WeightError(other)
-
-
-def _check(
-    path: str | Path,
-    tensors: Mapping[str, Any],
-    shapes: Mapping[str, Shape],
-    allow_missing: tuple[str, ...],
-    ignore: tuple[str, ...],
-) -> None:
-    """Refuse a checkpoint whose tensors are not exactly the model's."""
-    missing = [name for name in shapes if name not in tensors and name not in allow_missing]
-    if missing:
-        raise WeightError(
-            f"{path}: no tensor {_first_three(missing)}; the checkpoint is not of this model or "
-            f"not whole"
-        )
-
-    unknown = []
-    for name in tensors:
-        if name not in shapes and name not in ignore and not name.endswith(_BUFFER):
-            unknown.append(name)
-    if unknown:
-        raise WeightError(
-            f"{path}: the model has no place for tensor {_first_three(unknown)}; check config.json "
-            f"beside it"
-        )
-
-    for name, shape in shapes.items():
-        if name in tensors:
-            stored_shape = tuple(tensors[name].get_slice(name).get_shape())
-            if stored_shape != shape:
-                raise WeightError(
-                    f"{path}: {name} is {list(stored_shape)} and not {list(shape)}; check "
-                    f"config.json beside it"
-                )
-
-
-def _first_three(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,22 @@ class Rule:
         shared_kv_heads: number of KV heads in each tensor after the first, if several ranks may
             hold the same one. With more ranks than KV heads there is one period a rank, and
             neighbouring ranks hold the same KV head. None if every tensor is split over all ranks.
+        intervals: the rows [start, stop) along `dim` that the parameter holds of each tensor, which
+            may then be named several times; None for all rows of each.
     """
 
     names: tuple[str, ...]
     dim: int | None
     periods: int | None = None
     shared_kv_heads: int | None = None
+    intervals: tuple[tuple[int, int], ...] | None = None
+
+    def interval(self, number: int, shapes: Mapping[str, Shape]) -> tuple[int, int]:
+        """The rows along `dim` of the tensor `names[number]` that the parameter holds."""
+        assert self.dim is not None
+        if self.intervals is None:
+            return 0, shapes[self.names[number]][self.dim]
+        return self.intervals[number]
 
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
         """How the parameter is cut on each of `tp_size` ranks; `dim` is not None.
@@ -63,8 +73,8 @@ class Rule:
         Raises:
             WeightError: a fused parameter does not divide over the ranks.
         """
-        assert self.dim is not None
-        sizes = [shapes[name][self.dim] for name in self.names]
+        intervals = [self.interval(number, shapes) for number in range(len(self.names))]
+        sizes = [stop - start for start, stop in intervals]
         periods = self.periods or tp_size
         divides = periods % tp_size == 0
         if tp_size > periods:
@@ -200,14 +210,15 @@ def pieces_of(
     offset = 0
     for number, (name, block) in enumerate(zip(rule.names, blocks, strict=True)):
         shape = shapes[name]
-        size = shape[rule.dim]
+        first, last = rule.interval(number, shapes)
+        size = last - first
         place = tp_rank
         if number > 0 and rule.is_shared(tp_size):
             place = tp_rank * (size // block) // tp_size
 
         # The last ranks hold fewer rows of a tensor that is padded, or none.
-        start = min(size, place * periods * block)
-        stop = min(size, (place + 1) * periods * block)
+        start = first + min(size, place * periods * block)
+        stop = first + min(size, (place + 1) * periods * block)
         if start < stop:
             valid = min(block, stop - start)
             period = sum(blocks)

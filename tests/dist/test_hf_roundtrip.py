@@ -25,6 +25,7 @@ from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
+from mrlhf.weights.stored import Wanted
 from tests.ranks import run_ranks
 from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
@@ -51,7 +52,7 @@ def _body(rank: int, world_size: int, root: str) -> None:
             spec = tiny_spec(model)
             shapes = tensor_shapes(spec)
             slots = make_slots(role_pieces(spec, layout, rank), DTYPES.get(model, torch.float32))
-            read_weights(Path(root) / model, slots, shapes)
+            read_weights(Path(root) / model, slots, Wanted(shapes))
             if layout.coordinates(rank).dp == 0:
                 for cut, size in SHARD_BYTES.items():
                     directory = Path(root) / _name(model, layout, cut)
@@ -68,7 +69,7 @@ def _overwrite_and_cast(rank: int, root: Path) -> None:
     shapes = tensor_shapes(spec)
     everyone = dist.group.WORLD
     slots = make_slots(role_pieces(spec, LAYOUTS[3], rank))
-    read_weights(root / "qwen3", slots, shapes)
+    read_weights(root / "qwen3", slots, Wanted(shapes))
 
     for size, dtype in ((20_000, None), (10**9, torch.bfloat16)):
         options = FileOptions(size, {"step": "7"}, dtype)

@@ -40,7 +40,7 @@ CASES = [
 ]
 BUCKET_BYTES = 20_000
 OPTIONS = TransferOptions(BUCKET_BYTES)
-MODELS = ("llama", "qwen2_tied", "qwen3")
+MODELS = ("llama", "qwen2_tied", "qwen3", "phi3", "olmo2")
 
 
 class FakeEngine:

@@ -46,8 +46,9 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"critic__micro_batch_tokens": 99},
-            "critic.micro_batch_tokens 99 is less than the longest sequence, 100 tokens; set "
-            "critic.micro_batch_tokens to at least 100 or lower the data's maximum lengths",
+            "critic.micro_batch_tokens 99 is less than the longest sequence, "
+            "data.max_prompt_length 40 + data.max_response_length 60 = 100 tokens; raise "
+            "micro_batch_tokens to at least 100 or lower the length",
         ),
         (
             {"critic__ppo_mini_batch_size": 48},
@@ -100,16 +101,18 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"trainer__test_freq": 5},
-            "trainer.test_freq is 5 but data.val_files is empty; give files or set test_freq to 0",
+            "trainer.test_freq 5 needs data to validate on, but data.val_files is empty; give "
+            "files, or leave the key out",
         ),
         (
             {"trainer__val_sampled": True},
-            "trainer.val_sampled is on but data.val_files is empty; give files or turn it off",
+            "trainer.val_sampled true needs data to validate on, but data.val_files is empty; give "
+            "files, or leave the key out",
         ),
         (
             {"trainer__val_n": 4},
-            "trainer.val_n 4 is of the sampled validation, but trainer.val_sampled is off; turn "
-            "that on or leave val_n at 1",
+            "trainer.val_n 4 has no effect, since trainer.val_sampled is false; leave it at 1, or "
+            "turn that on",
         ),
         (
             {
@@ -125,13 +128,13 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"trainer__critic_warmup": 11},
-            "trainer.critic_warmup 11 is beyond trainer.total_steps 10, so the actor would never "
-            "be trained; lower the first or raise the second",
+            "trainer.critic_warmup 11 would end after trainer.total_steps 10; lower the first or "
+            "raise the second",
         ),
         (
             {"critic__optim": {"lr_warmup_steps": 10}},
-            "critic.optim.lr_warmup_steps 10 is not below trainer.total_steps 10; lower the first "
-            "or raise the second",
+            "critic.optim.lr_warmup_steps 10 would end after trainer.total_steps 10; lower the "
+            "first or raise the second",
         ),
     ],
 )
@@ -142,7 +145,7 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"actor__kl_loss_type": "full", "reference__pp": 1},  # no KL in use
+        {"reference__pp": 1},  # no KL in use
         {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
         {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
@@ -187,7 +190,8 @@ def test_supervised_checks():
 
     pair = supervised(RewardModelConfig, model__micro_batch_tokens=255)
     assert problems(pair, 2)[0].startswith(
-        "model.micro_batch_tokens 255 is less than the longest pair of sequences, 256"
+        "model.micro_batch_tokens 255 is less than the longest pair of sequences, 2 x "
+        "data.max_length 128 = 256 tokens; "
     )
 
     check(supervised(SFTConfig, model__micro_batch_tokens=255), 2)
@@ -200,6 +204,9 @@ def test_supervised_checks():
         )
         == 1
     )
+
+
+WARM = {"lr_warmup_steps": 3}
 
 
 def model_dir(tmp_path, **changes):
@@ -415,6 +422,7 @@ def test_dry_run_checks_first(tmp_path):
         "not checked, not on this machine: critic.path none\n"
         "not checked, not on this machine: data.tokenizer tokenizer\n"
         "not checked, not on this machine: data.train_files a.jsonl\n"
+        "not checked, not on this machine: the weights of actor\n"
         "what could be checked fits 8 ranks"
     )
     assert (
@@ -458,7 +466,7 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
     config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
     assert (config.seed, dry) == (6, None)
-    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)
@@ -487,3 +495,43 @@ def test_help_shows_defaults_and_where_they_come_from(capsys):
     assert "  critic.path = actor.path  (str)" in said
     assert "  actor.dtype = auto  (auto | float32 | bfloat16)" in said
     assert "  trainer.total_steps = null  (int | null)" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "expected"),
+    [
+        (
+            {"data__max_prompt_length": 9000},
+            8,
+            "actor.micro_batch_tokens 512 and critic.micro_batch_tokens 512 are less than the "
+            "longest sequence, data.max_prompt_length 9000 + data.max_response_length 60 = 9060",
+        ),
+        ({"data__train_batch_size": 65}, 8, "data.train_batch_size 65 is not divisible by actor."),
+        ({"actor__tp": 3, "rollout__tp": 1, "critic__tp": 1}, 8, "actor: world size 8 is not "),
+        (
+            {"actor__tp": 3, "critic__tp": 1, "rollout__tp": 1, "actor__use_kl_loss": True},
+            8,
+            "actor: world size 8 is not divisible",
+        ),
+        ({"critic__ppo_mini_batch_size": 4, "critic__tp": 3}, 8, "critic: world size 8 is not"),
+        (
+            {"trainer__total_steps": 1, "trainer__critic_warmup": 5, "actor__optim": WARM},
+            8,
+            "trainer.critic_warmup 5 and actor.optim.lr_warmup_steps 3 would end after "
+            "trainer.total_steps 1; ",
+        ),
+        (
+            {
+                "rollout__n": 1,
+                "algorithm__adv_estimator": "grpo",
+                "algorithm__reward_norm": "group",
+                "algorithm__filter_groups": {"enable": True},
+            },
+            8,
+            "algorithm.adv_estimator grpo compares the answers to a prompt, but rollout.n is 1",
+        ),
+    ],
+)
+def test_one_cause_is_one_line(changes, world_size, expected):
+    (line,) = problems(ppo(**changes), world_size)
+    assert line.startswith(expected)

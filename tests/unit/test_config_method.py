@@ -333,6 +333,75 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"actor__kl_loss_coef": 0.3},
+            "actor.kl_loss_coef 0.3 has no effect, since actor.use_kl_loss is false; leave it at "
+            "0.001, or turn that on",
+        ),
+        (
+            {"actor__kl_loss_type": "k2"},
+            "actor.kl_loss_type k2 has no effect, since actor.use_kl_loss is false; leave it at "
+            "low_var_kl, or turn that on",
+        ),
+        (
+            {"algorithm__kl_penalty": "k3"},
+            "algorithm.kl_penalty k3 has no effect, since algorithm.use_kl_in_reward is false; "
+            "leave it at kl, or turn that on",
+        ),
+        (
+            {"algorithm__kl_ctrl": {"horizon": 5}},
+            "algorithm.kl_ctrl.horizon 5 has no effect, since algorithm.use_kl_in_reward is "
+            "false; leave it at 10000, or turn that on",
+        ),
+        (
+            {**ADAPTIVE, "algorithm__kl_ctrl": {"horizon": 5}},
+            "algorithm.kl_ctrl.horizon 5 has no effect, since algorithm.kl_ctrl.type is fixed; "
+            "leave it at 10000, or use adaptive",
+        ),
+        (
+            {"algorithm__filter_groups": {"max_num_gen_batches": 3}},
+            "algorithm.filter_groups.max_num_gen_batches 3 has no effect, since "
+            "algorithm.filter_groups.enable is false; leave it at 10, or turn that on",
+        ),
+        (
+            {"algorithm__overlong_buffer": {"len": 9}},
+            "algorithm.overlong_buffer.len 9 has no effect, since "
+            "algorithm.overlong_buffer.enable is false; leave it at null, or turn that on",
+        ),
+        (
+            {"critic__optim": {"min_lr_ratio": 0.1}},
+            "critic.optim.min_lr_ratio 0.1 has no effect, since critic.optim.lr_decay_style is "
+            "constant; leave it at 0.0, or use linear or cosine",
+        ),
+        (
+            {"actor__optim": {"lr_decay_steps": 9}},
+            "actor.optim.lr_decay_steps 9 has no effect, since actor.optim.lr_decay_style is "
+            "constant; leave it at null, or use linear or cosine",
+        ),
+        (
+            {"trainer__total_epochs": 3},
+            "trainer.total_epochs 3 has no effect, since trainer.total_steps is set; leave it at "
+            "1, or set that to null",
+        ),
+        (
+            {"trainer__keep_best_mode": "min"},
+            "trainer.keep_best_mode min has no effect, since trainer.keep_best is null; leave it "
+            "at max, or name a metric there",
+        ),
+        (
+            {"reward__timeout_s": 5.0},
+            "reward.timeout_s 5.0 has no effect, since reward.terms holds no function of your "
+            "own; leave it at 60.0, or name one there",
+        ),
+    ],
+)
+def test_a_number_of_what_is_switched_off_is_refused(changes, expected):
+    assert problems(ppo(**changes), 8) == [expected]
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"algorithm__gamma": 0.9, "algorithm__lam": 0.9, "algorithm__lam_critic": 0.5},
@@ -361,8 +430,6 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
             "actor__policy_loss__loss_mode": "geo_mean",
         },
         {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 26}},
-        {"algorithm__kl_ctrl": {"type": "adaptive", "horizon": 1, "kl_coef": 0.0}},  # no KL in use
-        {**ADAPTIVE, "algorithm__kl_ctrl": {"horizon": 1, "kl_coef": 0.0}},  # fixed
         {"algorithm__whiten_rewards": True},
         {"algorithm__lam_length_alpha": 0.017},
         {"actor__clip_ratio": 0.1, "actor__clip_ratio_high": 0.28},
@@ -380,11 +447,9 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
             "actor__tau_pos": 2.0,
             "actor__clip_ratio_c": 10.0,
         },
-        # numbers of what a key of its own switches off
-        {"actor__kl_loss_coef": 0.3, "actor__kl_loss_type": "k2"},
-        {"algorithm__kl_penalty": "k3", "algorithm__kl_placement": "terminal"},
-        {"algorithm__filter_groups": {"metric": "acc", "max_num_gen_batches": 3}},
+        # numbers of a model that is not built
         {**GRPO, "critic": {"cliprange_value": 0.2, "loss_scale_factor": 5.0}},
+        {**GRPO, "critic": {"optim": {"min_lr_ratio": 0.1}}},
         {
             "actor__loss_agg_mode": "seq-mean-token-sum-norm",
             "actor__loss_scale_factor": 5.0,
@@ -393,11 +458,9 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         },
         {CORRECTION: {"preset": "decoupled_token_icepop", "rollout_is": None}},
         {"algorithm__overlong_buffer": {"enable": True, "len": 59}},
-        {"algorithm__overlong_buffer": {"len": 60}},
         {CORRECTION: {"preset": "bypass_pg_geo_rs_token_tis", "rollout_is_batch_normalize": True}},
         {CORRECTION: {"preset": "bypass_ppo_clip"}, "actor__policy_loss__loss_mode": "gspo"},
         {CORRECTION: {"bypass_mode": True}, "algorithm__use_kl_in_reward": True},
-        {CORRECTION: {"bypass_mode": True}, "algorithm__kl_penalty": "full"},
         {"data__gen_batch_size": 96, "algorithm__filter_groups": {"enable": True, "metric": "acc"}},
         {
             "data__gen_batch_size": 16,

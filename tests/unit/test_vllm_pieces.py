@@ -7,13 +7,22 @@ import torch
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes, vllm_pieces
+from mrlhf.inference.vllm.pieces import (
+    parameter_pieces,
+    parameter_shapes,
+    unsupported_feature,
+    vllm_pieces,
+)
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.plan import plan
 from mrlhf.weights.shard import Slot
-from tests.shards import MODELS, full_tensors, tiny_spec
+from tests.engine_models import hf_model, spec_of
+from tests.feature_models import FEATURE_MODELS
+from tests.shards import full_tensors, tiny_spec
+
+MODELS = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3")
 
 
 def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
@@ -110,3 +119,11 @@ def test_what_does_not_divide_is_refused() -> None:
         "vLLM: rollout.tp 3 does not fit the model's 8 attention heads and vocabulary 37 (vLLM "
         "pads it to 64 rows); use one of 1, 2, 4, 8"
     )
+
+
+@pytest.mark.parametrize("name", FEATURE_MODELS)
+def test_a_model_with_other_features_is_refused(name: str) -> None:
+    spec = spec_of(hf_model(name))
+    assert unsupported_feature(spec) is not None
+    with pytest.raises(WeightError, match=r"vLLM is not supported for a model with .*native$"):
+        parameter_pieces(spec, 0, 1)

@@ -18,8 +18,8 @@ from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine
-from mrlhf.models.families import family_of, load_spec
-from mrlhf.weights.hf import read_weights
+from mrlhf.models.families import load_spec
+from mrlhf.models.weight_files import read_model
 from tests.e2e.programs import ROOT, run_program, succeed, torchrun
 from tests.engine_models import answer
 from tests.ranks import run_ranks
@@ -106,8 +106,7 @@ def _greedy(
     for name, build in (("native", NativeEngine), ("vllm", VllmEngine)):
         engine = build(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, limits)
         engine.wake()
-        shapes = family_of(spec).tensor_shapes(spec)
-        read_weights(f"{root}/sft/model", engine.weight_slots(), shapes)
+        read_model(f"{root}/sft/model", spec, engine.weight_slots(), needs_head=False)
         engine.commit(1)
         samples = answer(engine, prompts.token_ids, prompts.uid, sampling)
         answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]

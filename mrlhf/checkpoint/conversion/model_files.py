@@ -19,7 +19,7 @@ from mrlhf.checkpoint.conversion.model_source import Description, ModelSource, T
 from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.models.families import family_of, load_spec, save_config
+from mrlhf.models.families import family_of, load_spec, save_config, stated_spec
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.files import file_names, find_files, publish, split_files, temporary
 
@@ -128,13 +128,20 @@ class HuggingFaceSource:
                 )
 
         left_out = []
+        if (
+            stated_spec(self._directory, self.spec.head).tied_embeddings
+            != self.spec.tied_embeddings
+        ):
+            left_out.append(
+                f"tie_word_embeddings in {CONFIG_FILE}: {family.language_head} differs from the "
+                "embedding, so they are kept apart, as in transformers"
+            )
         for name in self._files:
             if name in shapes:
                 continue
             if name.endswith(_INV_FREQ):
                 left_out.append(f"{name}: follows from {CONFIG_FILE}")
             elif name == family.language_head and self.spec.output_is_embedding:
-                self._check_copy(name)
                 left_out.append(f"{name}: a copy of the embedding, which the model shares")
             else:
                 raise WeightError(
@@ -142,14 +149,6 @@ class HuggingFaceSource:
                     f"{CONFIG_FILE} beside it"
                 )
         return left_out
-
-    def _check_copy(self, name: str) -> None:
-        """Refuse an output layer that is not the embedding, though the embeddings are tied."""
-        if not torch.equal(self.read("model.embed_tokens.weight"), self.read(name)):
-            raise WeightError(
-                f"{self._directory}: {name} differs from the embedding, but {CONFIG_FILE} says "
-                f"that they are one; set tie_word_embeddings to false"
-            )
 
 
 def write_hugging_face(source: ModelSource, directory: Path, max_file_bytes: int) -> list[str]:
@@ -198,16 +197,12 @@ def copy_assets(source: Path | None, directory: Path) -> None:
 
 
 def write_config(spec: ModelSpec, directory: Path, dtype: torch.dtype) -> None:
-    """Write `config.json`; a classifier without a padding token gets the end-of-text token.
+    """Write `config.json`.
 
     Raises:
         ConfigError: transformers refuses the configuration.
     """
-    pad = spec.hf_config.get("pad_token_id")
-    end = spec.hf_config.get("eos_token_id")
-    if pad is None:
-        pad = end[0] if isinstance(end, list) else end
     try:
-        save_config(spec, directory, dtype, pad)
+        save_config(spec, directory, dtype)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{directory}: {' '.join(str(error).split())}") from error

@@ -12,19 +12,43 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
+from mrlhf.models.families.ministral import MINISTRAL
 from mrlhf.models.families.mistral import MISTRAL
+from mrlhf.models.families.olmo2 import OLMO2
+from mrlhf.models.families.olmo3 import OLMO3
+from mrlhf.models.families.phi3 import PHI3
 from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen3 import QWEN3
+from mrlhf.models.families.seed_oss import SEED_OSS
+from mrlhf.models.families.smollm3 import SMOLLM3
+from mrlhf.models.families.values import check_values
 from mrlhf.models.spec import Head, ModelSpec
+from mrlhf.weights.stored import are_equal, survey
 
-__all__ = ["FAMILIES", "Chunk", "Family", "family_of", "load_spec", "save_config", "spec_of"]
+__all__ = [
+    "FAMILIES",
+    "Chunk",
+    "Family",
+    "family_of",
+    "load_spec",
+    "save_config",
+    "spec_of",
+    "stated_spec",
+]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family
+    for family in (
+        *(GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
+        *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+    )
 }
+
+_NAMES_OF_CODE = ("auto_map", "custom_pipelines")
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -33,13 +57,27 @@ def family_of(spec: ModelSpec) -> Family:
 
 
 def load_spec(path: str | Path, head: Head) -> ModelSpec:
-    """The spec of the model in directory `path`, from its `config.json` alone.
+    """The spec of the model in directory `path`.
 
-    Code that stands beside the file is never run.
+    It is what `config.json` says, except that a language model whose files hold an output layer
+    that differs from the embedding has one of its own, as in transformers. Code that stands beside
+    the files is never run.
 
     Raises:
         ConfigError: there is no `config.json`, it does not describe a model, or its family or a
             feature of it is not supported.
+    """
+    spec = stated_spec(path, head)
+    if spec.output_is_embedding and stores_own_output(path, spec):
+        return spec_of({**spec.hf_config, "tie_word_embeddings": False}, head)
+    return spec
+
+
+def stated_spec(path: str | Path, head: Head) -> ModelSpec:
+    """The spec of the model in directory `path`, as its `config.json` alone says.
+
+    Raises:
+        ConfigError: as for `load_spec`.
     """
     file = Path(path) / "config.json"
     stated = _read_object(file)
@@ -49,17 +87,38 @@ def load_spec(path: str | Path, head: Head) -> ModelSpec:
             raise ConfigError(f"{file}: no {key}; a {family.model_type} model must state it")
 
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict()
-    except Exception as error:  # of many types, each with its own way to say that a value is wrong
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{file}: transformers refuses it: {reason}") from error
+        check_values(stated)
+        config = _completed(stated)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
     try:
-        return family.read_config(config, head)
+        return FAMILIES[config["model_type"]].read_config(config, head)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{file}: no {error.args[0]}") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
+
+
+def stores_own_output(path: str | Path, spec: ModelSpec) -> bool:
+    """Whether the files in `path` hold an output layer that differs from the embedding.
+
+    transformers does not tie the two then, whatever `config.json` says. Files that cannot be read
+    are refused elsewhere.
+    """
+    family = family_of(spec)
+    try:
+        tensors = survey(Path(path)).tensors
+        embedding = tensors.get(family.embedding)
+        output = tensors.get(family.language_head)
+        if embedding is None or output is None:
+            return False
+        return not are_equal(embedding, output, _stated_dtype(spec))
+    except WeightError:
+        return False
 
 
 def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
@@ -73,13 +132,11 @@ def spec_of(config: dict[str, Any], head: Head) -> ModelSpec:
             f"model_type {config.get('model_type')!r} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    completed = AutoConfig.for_model(**config).to_dict()
+    completed = _completed(config)
     return FAMILIES[completed["model_type"]].read_config(completed, head)
 
 
-def save_config(
-    spec: ModelSpec, directory: str | Path, dtype: torch.dtype, pad_token_id: int | None
-) -> None:
+def save_config(spec: ModelSpec, directory: str | Path, dtype: torch.dtype) -> None:
     """Write the `config.json` that goes with exported weights of `dtype`.
 
     A scalar model becomes a sequence classifier with one label, whose head transformers calls
@@ -87,11 +144,35 @@ def save_config(
     """
     config = AutoConfig.for_model(**spec.hf_config)
     config.dtype = dtype
+    config.architectures = [family_of(spec).class_name(spec.head)]
     if spec.head == "scalar":
-        config.architectures = [family_of(spec).class_name(spec.head)]
         config.num_labels = 1
-        config.pad_token_id = pad_token_id
     config.save_pretrained(directory)
+
+
+def _completed(stated: dict[str, Any]) -> dict[str, Any]:
+    """A `config.json` as transformers completes it, without what names code beside the file.
+
+    Raises:
+        ConfigError: transformers refuses it, or knows it as a model that we do not support.
+    """
+    plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
+    # transformers takes a mistral with `layer_types` for a ministral.
+    if plain["model_type"] == "mistral" and "layer_types" in plain:
+        plain["model_type"] = "ministral"
+    if plain["model_type"] not in FAMILIES:
+        raise ConfigError("a mistral with layer_types is a ministral, which is not supported")
+    try:
+        return AutoConfig.for_model(**plain).to_dict()
+    except Exception as error:  # of many types, each with its own way to say that a value is wrong
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"transformers refuses it: {reason}") from error
+
+
+def _stated_dtype(spec: ModelSpec) -> torch.dtype | None:
+    """The number format in which transformers would load the model, if `config.json` says it."""
+    dtype = getattr(torch, str(spec.hf_config.get("dtype")).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -101,7 +182,7 @@ def _read_object(file: Path) -> dict[str, Any]:
         )
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not readable as JSON: {error}") from error
     if not isinstance(stated, dict):
         raise ConfigError(f"{file}: a JSON object is needed, not {type(stated).__name__}")

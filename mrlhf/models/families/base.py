@@ -38,6 +38,7 @@ class Family:
     Attributes:
         model_type: the value of that key in `config.json`.
         class_stem: how the names of its transformers classes begin; "Llama" in "LlamaForCausalLM".
+        embedding: the tensor of the embedding.
         language_head: the tensor of a language model's output layer. Where the output layer is the
             embedding the model has no such tensor, but some checkpoints store a copy.
         scalar_head: the tensor of a scalar model's output layer.
@@ -59,6 +60,7 @@ class Family:
 
     model_type: str
     class_stem: str
+    embedding: str
     language_head: str
     scalar_head: str
     required_keys: tuple[str, ...]

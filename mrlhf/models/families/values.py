@@ -1,0 +1,161 @@
+"""Checks the values of a `config.json` that any family may have, before they are used.
+
+transformers checks few of them, and a wrong one would be used in silence or end in an error that
+names no key. This file knows values; families know what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mrlhf.errors import ConfigError
+
+_MANY = 10**9
+_QUANTISED = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What a number may be.
+
+    Attributes:
+        low: smallest value.
+        high: largest value.
+        whole: whether it must be an integer.
+        above: whether it must be larger than `low`.
+    """
+
+    low: float
+    high: float
+    whole: bool = True
+    above: bool = False
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.whole else "a number"
+        if self.above:
+            return f"{kind} above {self.low:,} and at most {self.high:,}"
+        return f"{kind} from {self.low:,} to {self.high:,}"
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is such a number; true and false are none."""
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        if not self.whole and not math.isfinite(value):
+            return False
+        return value <= self.high and (value > self.low if self.above else value >= self.low)
+
+
+_COUNT = _Range(1, _MANY)
+_POSITIVE = _Range(0, 1e30, whole=False, above=True)
+_SHARE = _Range(0, 1, whole=False, above=True)
+_TOKEN = _Range(-1, _MANY)
+_NUMBERS = {
+    "vocab_size": _COUNT,
+    "hidden_size": _Range(1, 10**6),
+    "intermediate_size": _Range(1, 10**7),
+    "num_hidden_layers": _Range(1, 10**4),
+    "num_attention_heads": _Range(1, 10**5),
+    "num_key_value_heads": _Range(1, 10**5),
+    "head_dim": _Range(1, 10**5),
+    "max_position_embeddings": _COUNT,
+    "rms_norm_eps": _SHARE,
+    "layer_norm_eps": _SHARE,
+    "initializer_range": _Range(0, 1e3, whole=False),
+    "rope_theta": _POSITIVE,
+    "partial_rotary_factor": _SHARE,
+    "sliding_window": _COUNT,
+    "pad_token_id": _TOKEN,
+    "bos_token_id": _TOKEN,
+    "num_labels": _COUNT,
+}
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_FLAGS = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "use_qk_norm",
+    "qkv_bias",
+)
+_ROPE_NUMBERS = {
+    "rope_theta": _POSITIVE,
+    "factor": _POSITIVE,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
+    "original_max_position_embeddings": _COUNT,
+    "attention_factor": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "mscale": _POSITIVE,
+    "mscale_all_dim": _POSITIVE,
+    "partial_rotary_factor": _SHARE,
+}
+
+
+def check_values(config: Mapping[str, Any]) -> None:
+    """Refuse values of the wrong kind or size, and models whose weights are quantised.
+
+    Raises:
+        ConfigError: names the key, in one line.
+    """
+    for key in _QUANTISED:
+        if config.get(key) is not None:
+            raise ConfigError(
+                f"{key} says that the weights are quantised, which is not supported; give the "
+                "model in bfloat16, float16 or float32"
+            )
+    if config.get("transformers_weights") is not None:
+        raise ConfigError(
+            "transformers_weights names another file of weights, which is not supported; leave it "
+            "out and name the file model.safetensors"
+        )
+
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.get(key)
+        if dtype is not None and str(dtype).removeprefix("torch.") not in _DTYPES:
+            raise ConfigError(f"{key} is {_shown(dtype)}; it must be one of {', '.join(_DTYPES)}")
+
+    _check_numbers("", _NUMBERS, config)
+    _check_tokens("eos_token_id", config.get("eos_token_id"))
+    pad = config.get("pad_token_id")
+    if pad is not None and pad >= config["vocab_size"]:
+        raise ConfigError(f"pad_token_id {pad} is not below vocab_size {config['vocab_size']}")
+    for key in _FLAGS:
+        if not isinstance(config.get(key), bool | None):
+            raise ConfigError(f"{key} is {config[key]!r}; it must be true or false")
+    for key in ("rope_parameters", "rope_scaling"):
+        _check_rope(key, config.get(key))
+
+
+def _check_numbers(prefix: str, ranges: Mapping[str, _Range], values: Mapping[str, Any]) -> None:
+    for key, allowed in ranges.items():
+        value = values.get(key)
+        if value is not None and not allowed.holds(value):
+            raise ConfigError(f"{prefix}{key} is {_shown(value)}; it must be {allowed}")
+
+
+def _check_tokens(key: str, value: object) -> None:
+    """Refuse what is no token id, nor a list of them."""
+    ids = value if isinstance(value, list) else [value]
+    if not all(token is None or _TOKEN.holds(token) for token in ids):
+        raise ConfigError(f"{key} is {_shown(value)}; it must be a token id or a list of them")
+
+
+def _check_rope(key: str, rope: object) -> None:
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        raise ConfigError(f"{key} is {_shown(rope)}; it must be an object")
+    for name in ("rope_type", "type"):
+        if not isinstance(rope.get(name), str | None):
+            raise ConfigError(f"{key}.{name} is {_shown(rope[name])}; it must be a string")
+    _check_numbers(f"{key}.", _ROPE_NUMBERS, rope)
+
+
+def _shown(value: object) -> str:
+    """A value as the user wrote it, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

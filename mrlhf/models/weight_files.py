@@ -1,0 +1,108 @@
+"""What a model wants of the weight files in its directory, for checking them and for reading them.
+
+This file knows heads and families. It does not know roles, ranks or how a tensor is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrlhf.errors import WeightError
+from mrlhf.models.families import family_of, stated_spec
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.hf import read_weights
+from mrlhf.weights.shard import Slot
+from mrlhf.weights.stored import StoredModel, Wanted, match, survey
+
+
+def check_weight_files(path: str | Path, spec: ModelSpec, needs_head: bool) -> tuple[str, ...]:
+    """Check by the headers of the files in directory `path` that they hold the model.
+
+    Args:
+        path: directory of the model.
+        spec: the model, as a role uses it.
+        needs_head: whether a scalar model must have its head; a new critic may begin without.
+
+    Returns:
+        What the user should know, one line each.
+
+    Raises:
+        WeightError: there are no safetensors, or they are damaged or not those of the model.
+    """
+    stored = survey(Path(path))
+    if spec.head == "scalar" and needs_head:
+        _check_head(stored, spec)
+    match(stored, _wanted(spec))
+
+    if stated_spec(path, spec.head).output_is_embedding and not spec.output_is_embedding:
+        untied = (
+            f"{path}: config.json says tie_word_embeddings, but the output layer in the files "
+            "differs from the embedding; as transformers does, they are kept apart"
+        )
+        return (*stored.remarks, untied)
+    return stored.remarks
+
+
+def read_model(path: str | Path, spec: ModelSpec, slots: Sequence[Slot], needs_head: bool) -> bool:
+    """Fill `slots` with the weights in directory `path`; returns whether the head was there.
+
+    Args:
+        path: directory of the model.
+        spec: the model, as a role uses it.
+        slots: where this rank's slices live.
+        needs_head: whether a scalar model must have its head.
+
+    Raises:
+        WeightError: as for `check_weight_files`.
+    """
+    if spec.head == "scalar" and needs_head:
+        _check_head(survey(Path(path)), spec)
+    return not read_weights(path, slots, _wanted(spec))
+
+
+def _wanted(spec: ModelSpec) -> Wanted:
+    """The tensors of the model.
+
+    Where the embeddings are tied, transformers takes either of the two tensors.
+    """
+    family = family_of(spec)
+    shapes = family.tensor_shapes(spec)
+    embedding = family.embedding
+    return Wanted(
+        shapes,
+        may_lack=(family.scalar_head,) if spec.head == "scalar" else (),
+        ignored=(family.language_head,),
+        stand_ins={embedding: family.language_head} if spec.output_is_embedding else {},
+    )
+
+
+def _check_head(stored: StoredModel, spec: ModelSpec) -> None:
+    """Refuse files without the head that makes a model a reward model.
+
+    Raises:
+        WeightError: there is none, it has another name, or more than one label.
+    """
+    family = family_of(spec)
+    names = {family.scalar_head, f"model.{family.scalar_head}"} & stored.tensors.keys()
+    if not names:
+        known = family.tensor_shapes(spec)
+        others = [
+            name
+            for name, tensor in stored.tensors.items()
+            if name not in known and tensor.shape[-1:] == (spec.hidden_size,)
+        ]
+        heads = [name for name in others if name != family.language_head]
+        found = f"; {heads[0]} is no head that transformers loads" if heads else ""
+        raise WeightError(
+            f"{stored.directory}: no {family.scalar_head}, so the model cannot score{found}; give "
+            f"a {family.class_name('scalar')} with one label, such as train_rm writes"
+        )
+
+    for name in names:
+        shape = stored.tensors[name].shape
+        if shape != (1, spec.hidden_size):
+            raise WeightError(
+                f"{stored.directory}: {name} is {list(shape)} and not [1, {spec.hidden_size}]; a "
+                "reward model has one label"
+            )

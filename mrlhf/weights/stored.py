@@ -1,0 +1,313 @@
+"""What the safetensors files of a directory store, as `transformers` would find it.
+
+Names, shapes and number formats come from the headers, so that a model can be checked without
+reading it. Reading goes through the same functions. This file does not know models or ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mrlhf.errors import WeightError
+from mrlhf.weights.shard import Shape
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+_PREFIX = "model."
+_BUFFER = "rotary_emb.inv_freq"
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of its file describes it.
+
+    Attributes:
+        name: its name in the file.
+        file: where it is.
+        dtype: its number format, as safetensors calls it.
+        shape: its full shape.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """All tensors of a directory.
+
+    Attributes:
+        directory: where the files are.
+        tensors: by the name in the file.
+        remarks: what a user should know of the files, one line each.
+    """
+
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The tensors that a model wants of a directory.
+
+    Attributes:
+        shapes: name and full shape of every tensor of the model.
+        may_lack: tensors that the directory need not have.
+        ignored: tensors that the directory may have although the model does not.
+        stand_ins: a tensor, and the one that is read in its place where the directory lacks it.
+    """
+
+    shapes: Mapping[str, Shape]
+    may_lack: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    stand_ins: Mapping[str, str] | None = None
+
+
+def survey(directory: Path) -> StoredModel:
+    """Read the headers of the checkpoint in `directory`.
+
+    transformers reads `model.safetensors` even if an index stands beside it. Of the files that an
+    index names it reads every tensor, in the order of their names; a later one replaces an earlier
+    one of the same name.
+
+    Raises:
+        WeightError: there is no safetensors checkpoint, or a file of it is missing or damaged.
+    """
+    if (directory / "adapter_config.json").exists():
+        raise WeightError(
+            f"{directory}: adapter_config.json says that an adapter (LoRA) belongs to the weights; "
+            "merge it into the model (peft's merge_and_unload) and save the result, or remove it"
+        )
+
+    remarks = []
+    if (directory / SINGLE).exists():
+        files = [directory / SINGLE]
+        if (directory / INDEX).exists():
+            remarks.append(f"{directory}: {SINGLE} is read, as by transformers, and not {INDEX}")
+    elif (directory / INDEX).exists():
+        files = _indexed_files(directory / INDEX)
+    else:
+        raise WeightError(f"{directory}: {_absence(directory)}")
+
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _header(file):
+            earlier = tensors.get(tensor.name)
+            if earlier is not None:
+                remarks.append(
+                    f"{directory}: {tensor.name} is in {earlier.file.name} and in {file.name}; the "
+                    "latter is read, as by transformers"
+                )
+            tensors[tensor.name] = tensor
+    return StoredModel(directory, tensors, tuple(remarks))
+
+
+def holds_weights(directory: Path) -> bool:
+    """Whether anything in a directory looks like weights, of a kind that is read here or not."""
+    if (directory / "adapter_config.json").exists() or (directory / INDEX).exists():
+        return True
+    return any(path.suffix in (".safetensors", *_OTHERS) for path in directory.iterdir())
+
+
+def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
+    """The stored tensor of each tensor of a model.
+
+    As transformers does, it adds or removes the prefix `model.` where that makes a name known.
+
+    Raises:
+        WeightError: a tensor is missing, unknown, ambiguous, of another shape than the model's, or
+            of a number format that is not of weights.
+    """
+    directory = stored.directory
+    known = {*wanted.shapes, *wanted.ignored}
+    found: dict[str, StoredTensor] = {}
+    unknown = []
+    for tensor in stored.tensors.values():
+        name = _model_name(tensor.name, known)
+        if name in found:
+            raise WeightError(
+                f"{directory}: {found[name].name} and {tensor.name} are both the model's {name}; "
+                "keep one of them"
+            )
+        if name in known:
+            found[name] = tensor
+        elif not name.endswith(_BUFFER):
+            unknown.append(tensor.name)
+    _check_formats(stored)
+
+    for name, stand_in in (wanted.stand_ins or {}).items():
+        if name not in found and stand_in in found:
+            found[name] = found[stand_in]
+
+    missing = [name for name in wanted.shapes if name not in found and name not in wanted.may_lack]
+    if missing:
+        raise WeightError(
+            f"{directory}: no tensor {_first_three(missing)}; the checkpoint is not of this model "
+            "or not whole"
+        )
+    if unknown:
+        raise WeightError(
+            f"{directory}: the model has no place for tensor {_first_three(unknown)}; check "
+            "config.json beside it"
+        )
+    for name, shape in wanted.shapes.items():
+        if name in found and found[name].shape != shape:
+            raise WeightError(
+                f"{directory}: {name} is {list(found[name].shape)} and not {list(shape)}; check "
+                "config.json beside it"
+            )
+    return {name: found[name] for name in wanted.shapes if name in found}
+
+
+def are_equal(one: StoredTensor, other: StoredTensor, dtype: torch.dtype | None) -> bool:
+    """Whether two matrices are equal once they are converted to `dtype`.
+
+    Args:
+        one: a tensor.
+        other: another one.
+        dtype: None for that of the first one.
+
+    Raises:
+        WeightError: a file cannot be read.
+    """
+    if one.shape != other.shape:
+        return False
+    target = dtype or _DTYPES.get(one.dtype)
+    with OpenFiles((one, other)) as files:
+        first = files.slice(one)
+        second = files.slice(other)
+        for start in range(0, one.shape[0], _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            if not torch.equal(first[rows].to(target), second[rows].to(target)):
+                return False
+    return True
+
+
+class OpenFiles:
+    """The files of some stored tensors, open for reading."""
+
+    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+        self._paths = sorted({tensor.file for tensor in tensors})
+        self._stack = ExitStack()
+        self._handles: dict[Path, Any] = {}
+
+    def __enter__(self) -> OpenFiles:
+        for path in self._paths:
+            self._handles[path] = self._stack.enter_context(_open(path))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def slice(self, tensor: StoredTensor) -> Any:
+        """A tensor that is read when it is indexed."""
+        return self._handles[tensor.file].get_slice(tensor.name)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"{file}: not readable: {_one_line(error)}; copy it again") from error
+
+
+def _header(file: Path) -> list[StoredTensor]:
+    """What a file holds, in the order of the names."""
+    tensors = []
+    with _open(file) as handle:
+        for name in sorted(handle.keys()):
+            stored = handle.get_slice(name)
+            shape = tuple(stored.get_shape())
+            tensors.append(StoredTensor(name, file, str(stored.get_dtype()), shape))
+    return tensors
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names, in the order in which transformers reads them."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightError(f"{index}: not readable: {_one_line(error)}; copy it again") from error
+
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and "\0" not in name for name in names):
+        raise WeightError(
+            f'{index}: "weight_map", which gives the name of a file for each tensor, is missing or '
+            "malformed; copy it again"
+        )
+
+    files = [index.parent / name for name in sorted(set(names))]
+    for file in files:
+        if not file.is_file():
+            raise WeightError(
+                f"{index.parent}: {INDEX} names {file.name}, which is not there; copy the whole "
+                "checkpoint"
+            )
+    return files
+
+
+def _absence(directory: Path) -> str:
+    """Why a directory without the files of a checkpoint cannot be read, and what to do."""
+    there = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
+    shards = [name for name in there if name.endswith(".safetensors")]
+    if shards:
+        return f"{shards[0]} is there without {INDEX}; copy the whole checkpoint"
+    others = [name for name in there if name.endswith(_OTHERS)]
+    if others:
+        return (
+            f"{others[0]} is there, but only safetensors are read; load the model with "
+            f"transformers and save it anew with save_pretrained, which writes {SINGLE}"
+        )
+    return (
+        f"neither {SINGLE} nor {INDEX} there; give the directory of a Hugging Face model, and save "
+        "an older .bin checkpoint anew with transformers' save_pretrained"
+    )
+
+
+def _model_name(name: str, known: Collection[str]) -> str:
+    """The name by which a model knows a stored tensor, if it knows it."""
+    stripped = name.removeprefix(_PREFIX)
+    if stripped != name and stripped in known:
+        return stripped
+    prefixed = _PREFIX + name
+    return prefixed if prefixed in known else name
+
+
+def _check_formats(stored: StoredModel) -> None:
+    """Refuse integers and numbers of 8 bits or fewer: they need scales to mean anything."""
+    for tensor in stored.tensors.values():
+        if tensor.dtype not in _DTYPES:
+            raise WeightError(
+                f"{tensor.file}: {tensor.name} is of type {tensor.dtype}; quantised weights are "
+                "not supported, give the model in bfloat16, float16 or float32"
+            )
+
+
+def _first_three(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

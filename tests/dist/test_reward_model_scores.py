@@ -1,0 +1,158 @@
+"""transformers and we score the same token of a response, whoever wrote the reward model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from mrlhf.config.sections import RewardModelSection
+from mrlhf.data.tokenizer import load_tokenizer
+from mrlhf.models.families import load_spec
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
+from mrlhf.run.export import export_checkpoint
+from mrlhf.training.engine import ModelEngine
+from tests.dist.role_runs import CPU
+from tests.plain_ppo import SIZES
+from tests.ranks import run_ranks
+from tests.tiny_task import write_tiny_task
+
+EOS = 2
+FREQUENT = 7  # a token of the text
+STATED_PADS = {"null": None, "eos": EOS, "other": 0, "frequent": FREQUENT, "negative": -1}
+TOKENIZER_PADS = {"none": None, "end": "eos", "own": "pad"}
+# What the exported config.json says, by the reward model's own pad and the tokenizer's.
+EXPORTED = {
+    ("null", "none"): EOS,
+    ("null", "end"): EOS,
+    ("null", "own"): 0,
+    ("other", "none"): 0,
+    ("other", "end"): 0,
+    ("frequent", "own"): FREQUENT,
+    ("eos", "own"): EOS,
+    ("negative", "none"): EOS,
+}
+SEQUENCES = [
+    [5, 9, 11, EOS],
+    [5, 9, 11, EOS, EOS, EOS],
+    [5, 9, 11],
+    [5, FREQUENT, 11, FREQUENT],
+    [5, 11, FREQUENT, FREQUENT, EOS],
+    [EOS, EOS],
+    [5, 0, 9, 0],
+    [FREQUENT],
+]
+
+
+def _save_models(root: Path) -> None:
+    for name, pad in STATED_PADS.items():
+        torch.manual_seed(5)
+        config = transformers.LlamaConfig(
+            **SIZES, num_labels=1, pad_token_id=pad, eos_token_id=EOS, initializer_range=0.3
+        )
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained(root / name)
+
+
+def _save_tokenizers(root: Path) -> None:
+    """The task's tokenizer with another padding token than its own, or without one."""
+    write_tiny_task(root / "data")
+    backend = transformers.AutoTokenizer.from_pretrained(root / "data" / "tokenizer")
+    assert (backend.pad_token_id, backend.eos_token_id) == (0, EOS)
+    pads = {"none": None, "end": backend.eos_token, "own": backend.pad_token}
+    for name, pad in pads.items():
+        backend.pad_token = pad
+        backend.save_pretrained(root / f"tokenizer-{name}")
+
+
+def _theirs(path: Path, pad: int | None) -> Tensor:
+    """transformers' scores, in one padded batch where it can, and one at a time where it cannot."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path)
+    with torch.no_grad():
+        alone = [model(torch.tensor([tokens])).logits[0, 0] for tokens in SEQUENCES]
+        if pad is not None and pad >= 0:
+            width = max(map(len, SEQUENCES))
+            padded = [tokens + [pad] * (width - len(tokens)) for tokens in SEQUENCES]
+            mask = [[1] * len(tokens) + [0] * (width - len(tokens)) for tokens in SEQUENCES]
+            scores = model(torch.tensor(padded), attention_mask=torch.tensor(mask)).logits[:, 0]
+            torch.testing.assert_close(scores, torch.stack(alone), rtol=0, atol=1e-5)
+    return torch.stack(alone)
+
+
+def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    scores = {}
+    factory = GroupFactory(timeout_s=60.0)
+    for tp in (1, world_size):
+        groups = factory.role_groups(ParallelLayout(tp=tp, pp=1, dp=world_size // tp))
+        for name in STATED_PADS:
+            section = RewardModelSection(path=f"{root}/{name}", tp=tp, dtype="float32")
+            spec = load_spec(section.path, "scalar")
+            engine = ModelEngine(section, spec, groups, CPU)
+            engine.load(section.path, seed=0, needs_head=True)
+            scores[f"{name} tp {tp}"] = score_sequences(engine, SEQUENCES).tolist()
+            for tokenizer in TOKENIZER_PADS:
+                if (name, tokenizer) in EXPORTED:
+                    _export(engine, tokenizer, Path(root) / f"{name}-{tokenizer}-tp{tp}", scores)
+    return scores
+
+
+def _export(
+    engine: ModelEngine, name: str, directory: Path, scores: dict[str, list[float]]
+) -> None:
+    """Give the model a padding token as training does, score with it, and export it."""
+    tokenizer = load_tokenizer(directory.parent / f"tokenizer-{name}")
+    stated = engine.spec
+    engine.spec = with_pad_token(stated, tokenizer.pad_id, tokenizer.vocab_size)
+    scores[directory.name] = score_sequences(engine, SEQUENCES).tolist()
+    export_checkpoint(engine, tokenizer, directory, max_shard_mb=100)
+    engine.spec = stated
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """Where the models are, and our scores."""
+    root = tmp_path_factory.mktemp("scores")
+    _save_models(root)
+    _save_tokenizers(root)
+    ours, others = run_ranks(2, _in_ranks, str(root))
+    assert ours == others
+    return root, ours
+
+
+@pytest.mark.parametrize("name", STATED_PADS)
+def test_their_models_have_their_scores_here(run: Any, name: str) -> None:
+    root, ours = run
+    theirs = _theirs(root / name, STATED_PADS[name])
+    assert theirs.std() > 0.05  # a token more or less makes a difference
+    for tp in (1, 2):
+        torch.testing.assert_close(torch.tensor(ours[f"{name} tp {tp}"]), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("model", "tokenizer"), EXPORTED)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_our_models_have_our_scores_there(run: Any, model: str, tokenizer: str, tp: int) -> None:
+    root, ours = run
+    path = root / f"{model}-{tokenizer}-tp{tp}"
+    config = json.loads((path / "config.json").read_text())
+    pad = EXPORTED[model, tokenizer]
+    assert config["pad_token_id"] == pad
+    # What pads with the exported tokenizer pads with the token that is not scored.
+    assert transformers.AutoTokenizer.from_pretrained(path).pad_token_id == pad
+    scores = torch.tensor(ours[path.name])
+    torch.testing.assert_close(scores, _theirs(path, pad), rtol=0, atol=1e-5)
+
+
+def test_the_token_that_is_scored(run: Any) -> None:
+    root, _ = run
+    spec = load_spec(root / "eos", "scalar")
+    assert scored_tokens(SEQUENCES[:3], spec) == [[5, 9, 11]] * 3
+    assert scored_tokens([[EOS, EOS], [3, EOS, 4]], spec) == [[EOS], [3, EOS, 4]]
+    assert scored_tokens(SEQUENCES, load_spec(root / "null", "scalar")) == SEQUENCES
