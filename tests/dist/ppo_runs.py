@@ -55,7 +55,7 @@ _COMPARED = (
 
 # Overrides that must not change a number.
 TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
-DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=2"]
+DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 
 # A user's reward functions; "CUSTOM" in an override becomes the path of their file.
 REWARD_FUNCTIONS = """
