@@ -5,10 +5,9 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import (
@@ -96,18 +95,6 @@ class FilterGroupsSection(Section):
     max_num_gen_batches: Count = Field(
         10, description="most batches of data.gen_batch_size prompts in one step"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_one_batch_in_flight(cls, raw: Any) -> Any:
-        """Say why verl's key does not stand here; the nearest of our keys would mislead."""
-        if isinstance(raw, Mapping) and "max_inflight_gen_batches" in raw:
-            raise ValueError(
-                "max_inflight_gen_batches is a key of verl's, whose engines run beside the trainer "
-                "and may hold several batches; here all ranks generate one batch after another and "
-                "stop as soon as enough prompts are left, as with 1 there; leave it out"
-            )
-        return raw
 
 
 class AlgorithmSection(Section):

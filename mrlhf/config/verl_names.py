@@ -142,6 +142,13 @@ _MISSING: Mapping[str, str] = MappingProxyType(
         ),
         "rollout.free_cache_engine": "the cache is always given back while models train",
         "rollout.calculate_log_probs": "they are always computed",
+        "algorithm.filter_groups.max_inflight_gen_batches": (
+            "all ranks generate one batch after another and stop as soon as enough prompts are "
+            "left, as with 1 there"
+        ),
+        "algorithm.use_pf_ppo": "",
+        "algorithm.pf_ppo": "",
+        "actor.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
         "reward_model.enable": "a reward model is in use if reward_model.path is set",
         "trainer.val_only": "",
         "trainer.log_val_generations": "",

@@ -241,9 +241,6 @@ def _token_baseline(function: TokenBaseline) -> Estimator:
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gae": _decoupled_gae,
     "grpo": lambda x, options: grpo(x.rewards, x.mask, x.prompt_groups, options.norm_by_std),
-    "gdpo": _gdpo,
-    "optimal_token_baseline": _token_baseline(optimal_token_baseline),
-    "tir_optimal_token_baseline": _token_baseline(tir_optimal_token_baseline),
     "grpo_passk": lambda x, options: grpo_passk(
         x.rewards, x.mask, x.prompt_groups, options.norm_by_std
     ),
@@ -255,4 +252,7 @@ ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
         x.rewards, x.mask, x.prompt_groups
     ),
     "remax": _remax,
+    "gdpo": _gdpo,
+    "optimal_token_baseline": _token_baseline(optimal_token_baseline),
+    "tir_optimal_token_baseline": _token_baseline(tir_optimal_token_baseline),
 }

@@ -1,12 +1,13 @@
-"""Refuses scores that training cannot use, and names the response, the term and the number.
+"""Refuses scores that training cannot use, and names the response and the number.
 
-A score has to fit into float32 after weighting, after shaping, and as an advantage. This file does
-not know how scores are made, nor what is trained.
+A score has to fit into float32 after shaping and as an advantage, and has to say which responses
+are right where the loss asks for it. This file does not know how scores are made (`rewards` refuses
+those that are too large by themselves), nor what is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,36 +15,6 @@ from mrlhf.batch import Rollout
 from mrlhf.errors import ConfigError, RewardError
 
 _LONGEST_PROMPT = 40
-
-
-def check_total(
-    total: Tensor,
-    terms: Mapping[str, Sequence[float]],
-    rollout: Rollout,
-    weights: Mapping[str, float],
-) -> None:
-    """Refuse a weighted sum of terms that float32 does not hold.
-
-    Args:
-        total: [batch], the sums.
-        terms: the scores of each term [batch], by name.
-        rollout: the responses.
-        weights: the weight of each term.
-
-    Raises:
-        RewardError: naming the term that counts most in the first such sum.
-    """
-    row = _first(~total.isfinite())
-    if row is None:
-        return
-
-    own = {name: terms[name][row] for name in weights}
-    largest = max(own, key=lambda name: abs(own[name] * weights[name]))
-    raise RewardError(
-        f"the score of {_response(rollout, row)} is too large for float32: {largest} gives "
-        f"{own[largest]:g}, times its weight {weights[largest]:g} in reward.terms; make the "
-        "term's scores or its weight smaller"
-    )
 
 
 def check_shaped(shaped: Tensor, scores: Tensor, rollout: Rollout, keys: str) -> None:

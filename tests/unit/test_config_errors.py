@@ -86,6 +86,19 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
             "trainer.tensorboard",
         ),
         (
+            "algorithm.filter_groups.max_inflight_gen_batches=2",
+            "unknown key 'algorithm.filter_groups.max_inflight_gen_batches'; verl's "
+            "'algorithm.filter_groups.max_inflight_gen_batches' has no counterpart here: all ranks "
+            "generate one batch after another and stop as soon as enough prompts are left, as with "
+            "1 there",
+        ),
+        (
+            "actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+            "unknown key 'actor_rollout_ref.actor.calculate_sum_pi_squared'; verl's "
+            "'actor_rollout_ref.actor.calculate_sum_pi_squared' has no counterpart here: it is "
+            "computed where algorithm.adv_estimator needs it",
+        ),
+        (
             "n_gpus_per_node=8",
             "unknown key 'n_gpus_per_node'; verl's 'n_gpus_per_node' has no counterpart here: the "
             "launcher says how many processes run: torchrun --nnodes=... --nproc-per-node=...",

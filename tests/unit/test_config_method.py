@@ -16,6 +16,17 @@ from mrlhf.rl.policy_losses import (
 from tests.unit.configurations import ppo, problems
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
+GDPO = {"algorithm__adv_estimator": "gdpo"}
+OTB = {"algorithm__adv_estimator": "optimal_token_baseline"}
+SUM_ALONE = (
+    "{} has no effect with algorithm.adv_estimator gdpo, which compares the scores of single terms "
+    "and not their sum; turn it off, or use another estimator, such as grpo"
+)
+NOT_RIGHT = (
+    "{} needs to know which responses are right, but no reward term says whether a response is "
+    "right; add {{name: exact_match, weight: 0}}, gsm8k, or a function that returns acc, to "
+    "reward.terms"
+)
 CORRECTION = "algorithm__rollout_correction"
 ADAPTIVE = {"algorithm__use_kl_in_reward": True}
 GEO_MEAN = (
@@ -91,7 +102,89 @@ TRUNCATED = (
         (
             {"algorithm__norm_adv_by_std_in_grpo": False},
             "algorithm.norm_adv_by_std_in_grpo false has no effect with algorithm.adv_estimator "
-            "gae; leave it at true, or use grpo or grpo_passk",
+            "gae; leave it at true, or use grpo, grpo_passk or gdpo",
+        ),
+        (
+            {**GRPO, "algorithm__gdpo_reward_keys": ["gsm8k"]},
+            "algorithm.gdpo_reward_keys ['gsm8k'] has no effect with algorithm.adv_estimator grpo; "
+            "leave it at null, or use gdpo",
+        ),
+        (
+            {**GDPO, "rollout__n": 1},
+            "algorithm.adv_estimator gdpo compares the answers to a prompt, but rollout.n is 1; "
+            "set rollout.n to at least 2",
+        ),
+        (
+            {**GDPO, "algorithm__gdpo_reward_keys": ["gsm8k", "style"]},
+            "algorithm.gdpo_reward_keys names style, which no term of reward.terms reports (they "
+            "are gsm8k); name one of these, or add a function that returns style",
+        ),
+        (
+            {**GDPO, "algorithm__gdpo_reward_keys": ["gsm8k", "gsm8k"]},
+            "algorithm.gdpo_reward_keys names gsm8k 2 times; name it once and add the weights",
+        ),
+        (
+            {**GDPO, "algorithm__gdpo_reward_weights": [1.0]},
+            "algorithm.gdpo_reward_weights needs algorithm.gdpo_reward_keys, which says what is "
+            "weighted; set both",
+        ),
+        (
+            {
+                **GDPO,
+                "algorithm__gdpo_reward_keys": ["gsm8k"],
+                "algorithm__gdpo_reward_weights": [1.0, 2.0],
+            },
+            "algorithm.gdpo_reward_weights has 2 numbers for the 1 names in "
+            "algorithm.gdpo_reward_keys; give one for each",
+        ),
+        (
+            {
+                **GDPO,
+                "algorithm__gdpo_reward_keys": ["gsm8k"],
+                "algorithm__gdpo_reward_weights": [0.0],
+            },
+            "algorithm.gdpo_reward_weights is 0 for every term, so nothing could be learned; give "
+            "another weight",
+        ),
+        (
+            {**GDPO, "algorithm__use_kl_in_reward": True},
+            SUM_ALONE.format("algorithm.use_kl_in_reward true"),
+        ),
+        (
+            {**GDPO, "algorithm__reward_norm": "group"},
+            SUM_ALONE.format("algorithm.reward_norm group"),
+        ),
+        ({**GDPO, "algorithm__reward_clip": 5.0}, SUM_ALONE.format("algorithm.reward_clip 5")),
+        (
+            {**GDPO, "algorithm__missing_eos_penalty": 0.5},
+            SUM_ALONE.format("algorithm.missing_eos_penalty 0.5"),
+        ),
+        (
+            {**GDPO, "algorithm__overlong_buffer": {"enable": True, "len": 4}},
+            SUM_ALONE.format("algorithm.overlong_buffer.enable true"),
+        ),
+        (
+            {**OTB, CORRECTION: {"bypass_mode": True}},
+            "algorithm.adv_estimator optimal_token_baseline needs the probabilities of the whole "
+            "vocabulary, from the forward pass that algorithm.rollout_correction.bypass_mode "
+            "saves; turn bypass_mode off or use another estimator, such as rloo",
+        ),
+        (
+            {**OTB, "actor__policy_loss__loss_mode": "geo_mean"},
+            GEO_MEAN.format("optimal_token_baseline"),
+        ),
+        (
+            {"reward__terms": [{"name": "gsm8k", "weight": 0.0}, {"name": "format", "weight": 0}]},
+            "reward.terms gives every term the weight 0 (gsm8k, format), so every score would be 0 "
+            "and nothing could be learned; give at least one term another weight",
+        ),
+        (
+            {"trainer__keep_best": "val/x/acc@1", "reward__terms": [{"name": "format"}]},
+            NOT_RIGHT.format("trainer.keep_best val/x/acc@1"),
+        ),
+        (
+            {"trainer__export_best": "val/x/pass@4", "reward__terms": [{"name": "format"}]},
+            NOT_RIGHT.format("trainer.export_best val/x/pass@4"),
         ),
         (
             {**GRPO, "algorithm__f_norm": 2.0},
@@ -416,6 +509,17 @@ def test_a_number_of_what_is_switched_off_is_refused(changes, expected):
         {"algorithm__adv_estimator": "rloo", "rollout__n": 1},
         {"algorithm__reward_norm": "batch", "rollout__n": 1},
         {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
+        {**GDPO, "reward__terms": [{"name": "my.py:f", "weight": 0.0}]},
+        {
+            **GDPO,
+            "reward__terms": [{"name": "my.py:f"}],
+            "algorithm__gdpo_reward_keys": ["style"],
+            "algorithm__gdpo_reward_weights": [-1.0],
+        },
+        {**GDPO, "actor__policy_loss__loss_mode": "geo_mean"},
+        {**OTB, "rollout__n": 1, CORRECTION: {"preset": "decoupled_token_is"}},
+        {"trainer__keep_best": "val/x/acc@1"},
+        {"trainer__keep_best": "val/x/reward_mean", "reward__terms": [{"name": "format"}]},
         {**GRPO, "actor__policy_loss__loss_mode": "geo_mean"},
         {**GRPO, "algorithm__use_kl_in_reward": True, "actor__policy_loss__loss_mode": "geo_mean"},
         {
@@ -467,7 +571,10 @@ def test_a_number_of_what_is_switched_off_is_refused(changes, expected):
             "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 4},
         },
         {"reward__terms": [{"name": "my.py:score"}], "actor__positive_lm_coef": 0.1},
-        {"reward__terms": [{"name": "exact_match", "weight": 0.0}], "actor__positive_lm_coef": 0.1},
+        {
+            "reward__terms": [{"name": "exact_match", "weight": 0.0}, {"name": "format"}],
+            "actor__positive_lm_coef": 0.1,
+        },
         {"reward__terms": [{"name": "format"}], "algorithm__filter_groups": {"enable": True}},
     ],
 )
