@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
@@ -55,11 +56,14 @@ def place(tmp_path_factory):
     """A working directory with a model, a tokenizer, rows and rewards."""
     root = tmp_path_factory.mktemp("inputs")
     train_sentencepiece([*"0123456789+="], root / "tokenizer", vocab_size=32, byte_fallback=False)
-    (root / "model").mkdir()
-    (root / "model" / "config.json").write_text(json.dumps(MODEL))
-    for name, rows in (("small", 9), ("large", 96)):
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(MODEL | {"vocab_size": rows}))
+    models = {
+        "model": (LlamaForCausalLM, 64),
+        "small": (LlamaForSequenceClassification, 9),
+        "large": (LlamaForCausalLM, 96),
+    }
+    for name, (model_class, tokens) in models.items():
+        config = LlamaConfig(**MODEL | {"vocab_size": tokens, "num_labels": 1})
+        model_class(config).save_pretrained(root / name)
     for name, rows in ROWS.items():
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "rewards.py").write_text(REWARDS)
