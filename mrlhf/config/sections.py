@@ -360,6 +360,13 @@ class TrainerSection(Section):
             "is null",
             "name a metric there",
         ),
+        Switch(
+            "export_best",
+            lambda metric: metric is None,
+            ("export_best_mode",),
+            "is null",
+            "name a metric there",
+        ),
     )
 
     total_steps: Count | None = Field(
@@ -401,7 +408,7 @@ class TrainerSection(Section):
     max_to_keep: Count | None = Field(
         2, description="newest checkpoints that are kept, beside the best one; null: all"
     )
-    keep_best: Annotated[str, Field(min_length=1)] | None = Field(
+    keep_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
         None,
         description="metric by which the best checkpoint is kept as well, such as "
         "val/<data source>/acc@1; null: none",
@@ -409,7 +416,7 @@ class TrainerSection(Section):
     keep_best_mode: Literal["max", "min"] = Field(
         "max", description="whether a high or a low value of keep_best is best"
     )
-    export_best: str | None = Field(
+    export_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
         None,
         description="metric by which the best model is exported as well, beside the last one, such "
         "as val/<data source>/acc@1; null: the last one only",

@@ -306,3 +306,11 @@ def test_a_directory_without_permission_to_write(place, monkeypatch):
         f"trainer.output_dir closed/new/run cannot be created: {closed} may not be written; name "
         "another directory"
     )
+
+
+def test_a_validation_without_rows_is_refused():
+    few = supervised(
+        RewardModelConfig, "pairs.jsonl", data__held_out_fraction=0.01, trainer__test_freq=1
+    )
+    with pytest.raises(MrlhfError, match=r"data\.held_out_fraction 0\.01 .* keeps none"):
+        read_reward_model_inputs(few)
