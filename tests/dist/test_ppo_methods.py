@@ -23,6 +23,7 @@ from tests.dist.ppo_runs import (
 )
 
 EOS = 2
+TOKENS = 18  # of the tokenizer; the model has more, which are never drawn
 
 GRPO = ["algorithm.adv_estimator=grpo"]
 GRPO_DEEP = Scenario("grpo, tp2 pp2", [*TP2_PP2, "rollout.tp=2", *GRPO])
@@ -171,7 +172,7 @@ def _greedy_answer(policy: Any, prompt: list[int]) -> list[int]:
     """The prompt, and the likeliest tokens up to the end-of-sequence token, five at most."""
     tokens = list(prompt)
     for _ in range(5):
-        tokens.append(int(policy(torch.tensor([tokens])).logits[0, -1].argmax()))
+        tokens.append(int(policy(torch.tensor([tokens])).logits[0, -1, :TOKENS].argmax()))
         if tokens[-1] == EOS:
             break
     return tokens
