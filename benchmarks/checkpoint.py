@@ -39,7 +39,8 @@ import torch.multiprocessing
 from checkpoint_case import SIZES, Case, build_engine, load, make_saver, peak_growth
 from checkpoint_signal import interrupt_run
 
-from mrlhf.device import init_distributed, pick_device
+from mrlhf.device import pick_device
+from mrlhf.job import init_distributed
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 

@@ -38,7 +38,8 @@ import torch.multiprocessing
 from reshard_contenders import Case, Contender, Engine, make_contenders, new_model
 from transformers import LlamaConfig
 
-from mrlhf.device import Device, init_distributed, pick_device
+from mrlhf.device import Device, pick_device
+from mrlhf.job import init_distributed
 from mrlhf.models.build import slots_of
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.parameters import engine_pieces, role_pieces

@@ -5,6 +5,7 @@ come before any import of megatron. All modules that use megatron are inside the
 always so.
 """
 
+import mrlhf.run.leaving  # noqa: F401 (before torch, which takes seconds: it notes the launcher)
 from mrlhf.device import install_cpu_stand_ins
 
 install_cpu_stand_ins()

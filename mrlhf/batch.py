@@ -29,7 +29,8 @@ class Prompts:
         text: the prompt as text.
         data_source: name of the data set; it decides which rules score the prompt and which
             validation metrics it counts in.
-        ground_truth: the reference answer as text.
+        ground_truth: the reference answer, as text if a rule compares with it; None if the row has
+            none.
         extra_info: everything else in the prompt's row of the data set, for users' reward
             functions.
     """
@@ -38,7 +39,7 @@ class Prompts:
     uid: list[int]
     text: list[str]
     data_source: list[str]
-    ground_truth: list[str]
+    ground_truth: list[Any]
     extra_info: list[dict[str, Any]]
 
     def __post_init__(self) -> None:

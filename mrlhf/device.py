@@ -1,4 +1,4 @@
-"""Chooses the device of a rank, joins the process group, and runs megatron-core without a GPU.
+"""Chooses the device of a rank, and runs megatron-core without a GPU.
 
 megatron-core calls `torch.cuda` in many places. If there is no GPU, an import hook rewrites the
 source of `megatron.core` as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"`
@@ -6,8 +6,7 @@ becomes `device="cpu"`, and so on. No attribute of torch changes, line numbers s
 bytecode is written, and nothing is imported earlier than without the hook. If there is a GPU, the
 hook is not installed.
 
-This is also the one file that reads the environment variables of the launcher. It knows neither
-models nor layouts.
+This file knows neither models nor layouts nor other ranks.
 """
 
 from __future__ import annotations
@@ -16,23 +15,18 @@ import ast
 import contextlib
 import importlib.abc
 import importlib.machinery
-import os
 import random
 import re
 import resource
-import secrets
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from mrlhf.errors import ConfigError
 
@@ -66,21 +60,6 @@ _PEAK_TFLOPS = {
     "RTX 3090": (71.0, 35.6),
 }
 _OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The place of this process in the job, as the launcher gave it.
-
-    Attributes:
-        rank: number of the process in the whole job.
-        world_size: processes in the whole job.
-        local_rank: number of the process on its machine.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
 
 
 @dataclass(frozen=True)
@@ -136,69 +115,6 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def read_launch() -> Launch:
-    """The place of this process, from the environment variables that torchrun sets.
-
-    Raises:
-        ConfigError: the process was not started by torchrun.
-    """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            f"environment variables {', '.join(missing)} are not set; "
-            f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
-        )
-    rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
-    return Launch(rank, world_size, local_rank)
-
-
-def end_of_allocation() -> float | None:
-    """When Slurm ends the job, in seconds since 1970; None if Slurm does not say."""
-    end = os.environ.get("SLURM_JOB_END_TIME")
-    return None if end is None else float(end)
-
-
-def processes_on_this_machine() -> int:
-    """Number of processes of the job on this machine; 1 if no launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def is_first_process() -> bool:
-    """Whether this process is the one to report what every process sees, such as a wrong option."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-@dataclass(frozen=True)
-class Starts:
-    """What started this process, and whether it has started it before.
-
-    Attributes:
-        job: the scheduler's number of the job; None if there is no scheduler.
-        names: of the job and of the launcher's run, which are the same when they start again.
-        again: those of the names that have started again.
-    """
-
-    job: str | None
-    names: tuple[str, ...]
-    again: tuple[str, ...]
-
-
-def read_starts() -> Starts:
-    """What started this process, from the environment variables of Slurm and torchrun."""
-    job = os.environ.get("SLURM_JOB_ID")
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    launcher = f"torchrun {run}" if run != "none" else f"torchrun process {os.getppid()}"
-    names = (launcher,) if job is None else (launcher, f"Slurm job {job}")
-
-    again = []
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
-        again.append(launcher)
-    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and job is not None:
-        again.append(names[-1])
-    return Starts(job, names, tuple(again))
-
-
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Device:
     """The device of one process; "auto" takes a GPU if there is one.
 
@@ -234,85 +150,6 @@ def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Devic
     if setting == "auto":
         return torch.bfloat16 if device.kind == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]
-
-
-@dataclass(frozen=True)
-class Job:
-    """The job that this process has joined.
-
-    Attributes:
-        rank: number of this process.
-        world_size: processes of the job.
-        store: keys and values that all processes of this attempt share, over a connection that
-            nothing else uses.
-    """
-
-    rank: int
-    world_size: int
-    store: dist.Store
-
-
-def init_distributed(device: Device, timeout_s: float) -> Job:
-    """Join the job's process group: gloo for host tensors, and NCCL for tensors on a GPU.
-
-    Args:
-        device: the device of this process.
-        timeout_s: seconds after which a collective gives up.
-
-    Raises:
-        ConfigError: the process was not started by torchrun.
-    """
-    launch = read_launch()
-    timeout = timedelta(seconds=timeout_s)
-    connections = []
-    for _ in range(2):
-        connection, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        connection.set_timeout(timeout)
-        connections.append(connection)
-    name = _name_attempt(connections[0], launch.rank, launch.world_size, timeout_s)
-
-    own, for_groups = (dist.PrefixStore(f"mrlhf {name}", store) for store in connections)
-    backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("process groups", for_groups),
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-    )
-    return Job(launch.rank, launch.world_size, dist.PrefixStore("job", own))
-
-
-def _name_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A name that all processes of this attempt share, and that no earlier attempt has had.
-
-    torchrun may keep its store when it starts the processes again; keys of the last attempt, such
-    as the addresses of its processes, are then still there. Its count of restarts is no name, since
-    it may differ from machine to machine. So each process shows a fresh number of its own, and rank
-    0 tells all others whom it has seen.
-
-    Raises:
-        RuntimeError: a process did not come in time.
-    """
-    mine = secrets.token_hex(8)
-    store.set(f"number of rank {rank}", mine)
-    numbers = [f"number of rank {other}" for other in range(world_size)]
-    latest = time.monotonic() + timeout_s
-
-    while time.monotonic() < latest:
-        if rank == 0:
-            # A number may be that of a process of the last attempt, until the new one replaces it.
-            if store.check(numbers):
-                store.set("seen", b" ".join(store.multi_get(numbers)).decode())
-            if store.check([f"{mine} is known to rank {other}" for other in range(1, world_size)]):
-                return mine
-        elif store.check(["seen"]):
-            seen = store.get("seen").decode().split()
-            if mine in seen:
-                store.set(f"{seen[0]} is known to rank {rank}", "1")
-                return seen[0]
-        time.sleep(0.02)
-    raise RuntimeError(f"rank {rank} waited {timeout_s:g} s in vain for all {world_size} processes")
 
 
 def seed_everything(seed: int) -> None:

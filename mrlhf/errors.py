@@ -4,6 +4,9 @@ Every message is one line that says what is wrong and what to do. Our own bugs a
 errors from here. This file does not know the code that raises the errors.
 """
 
+_MOST_LINES = 38  # of a traceback; with the error's own line, the output has fewer than 40
+_MOST_CHARACTERS = 300
+
 
 class MrlhfError(Exception):
     """Base of every error that a user of mrlhf can cause and correct."""
@@ -43,3 +46,19 @@ class Interrupted(MrlhfError):
 
 class HangError(MrlhfError, TimeoutError):
     """Ranks have waited for another one for too long."""
+
+
+class UserTraceback(Exception):
+    """The traceback of a user's own code, as text; the cause of the error that names the code."""
+
+    def __init__(self, text: str) -> None:
+        """Keep the head and the tail of a long traceback, and the first part of a long line."""
+        lines = [line[:_MOST_CHARACTERS] for line in text.rstrip().splitlines()]
+        if len(lines) > _MOST_LINES:
+            half = _MOST_LINES // 2
+            left_out = f"  ... {len(lines) - 2 * half + 1} lines are left out ..."
+            lines = [*lines[:half], left_out, *lines[1 - half :]]
+        super().__init__("\n".join(lines))
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"

@@ -55,7 +55,8 @@ def configure_logging(rank: int) -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
     Our own lines are shown from INFO on rank 0 and from WARNING on other ranks, those of other
-    packages from WARNING.
+    packages from WARNING. Warnings about data files are shown on rank 0 alone, since every rank
+    reads the same files.
     """
     handler = _StderrHandler()
     handler.setFormatter(
@@ -73,6 +74,7 @@ def configure_logging(rank: int) -> None:
         warnings.filterwarnings("ignore", module=third_party)
 
     logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("mrlhf.data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
 
 class MetricsWriter:

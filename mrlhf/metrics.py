@@ -248,11 +248,20 @@ def throughput_metrics(
 
 
 def _length_metrics(rollout: Rollout, max_prompt_length: int) -> dict[str, float]:
-    """Lengths in tokens; a response counts as clipped if the length limit ended it."""
+    """Lengths in tokens; a response counts as clipped if the length limit ended it.
+
+    A response without a token counts as aborted.
+    """
     prompt_lengths = torch.tensor(rollout.prompt_lengths, dtype=torch.float64, device="cpu")
+    lengths = rollout.response_mask.sum(dim=1)
+    empty = lengths == 0
+    clipped = ~rollout.stopped
     return {
-        **_mean_max_min("response_length", rollout.response_mask.sum(dim=1)),
-        "response_length/clip_ratio": float((~rollout.stopped).double().mean()),
+        **_mean_max_min("response_length", lengths),
+        "response_length/clip_ratio": float(clipped.double().mean()),
+        **_mean_max_min("response_length_non_aborted", lengths[~empty]),
+        "response_length_non_aborted/clip_ratio": float(clipped[~empty].double().mean()),
+        "response/aborted_ratio": float(empty.double().mean()),
         **_mean_max_min("prompt_length", prompt_lengths),
         "prompt_length/clip_ratio": float((prompt_lengths >= max_prompt_length).double().mean()),
     }

@@ -23,6 +23,7 @@ from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Slot
+from tests.feature_models import feature_configs
 
 VOCABULARY = 131  # divides over no tensor-parallel size: the last rank pads
 SIZES: dict[str, Any] = {
@@ -58,9 +59,13 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         "qwen2-tied": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
         "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=False, head_dim=16),
     }
+    if name in configs:
+        config = configs[name]()
+    else:
+        config = feature_configs({**SIZES, "num_hidden_layers": 4})[name]
 
     model = transformers.AutoModelForCausalLM.from_config(
-        configs[name](), attn_implementation="eager"
+        config, attn_implementation="eager"
     ).eval()
 
     generator = torch.Generator().manual_seed(seed)
@@ -88,11 +93,12 @@ def empty_engine(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype = torch.float32,
     decode: Decode | None = None,
+    never: Sequence[int] = (),
     **limits: Any,
 ) -> NativeEngine:
     limits = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, **limits}
     return NativeEngine(
-        spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode
+        spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode, never
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests import rollouts
+from tests.feature_models import YARN
 from tests.padding import pad_responses
 from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 
@@ -93,9 +94,22 @@ class Outcome:
 
 def save_models(root: Path) -> None:
     """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`."""
+    one_kv_head = SIZES | {"num_key_value_heads": 1}
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
-        "qwen2-tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "llama-biases": transformers.LlamaConfig(
+            **SIZES,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters=YARN,
+        ),
+        "olmo2": transformers.Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
+        "phi3": transformers.Phi3Config(
+            **SIZES, pad_token_id=None, partial_rotary_factor=0.5, tie_word_embeddings=False
+        ),
+        "qwen2-tied": transformers.Qwen2Config(**one_kv_head, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
     }
     generator = torch.Generator().manual_seed(4)
     for name, config in kinds.items():

@@ -6,6 +6,7 @@ Parameters are filled with NaN, so that what a test forgets to fill shows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +16,42 @@ from mrlhf.models.families import FAMILIES, family_of
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.shard import Piece, Shape, Slot
 
-_FAMILY = {
+_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
-    "llama_tied": {"tie_word_embeddings": True},
+    "llama_tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen2": {"tie_word_embeddings": False},
-    "qwen2_tied": {"tie_word_embeddings": True},
+    "qwen2_tied": {"tie_word_embeddings": True, "num_key_value_heads": 2},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 6},
+    "phi3": {
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 2,
+    },
+    "olmo2": {"tie_word_embeddings": False, "pad_token_id": None, "num_key_value_heads": 8},
+    "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
-    """Four layers, four KV heads with two query heads each, and a vocabulary of 37.
+    """Four layers, eight query heads, four KV heads or fewer, and a vocabulary of 37.
 
-    No tensor-parallel size divides the vocabulary.
+    No tensor-parallel size divides the vocabulary. In the tied models four ranks, and in one of
+    them two, share a KV head.
     """
-    return AutoConfig.for_model(
-        model.removesuffix("_tied"),
-        vocab_size=37,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        **_FAMILY[model],
-    )
+    sizes = {
+        "vocab_size": 37,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
 
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:

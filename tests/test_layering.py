@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors", "batch", "rl", "user_code"},
     {"config", "device", "log", "metrics", "methods"},
-    {"parallel", "data", "rewards"},
+    {"job", "parallel", "data", "rewards"},
     {"weights"},
     {"models"},
     {"training"},

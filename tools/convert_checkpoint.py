@@ -24,9 +24,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, relayout
 from mrlhf.checkpoint.conversion.identify import examine, identify
+from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.errors import MrlhfError
-from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.layout import ParallelLayout
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -94,7 +94,7 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
         "--vocab-size", type=_positive, help="tokens of a Megatron-LM checkpoint without padding"
     )
     source.add_argument(
-        "--model-type", choices=sorted(FAMILIES), help="family of a Megatron-LM checkpoint"
+        "--model-type", choices=MEGATRON_FAMILIES, help="family of a Megatron-LM checkpoint"
     )
 
 

@@ -5,12 +5,21 @@ It knows the names of the methods. It does not know their formulas or other sect
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import Field, field_validator
 
 from mrlhf.config.correction import RolloutCorrectionSection
-from mrlhf.config.fields import Count, Fraction, FunctionReference, NotNegative, Positive, Section
+from mrlhf.config.fields import (
+    Count,
+    Fraction,
+    FunctionReference,
+    NotNegative,
+    Positive,
+    Section,
+    Switch,
+)
+from mrlhf.config.path_text import expand_name
 from mrlhf.rl.names import (
     AdvantageEstimator,
     FilterMetric,
@@ -19,11 +28,20 @@ from mrlhf.rl.names import (
     RewardKlKind,
     RewardNorm,
 )
-from mrlhf.user_code import check_name
 
 
 class KlCtrlSection(Section):
     """The coefficient of the KL in the reward."""
+
+    switches = (
+        Switch(
+            "type",
+            lambda kind: kind == "fixed",
+            ("target_kl", "horizon"),
+            "is fixed",
+            "use adaptive",
+        ),
+    )
 
     type: KlControllerKind = Field(
         "fixed",
@@ -36,8 +54,14 @@ class KlCtrlSection(Section):
     )
 
 
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
 class OverlongBufferSection(Section):
     """DAPO's penalty (arXiv 2503.14476) for responses near data.max_response_length."""
+
+    switches = (Switch("enable", _is_false, ("len", "penalty_factor"), "is false", "turn that on"),)
 
     enable: bool = Field(False, description="lower the score of responses that are almost too long")
     len: Count | None = Field(
@@ -56,6 +80,10 @@ class FilterGroupsSection(Section):
     A prompt whose answers all have the same score teaches nothing.
     """
 
+    switches = (
+        Switch("enable", _is_false, ("metric", "max_num_gen_batches"), "is false", "turn that on"),
+    )
+
     enable: bool = Field(
         False, description="drop such prompts, and generate others until the batch is full"
     )
@@ -71,6 +99,23 @@ class FilterGroupsSection(Section):
 
 class AlgorithmSection(Section):
     """From scores to advantages."""
+
+    switches = (
+        Switch(
+            "use_kl_in_reward",
+            _is_false,
+            (
+                "kl_penalty",
+                "kl_placement",
+                "kl_ctrl.type",
+                "kl_ctrl.kl_coef",
+                "kl_ctrl.target_kl",
+                "kl_ctrl.horizon",
+            ),
+            "is false",
+            "turn that on",
+        ),
+    )
 
     adv_estimator: AdvantageEstimator | FunctionReference = Field(
         "gae",
@@ -94,9 +139,19 @@ class AlgorithmSection(Section):
     )
     norm_adv_by_std_in_grpo: bool = Field(
         True,
-        description="grpo, grpo_passk: divide by the standard deviation of the prompt's scores",
+        description="grpo, grpo_passk, gdpo: divide by the standard deviation of the prompt's "
+        "scores",
     )
     f_norm: Positive = Field(1.0, description="gpg: divisor of the advantages")
+    gdpo_reward_keys: Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
+        "a number that only one function reports needs no function's name; null: those of all "
+        "reward.terms",
+    )
+    gdpo_reward_weights: Annotated[list[float], Field(min_length=1)] | None = Field(
+        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for all"
+    )
     use_kl_in_reward: bool = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"
     )
@@ -134,4 +189,4 @@ class AlgorithmSection(Section):
     @field_validator("adv_estimator", mode="before")
     @classmethod
     def _is_estimator_or_function(cls, name: object) -> str:
-        return check_name(name, get_args(AdvantageEstimator))
+        return expand_name(name, get_args(AdvantageEstimator))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from mrlhf.config.fields import Count, Files, Section
+from mrlhf.config.fields import Count, Files, PathText, Section, Switch, Tokens
 
 Overlong = Literal["error", "drop"]
 
@@ -20,20 +20,20 @@ class PromptDataSection(Section):
     val_files: Files = Field(
         default_factory=list, description="the same for validation; may be empty"
     )
-    tokenizer: str = Field(description="directory of the tokenizer")
+    tokenizer: PathText = Field(description="directory of the tokenizer")
     train_batch_size: Count = Field(
         1024, description="prompts in one training step (x rollout.n = samples)"
     )
     gen_batch_size: Count = Field(
         description="prompts generated at once; another number only with algorithm.filter_groups"
     )
-    max_prompt_length: Count = Field(512, description="longest prompt, tokens")
-    max_response_length: Count = Field(512, description="longest response, tokens")
+    max_prompt_length: Tokens = Field(512, description="longest prompt, tokens")
+    max_response_length: Tokens = Field(512, description="longest response, tokens")
     overlong_prompts: Overlong = Field(
         "error", description="error: refuse a longer prompt; drop: leave it out"
     )
     shuffle: bool = Field(True, description="use a new order in every epoch, made from seed")
-    chat_template: str | None = Field(
+    chat_template: PathText | None = Field(
         None, description="jinja file; null: the tokenizer's own template"
     )
 
@@ -52,15 +52,15 @@ class SupervisedDataSection(Section):
     val_files: Files = Field(
         default_factory=list, description="the same for validation; may be empty"
     )
-    tokenizer: str = Field(description="directory of the tokenizer")
-    max_length: Count = Field(
+    tokenizer: PathText = Field(description="directory of the tokenizer")
+    max_length: Tokens = Field(
         1024, description="longest sequence, prompt and response together, tokens"
     )
     overlong: Overlong = Field(
         "error", description="error: refuse a longer sequence; drop: leave it out"
     )
     shuffle: bool = Field(True, description="use a new order in every epoch, made from seed")
-    chat_template: str | None = Field(
+    chat_template: PathText | None = Field(
         None, description="jinja file; null: the tokenizer's own template"
     )
 
@@ -73,6 +73,8 @@ class SFTDataSection(SupervisedDataSection):
 
 class PreferenceDataSection(SupervisedDataSection):
     """Prompts with a chosen and a rejected response."""
+
+    switches = (Switch("val_files", bool, ("held_out_fraction",), "is set", "leave that empty"),)
 
     batch_size: Count = Field(256, description="pairs in one optimizer step")
     held_out_fraction: float = Field(

@@ -1,20 +1,54 @@
 """What every section is made of: the frozen base class and the kinds of values.
 
-It does not know any section or key.
+Each kind of number has bounds, beyond which some part of a run would overflow, divide by 0, or do
+nothing. This file does not know any section or key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+from mrlhf.config.path_text import expand_path
+
+MOST = 10**9  # largest whole number where there is no other bound
+_LEAST_BUT_ZERO = 1e-12
+
+
+def _zero_or_not_tiny(value: float) -> float:
+    """`value`, which must not vanish beside any number that it is added to."""
+    if 0 < value < _LEAST_BUT_ZERO:
+        raise ValueError(f"should be 0 or at least {_LEAST_BUT_ZERO:g}")
+    return value
+
+
+_NOT_TINY = AfterValidator(_zero_or_not_tiny)
+
+Count = Annotated[int, Field(ge=1, le=MOST)]
+CountOrZero = Annotated[int, Field(ge=0, le=MOST)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Decay = Annotated[float, Field(ge=0, le=0.99999)]
+Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6), _NOT_TINY]
+UpToOne = Annotated[float, Field(ge=0, le=1), _NOT_TINY]
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
+Seconds = Annotated[float, Field(ge=0.1, le=604800)]
+Minutes = Annotated[float, Field(ge=0.001, le=525600)]
 
 
 def _one_or_many(value: object) -> object:
@@ -22,8 +56,10 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+PathText = Annotated[str, AfterValidator(expand_path)]
+
 _ONE_OR_MANY = BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])
-Files = Annotated[list[str], _ONE_OR_MANY]
+Files = Annotated[list[PathText], _ONE_OR_MANY]
 Texts = Annotated[list[Annotated[str, Field(min_length=1)]], _ONE_OR_MANY]
 
 # how a user's own function is named; what it looks like in a JSON schema
@@ -35,10 +71,35 @@ FunctionReference = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A key that decides whether other keys of its section are read.
+
+    Attributes:
+        key: the deciding key.
+        is_off: whether a value of it, raw or read, leaves the other keys unread.
+        numbers: the other keys; a dot leads into a subsection.
+        state: what is true of the deciding key then, in words that follow its name.
+        remedy: what to do so that they are read.
+    """
+
+    key: str
+    is_off: Callable[[Any], bool]
+    numbers: tuple[str, ...]
+    state: str
+    remedy: str
+
+
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused."""
+    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused.
+
+    Attributes:
+        switches: keys that decide whether others are read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    switches: ClassVar[tuple[Switch, ...]] = ()
 
     @classmethod
     def subsections(cls) -> dict[str, type[Section]]:
@@ -54,12 +115,53 @@ class Section(BaseModel):
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Replace the shorthands in `raw` by the keys that they stand for.
 
-        A section with shorthands overrides this method.
+        What `raw` switches off takes its numbers with it: those that an earlier source gave go back
+        to their defaults. A section with other shorthands overrides this method.
 
         Args:
             raw: everything that one file, or the arguments, say about this section.
         """
-        return raw
+        full = dict(raw)
+        for switch in cls.switches:
+            if switch.key in raw and switch.is_off(raw[switch.key]):
+                for number in switch.numbers:
+                    cls._reset(full, number)
+        return full
+
+    @classmethod
+    def _reset(cls, raw: dict[str, Any], key: str) -> None:
+        """Give `key` its default, unless `raw` has a value for it."""
+        name, _, rest = key.partition(".")
+        if not rest:
+            raw.setdefault(name, cls.default_of(name))
+            return
+        inner = raw.get(name)
+        if inner is None or isinstance(inner, dict):
+            copy = dict(inner or {})
+            cls.subsections()[name]._reset(copy, rest)
+            raw[name] = copy
+
+    @classmethod
+    def default_of(cls, key: str) -> Any:
+        """The default of `key`; a dot leads into a subsection."""
+        name, _, rest = key.partition(".")
+        if rest:
+            return cls.subsections()[name].default_of(rest)
+        return cls.model_fields[name].get_default(call_default_factory=True, validated_data={})
+
+    def unread(self) -> Iterator[tuple[Switch, str]]:
+        """The numbers that a switch leaves unread although they are not at their defaults."""
+        for switch in self.switches:
+            if switch.is_off(self.value_of(switch.key)):
+                for number in switch.numbers:
+                    if self.value_of(number) != self.default_of(number):
+                        yield switch, number
+
+    def value_of(self, key: str) -> Any:
+        """The value of `key`; a dot leads into a subsection."""
+        name, _, rest = key.partition(".")
+        value = getattr(self, name)
+        return value.value_of(rest) if rest else value
 
     @model_validator(mode="before")
     @classmethod

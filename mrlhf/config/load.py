@@ -170,6 +170,9 @@ def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
 
     for name, value in items:
         full = f"{prefix}{name}"
+        if isinstance(node, dict) and "." in name:
+            yield full
+            continue
         below = f"{starred(full)}."
         if any(key.startswith(below) for key in known):
             yield from _unknown(value, known, f"{full}.")
@@ -248,12 +251,19 @@ def _item(items: list[Any], key: str, number: str) -> Any:
 
 def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
     """One line for each mistake; a value that other keys inherit is complained about once."""
-    mistakes = {(_dotted(item["loc"]), item["type"]) for item in error.errors()}
+    errors = error.errors(include_url=False)
+    told = {_dotted(item["loc"]): item for item in errors}
+    misspelt = any(item["type"] == "extra_forbidden" for item in errors)
+
     lines = []
-    for item in error.errors(include_url=False):
+    for item in errors:
         name = _dotted(item["loc"])
-        if (root_class.inherited.get(name), item["type"]) not in mistakes:
-            lines.append(_line(root_class, name, item))
+        source = told.get(root_class.inherited.get(name, ""))
+        if source is not None and (item["type"] == "missing" or source["input"] == item["input"]):
+            continue
+        if misspelt and item["type"] == "missing":
+            continue  # the misspelt key may be the missing one
+        lines.append(_line(root_class, name, item))
     return lines
 
 

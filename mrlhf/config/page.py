@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mrlhf.config.fields import MOST
 from mrlhf.config.json_schema import JsonSchema, values_of
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, Root, SFTConfig
 from mrlhf.config.schema import REQUIRED, Key, keys
@@ -37,6 +38,10 @@ unit. `launch/train_ppo.py --help` prints the same list. This page is written by
 - Numbers are those of YAML 1.2: `1e-4` is a number, `1_000` is text.
 - An unknown key is refused, and the nearest key is named. A value of the wrong type is refused: a
   whole number is needed where "whole number" stands below.
+- A whole number is at most 1000000000 where no other bound stands below.
+- In paths, a `~` at the start and environment variables (`${NAME}` or `$NAME`) are replaced when
+  the file is read. A variable that is not set is refused. A path that does not begin with `/` is
+  relative to the working directory.
 - `null` stands for "not set". Where the default reads "as `actor.path`", the value of that key is
   taken if this one is left out or null.
 - "required" stands where there is no default. The keys of an optional section, `reward_model`, are
@@ -128,5 +133,14 @@ def _bounds(value: JsonSchema) -> str:
         "maximum": "≤",
         "exclusiveMaximum": "<",
     }
-    bounds = [f"{sign} {value[name]:g}" for name, sign in signs.items() if name in value]
+    bounds = [
+        f"{sign} {_number(value[name])}"
+        for name, sign in signs.items()
+        if name in value and value[name] != MOST
+    ]
     return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def _number(value: float) -> str:
+    """A bound; a whole number with all its digits."""
+    return str(int(value)) if value == int(value) else f"{value:g}"

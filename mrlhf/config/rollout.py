@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mrlhf.config.fields import Count, CountOrZero, Positive, Section, Texts
+from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Texts, Tokens
 
 UTILIZATION = 0.9  # default of rollout.gpu_memory_utilization
 
@@ -17,45 +17,55 @@ class RolloutSection(Section):
     engine: Literal["native", "vllm"] = Field(
         "native", description="inference engine; vllm needs its package"
     )
-    tp: Count = Field(1, description="ranks of one engine replica; divides actor.tp x actor.pp")
+    tp: Ranks = Field(1, description="ranks of one engine replica; divides actor.tp x actor.pp")
     n: Count = Field(1, description="samples of each prompt")
-    temperature: Positive = Field(
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="divisor of the logits, in the engine and in training"
     )
-    top_k: int = Field(-1, description="sample from the k most probable tokens; -1: off")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] = Field(
+        -1, description="sample from the k most probable tokens; -1: off"
+    )
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = Field(
         1.0,
         description="sample from the most probable tokens that together have this probability; "
         "1: off",
     )
-    max_num_seqs: Count = Field(256, description="most sequences decoded at once in one replica")
-    max_prefill_tokens: Count = Field(
+    max_num_seqs: Annotated[int, Field(ge=1, le=65536)] = Field(
+        256, description="most sequences decoded at once in one replica"
+    )
+    max_prefill_tokens: Tokens = Field(
         8192,
         description="most prompt tokens computed in one step of one replica; longer prompts are "
         "computed in chunks",
     )
     stop: Texts = Field(
         default_factory=list,
-        description="texts: a response ends where its text contains one of them",
+        description="texts: a response ends where its text contains one of them; a special token "
+        "in the list ends it too",
     )
-    block_size: Count | None = Field(
+    stop_token_ids: list[CountOrZero] = Field(
+        default_factory=list,
+        description="token ids: a response ends after any of them, as after the end tokens of "
+        "tokenizer and model",
+    )
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         None,
         description="tokens in one block of the KV cache; null: 16 on a CPU, what the kernels "
         "need on a GPU",
     )
-    kv_cache_mb: Count | None = Field(
+    kv_cache_mb: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
         None,
         description="KV cache of one rank, MiB; null: up to half of the free memory on a CPU, "
         "what gpu_memory_utilization leaves on a GPU",
     )
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+    gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] = Field(
         UTILIZATION,
         description="fraction of a GPU's memory that is in use once the KV cache is there, "
         "everything counted",
     )
     enforce_eager: bool = Field(False, description="do not capture CUDA graphs")
     verify_reshard: bool = Field(False, description="compare checksums of every moved weight slice")
-    reshard_bucket_mb: Count = Field(
+    reshard_bucket_mb: Annotated[int, Field(ge=1, le=65536)] = Field(
         64, description="size of all transfer buffers of one rank while weights move, MiB"
     )
     dump_freq: CountOrZero = Field(

@@ -19,7 +19,7 @@ from mrlhf.config.data import (
     SFTDataSection,
     SupervisedDataSection,
 )
-from mrlhf.config.fields import Section
+from mrlhf.config.fields import Section, Seed
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.sections import (
     ActorSection,
@@ -102,7 +102,7 @@ class PPOConfig(Root):
         }
     )
 
-    seed: int = Field(1, description="seed of the data order, of sampling and of fresh weights")
+    seed: Seed = Field(1, description="seed of the data order, of sampling and of fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
     critic: CriticSection = Field(description="the value model; built where advantages need values")
     reference: ReferenceSection = Field(
@@ -185,7 +185,7 @@ class SupervisedConfig(Root):
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
 
-    seed: int = Field(1, description="seed of the data order and of fresh weights")
+    seed: Seed = Field(1, description="seed of the data order and of fresh weights")
     model: TrainedModelSection = Field(description="the model that is trained")
     optim: OptimSection = Field(description="optimizer")
     data: SupervisedDataSection = Field(description="sequences to learn from")

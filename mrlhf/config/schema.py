@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import Root
+from mrlhf.config.verl_names import verl_hint
 
 REQUIRED = "required"
 
@@ -115,6 +116,11 @@ def starred(name: str) -> str:
 def unknown_key(root_class: type[Root], name: str) -> str:
     """One line that says `name` is no key, and which key was probably meant."""
     known = [key.name for key in keys(root_class)]
+    if name in known:
+        return f"unknown key '{name}'; its name holds a dot: nest it, as {nested(name)}"
+    hint = verl_hint(name, known)
+    if hint is not None:
+        return f"unknown key '{name}'; {hint}"
     if name.split(".")[0] == "actor_rollout_ref":
         return f"unknown key '{name}'; {_without_verls_section(name, known)}"
 
@@ -126,14 +132,18 @@ def unknown_key(root_class: type[Root], name: str) -> str:
     return f"unknown key '{name}'; {hint}"
 
 
+def nested(name: str) -> str:
+    """The dotted key `name` as a file writes it."""
+    first, _, rest = name.partition(".")
+    return f"{first}: {{{nested(rest)}}}" if rest else f"{first}: ..."
+
+
 def _without_verls_section(name: str, known: list[str]) -> str:
     """What `name` is called here; verl has one more section around actor, rollout and reference."""
     for theirs, ours in (("actor", "actor"), ("rollout", "rollout"), ("ref", "reference")):
         start = f"actor_rollout_ref.{theirs}"
-        if name == start or name.startswith(f"{start}."):
+        if name.startswith(f"{start}."):
             here = ours + name.removeprefix(start)
-            if here in known:
-                return f"verl's '{name}' is '{here}' here"
             near = _nearest(here, known)
             hint = f"; did you mean '{near}'?" if near else ""
             return f"verl's '{start}' is '{ours}' here{hint}"

@@ -6,21 +6,31 @@ fills in what one section takes from another, and `preflight` compares them.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from mrlhf.config.fields import (
+    MOST,
     Count,
     CountOrZero,
+    Decay,
     Fraction,
     FunctionReference,
+    Minutes,
     NotNegative,
+    Number,
+    PathText,
     Positive,
+    Ranks,
+    Seconds,
     Section,
+    Switch,
+    UpToOne,
 )
+from mrlhf.config.path_text import expand_name
 from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RewardName, policy_loss_traits
-from mrlhf.user_code import check_name
+from mrlhf.user_code import is_reference
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
@@ -31,7 +41,17 @@ CLIP_RATIO = 0.2
 class OptimSection(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: NotNegative = Field(1e-5, description="peak learning rate")
+    switches = (
+        Switch(
+            "lr_decay_style",
+            lambda style: style == "constant",
+            ("min_lr_ratio", "lr_decay_steps"),
+            "is constant",
+            "use linear or cosine",
+        ),
+    )
+
+    lr: UpToOne = Field(1e-5, description="peak learning rate; 0: nothing is learned")
     min_lr_ratio: Fraction = Field(
         0.0, description="learning rate after the decay, as a fraction of lr"
     )
@@ -44,10 +64,12 @@ class OptimSection(Section):
     lr_decay_steps: Count | None = Field(
         None, description="training steps after which min_lr_ratio is reached; null: the whole run"
     )
-    weight_decay: NotNegative = Field(0.01, description="decoupled weight decay")
-    adam_beta1: Fraction = Field(0.9, description="decay of the mean of the gradients")
-    adam_beta2: Fraction = Field(0.999, description="decay of the mean of the squared gradients")
-    adam_eps: Positive = Field(1e-8, description="added to the denominator of Adam's update")
+    weight_decay: UpToOne = Field(0.01, description="decoupled weight decay")
+    adam_beta1: Decay = Field(0.9, description="decay of the mean of the gradients")
+    adam_beta2: Decay = Field(0.999, description="decay of the mean of the squared gradients")
+    adam_eps: Annotated[float, Field(ge=1e-15, le=1)] = Field(
+        1e-8, description="added to the denominator of Adam's update"
+    )
     clip_grad: NotNegative = Field(
         1.0, description="the global gradient norm is clipped to this; 0: no clipping"
     )
@@ -76,18 +98,22 @@ class OptimSection(Section):
 class ActorOptimSection(OptimSection):
     """The actor's optimizer."""
 
-    lr: NotNegative = Field(1e-6, description="peak learning rate")
+    lr: UpToOne = Field(1e-6, description="peak learning rate; 0: nothing is learned")
 
 
 class RoleSection(Section):
     """A model and its layout over the ranks; data parallelism takes what tp x pp leaves."""
 
-    path: str = Field(
+    path: PathText = Field(
         description="Hugging Face directory: config.json and safetensors; with init: random, "
         "config.json alone"
     )
-    tp: Count = Field(1, description="tensor-parallel size, ranks")
-    pp: Count = Field(1, description="pipeline-parallel size, ranks")
+    tp: Ranks = Field(
+        1,
+        description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
+        "its KV heads or is a multiple of them",
+    )
+    pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"
     )
@@ -116,10 +142,10 @@ class PolicyLossSection(Section):
     clip_cov_ratio: Fraction = Field(
         0.0002, description="clip_cov: fraction of the tokens that get no gradient"
     )
-    clip_cov_lb: float = Field(
+    clip_cov_lb: Number = Field(
         1.0, description="clip_cov: lower bound of the covariance of these tokens"
     )
-    clip_cov_ub: float = Field(
+    clip_cov_ub: Number = Field(
         5.0, description="clip_cov: upper bound of the covariance of these tokens"
     )
     kl_cov_ratio: Fraction = Field(
@@ -130,7 +156,7 @@ class PolicyLossSection(Section):
     @field_validator("loss_mode", mode="before")
     @classmethod
     def _is_loss_or_function(cls, name: object) -> str:
-        return check_name(name, get_args(LossMode))
+        return expand_name(name, get_args(LossMode))
 
     @model_validator(mode="after")
     def _covariance_bounds_are_in_order(self) -> PolicyLossSection:
@@ -144,6 +170,16 @@ class PolicyLossSection(Section):
 
 class ActorSection(RoleSection):
     """The policy that is trained."""
+
+    switches = (
+        Switch(
+            "use_kl_loss",
+            lambda value: value is False,
+            ("kl_loss_coef", "kl_loss_type"),
+            "is false",
+            "turn that on",
+        ),
+    )
 
     optim: ActorOptimSection = Field(description="optimizer")
     ppo_mini_batch_size: Count = Field(
@@ -162,7 +198,7 @@ class ActorSection(RoleSection):
     clip_ratio_high: Positive | None = Field(
         None, description="upper clip distance; null: as clip_ratio"
     )
-    clip_ratio_c: Annotated[float, Field(gt=1)] = Field(
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] = Field(
         3.0,
         description="vanilla: dual clip, the largest ratio that counts where the advantage is "
         "negative; dppo_tv, dppo_kl: the largest ratio that counts anywhere",
@@ -182,7 +218,7 @@ class ActorSection(RoleSection):
         description="the update ends before an optimizer step whose mini-batch has a larger "
         "actor/ppo_kl; null: it never ends early",
     )
-    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
+    entropy_coeff: Number = Field(0.0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(
         False, description="add kl_loss_coef x KL(current, reference) to the loss"
     )
@@ -193,7 +229,7 @@ class ActorSection(RoleSection):
         description="how the losses of the tokens become one number; null: seq-mean-token-mean "
         "for gspo, sapo and geo_mean, else token-mean",
     )
-    loss_scale_factor: Positive | None = Field(
+    loss_scale_factor: Annotated[float, Field(ge=1e-6, le=2**24)] | None = Field(
         None,
         description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
     )
@@ -235,7 +271,7 @@ class CriticSection(RoleSection):
     loss_agg_mode: LossAggMode = Field(
         "token-mean", description="how the losses of the tokens become one number"
     )
-    loss_scale_factor: Positive | None = Field(
+    loss_scale_factor: Annotated[float, Field(ge=1e-6, le=2**24)] | None = Field(
         None,
         description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
     )
@@ -255,24 +291,42 @@ class RewardTermSection(Section):
     name: RewardName | FunctionReference = Field(
         description="a rule, reward_model, or path/to/file.py:function: your own"
     )
-    weight: float = Field(1.0, description="factor of this term in the sum")
+    weight: Number = Field(1.0, description="factor of this term in the sum")
 
     @field_validator("name", mode="before")
     @classmethod
     def _is_rule_or_function(cls, name: object) -> str:
-        return check_name(name, get_args(RewardName))
+        return expand_name(name, get_args(RewardName))
+
+
+def _no_own_function(terms: Any) -> bool:
+    """Whether `terms`, raw or read, is a list of terms none of which is a user's function."""
+    if not isinstance(terms, list):
+        return False
+    names = [term.get("name") if isinstance(term, dict) else term.name for term in terms]
+    return not any(is_reference(str(name)) for name in names)
 
 
 class RewardSection(Section):
     """The score of a response: the weighted sum of its terms."""
 
+    switches = (
+        Switch(
+            "terms",
+            _no_own_function,
+            ("timeout_s", "memory_mb", "max_processes"),
+            "holds no function of your own",
+            "name one there",
+        ),
+    )
+
     terms: Annotated[list[RewardTermSection], Field(min_length=1)] = Field(
         description="list of {name, weight}"
     )
-    timeout_s: Positive = Field(
+    timeout_s: Seconds = Field(
         60.0, description="longest time that one call of a user's function may take, seconds"
     )
-    memory_mb: Count | None = Field(
+    memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
         16384,
         description="most private memory of each process of a user's function, MB; null: no limit",
     )
@@ -286,17 +340,34 @@ class RewardSection(Section):
 class TrainerSection(Section):
     """How long to train, and what to leave behind."""
 
+    switches: ClassVar[tuple[Switch, ...]] = (
+        Switch(
+            "total_steps",
+            lambda steps: steps is not None,
+            ("total_epochs",),
+            "is set",
+            "set that to null",
+        ),
+        Switch(
+            "keep_best",
+            lambda metric: metric is None,
+            ("keep_best_mode",),
+            "is null",
+            "name a metric there",
+        ),
+    )
+
     total_steps: Count | None = Field(
         None, description="training steps; null: as many as total_epochs makes"
     )
     total_epochs: Count = Field(
-        1, description="passes over train_files; read only if total_steps is null"
+        1, description="passes over train_files; refused beside total_steps"
     )
     test_freq: CountOrZero = Field(
         0, description="training steps between validations; 0: only at the start and at the end"
     )
     val_before_train: bool = Field(True, description="validate before the first training step")
-    output_dir: str = Field(
+    output_dir: PathText = Field(
         description="directory for metrics, logs and the final Hugging Face checkpoint"
     )
     log_freq: Count = Field(
@@ -308,7 +379,7 @@ class TrainerSection(Section):
     max_shard_size_mb: Count = Field(
         5000, description="largest safetensors file of the exported model, MB"
     )
-    resume: str = Field(
+    resume: PathText = Field(
         "auto",
         description="auto: go on from the newest whole checkpoint in output_dir, if there is one; "
         "a directory: go on from that checkpoint; never: begin anew",
@@ -319,13 +390,13 @@ class TrainerSection(Section):
     save_freq: CountOrZero = Field(
         0, description="training steps between checkpoints; the last step has one too; 0: none"
     )
-    save_every_minutes: Positive | None = Field(
+    save_every_minutes: Minutes | None = Field(
         30.0, description="a step that ends so long after the last checkpoint saves one; null: none"
     )
     max_to_keep: Count | None = Field(
         2, description="newest checkpoints that are kept, beside the best one; null: all"
     )
-    keep_best: str | None = Field(
+    keep_best: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="metric by which the best checkpoint is kept as well, such as "
         "val/<data source>/acc@1; null: none",
@@ -349,7 +420,7 @@ class TrainerSection(Section):
         description="copy the state and write it while training goes on; needs as much host memory "
         "again as the state",
     )
-    save_by_minutes: Positive | None = Field(
+    save_by_minutes: Minutes | None = Field(
         None,
         description="minutes after the start of the job when it saves and ends with exit code 75; "
         "null: two minutes before the end that Slurm tells, if it does",
@@ -368,6 +439,11 @@ class TrainerSection(Section):
 
 class PPOTrainerSection(TrainerSection):
     """How long to train, and what to leave behind."""
+
+    switches = (
+        *TrainerSection.switches,
+        Switch("val_sampled", lambda value: value is False, ("val_n",), "is false", "turn that on"),
+    )
 
     critic_warmup: CountOrZero = Field(
         0,
@@ -397,4 +473,6 @@ class DistributedSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where to compute; auto: cuda if there is a GPU"
     )
-    timeout_s: Positive = Field(600.0, description="longest wait in one collective, seconds")
+    timeout_s: Annotated[float, Field(ge=1, le=604800)] = Field(
+        600.0, description="longest wait in one collective, seconds"
+    )

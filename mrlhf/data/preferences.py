@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.data.prompts import Overlong, encode_prompt, prompt_of
+from mrlhf.data.conversations import encode_prompt, encode_response, message_list, prompt_of
+from mrlhf.data.prompts import Overlong
+from mrlhf.data.row_counts import of_rows, warn_of_dropped
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Message, Prompt, Tokenizer
 from mrlhf.errors import DataError
@@ -70,11 +72,13 @@ def encode_preferences(
     """
     chosen_ids: list[list[int]] = []
     rejected_ids: list[list[int]] = []
+    empty = 0
     for row in rows:
         prompt, chosen, rejected = _parts(row)
+        empty += not chosen or not rejected
         _, prompt_ids = encode_prompt(row, prompt, tokenizer, chat)
-        better = prompt_ids + tokenizer.encode_response(chosen)
-        worse = prompt_ids + tokenizer.encode_response(rejected)
+        better = prompt_ids + encode_response(row, chosen, tokenizer)
+        worse = prompt_ids + encode_response(row, rejected, tokenizer)
 
         length = max(len(better), len(worse))
         if length <= max_length:
@@ -82,20 +86,56 @@ def encode_preferences(
             rejected_ids.append(worse)
         elif overlong == "error":
             raise DataError(
-                f"{row.where}: the pair has {length} tokens, more than max_length {max_length}; "
-                "raise it"
+                f"{row.where}: the pair has {length} tokens, more than data.max_length "
+                f"{max_length}; raise it, or set data.overlong to drop"
             )
 
     dropped = len(rows) - len(chosen_ids)
     if not chosen_ids:
         raise DataError(
-            f"none of {len(rows)} preference pairs fits into max_length {max_length}; raise it"
+            f"none of {len(rows)} preference pairs fits into data.max_length {max_length}; raise it"
         )
-    if dropped:
-        logger.warning(
-            "dropped %d of %d pairs longer than %d tokens", dropped, len(rows), max_length
-        )
+    warn_of_dropped("sequences", dropped, rows, max_length)
+    if empty:
+        logger.warning("'chosen' or 'rejected' is empty in %s", of_rows(empty, rows))
+    _check_differences(rows, chosen_ids, rejected_ids)
     return PreferencePairs(chosen_ids, rejected_ids, dropped)
+
+
+def _check_differences(
+    rows: Sequence[Row], chosen_ids: list[list[int]], rejected_ids: list[list[int]]
+) -> None:
+    """Warn of pairs that teach nothing, or the opposite of another one; refuse if all are equal.
+
+    Raises:
+        DataError: in every pair, both sides have the same tokens.
+    """
+    pairs = list(zip(map(tuple, chosen_ids), map(tuple, rejected_ids), strict=True))
+    equal = sum(chosen == rejected for chosen, rejected in pairs)
+    if equal == len(pairs):
+        raise DataError(
+            f"{rows[0].where}: 'chosen' and 'rejected' are the same, and so in all {equal} pairs; "
+            "there is nothing to learn from them"
+        )
+    if equal:
+        logger.warning(
+            "'chosen' and 'rejected' have the same tokens in %s; there is nothing to learn from "
+            "them, and they count as wrong in the accuracy",
+            of_rows(equal, rows),
+        )
+
+    known = set(pairs)
+    opposite = sum((rejected, chosen) in known for chosen, rejected in pairs) - equal
+    if opposite:
+        logger.warning(
+            "the pair stands in another row with 'chosen' and 'rejected' the other way round in "
+            "%s; such pairs cancel out",
+            of_rows(opposite, rows),
+        )
+    if len(known) < len(pairs):
+        logger.info(
+            "the pair of an earlier row stands in %s", of_rows(len(pairs) - len(known), rows)
+        )
 
 
 def split_by_prompt(
@@ -147,15 +187,16 @@ def _parts(row: Row) -> tuple[Prompt, str, str]:
 
     if not context:
         return prompt_of(row), better, worse
+    context = message_list(row, "chosen", context)
     prompt = row.fields.get("prompt")
-    if isinstance(prompt, list) and prompt != context:
+    if isinstance(prompt, list) and message_list(row, "prompt", prompt) != context:
         raise DataError(
             f'{row.where}: the messages before the last of "chosen" are not those of "prompt"'
         )
     return context, better, worse
 
 
-def _conversation(row: Row, name: str, messages: Any) -> tuple[Sequence[Message], str]:
+def _conversation(row: Row, name: str, messages: Any) -> tuple[list[Message], str]:
     """The messages before the last one, and the text of the last one."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not (

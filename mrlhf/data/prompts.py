@@ -5,23 +5,28 @@ It reads plain rows and rows in verl's schema. It does not know rewards, samplin
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from mrlhf.batch import Prompts
+from mrlhf.data.conversations import encode_prompt, prompt_of
+from mrlhf.data.reference_answers import AnswerRules, reference_answer
+from mrlhf.data.row_counts import of_rows, warn_of_dropped
 from mrlhf.data.rows import Row, read_rows
-from mrlhf.data.tokenizer import Prompt, Tokenizer
+from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 
-__all__ = ["Overlong", "PromptDataset", "encode_prompt", "prompt_of"]
+__all__ = ["Overlong", "PromptDataset"]
 
 logger = logging.getLogger(__name__)
 
 Overlong = Literal["error", "drop"]
+
+_KNOWN_COLUMNS = ("prompt", "answer", "reward_model", "data_source", "extra_info")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class _Entry:
     uid: int
     text: str
     data_source: str
-    ground_truth: str
+    ground_truth: Any
     extra_info: dict[str, Any]
 
 
@@ -40,7 +45,8 @@ class PromptDataset:
     A plain row is `{"prompt", "answer"}`, with `data_source` and `extra_info` optional. A row in
     verl's schema is `{"data_source", "prompt": [{"role", "content"}, ...],
     "reward_model": {"ground_truth"}, "extra_info"}`. In both, a prompt is a string or a list of
-    chat messages. If a row has no `data_source`, the name of its file without the suffix is used.
+    chat messages, and the answer is optional if no rule compares with it. If a row has no
+    `data_source`, the name of its file without the suffix is used.
 
     The uid of a prompt is the number of its row over all files, counted before rows are dropped.
 
@@ -56,6 +62,8 @@ class PromptDataset:
         max_prompt_length: int,
         overlong: Overlong = "error",
         chat: bool = False,
+        split: str = "train",
+        answer_rules: AnswerRules = MappingProxyType({}),
     ) -> None:
         """Read and tokenise.
 
@@ -65,14 +73,18 @@ class PromptDataset:
             max_prompt_length: the most tokens of a prompt.
             overlong: refuse a longer prompt, or drop it and count it.
             chat: put plain string prompts through the chat template too.
+            split: what rewards find as "split" in the `extra_info` of rows that do not say it.
+            answer_rules: the rules that need an answer in every row; none: the answer may be left
+                out.
 
         Raises:
-            DataError: a row is malformed or too long, or no row is left.
+            DataError: a row is malformed or too long, no row is left, or a rule cannot find any
+                response right.
         """
         rows = read_rows(files)
         self._entries: list[_Entry] = []
         for uid, row in enumerate(rows):
-            entry = _entry(row, uid, tokenizer, chat)
+            entry = _entry(row, uid, split, tokenizer, answer_rules, chat)
             length = len(entry.token_ids)
             if length <= max_prompt_length:
                 self._entries.append(entry)
@@ -89,13 +101,9 @@ class PromptDataset:
                 f"all {len(rows)} prompts are longer than data.max_prompt_length "
                 f"{max_prompt_length}"
             )
-        if self.dropped:
-            logger.warning(
-                "dropped %d of %d prompts longer than %d tokens",
-                self.dropped,
-                len(rows),
-                max_prompt_length,
-            )
+        warn_of_dropped("prompts", self.dropped, rows, max_prompt_length)
+        self._check_answers(rows, answer_rules)
+        self._report_copies(rows)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -131,61 +139,92 @@ class PromptDataset:
             extra_info=[entry.extra_info for entry in entries],
         )
 
+    def _check_answers(self, rows: Sequence[Row], rules: AnswerRules) -> None:
+        """Refuse answers with which a rule gives every response 0; warn if some are of that kind.
 
-def prompt_of(row: Row) -> Prompt:
-    """The row's prompt, a string or chat messages; DataError if it is neither."""
-    prompt = row.require("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and prompt and all(_is_message(message) for message in prompt):
-        return prompt
-    raise DataError(
-        f'{row.where}: "prompt" must be a string or a list of {{"role", "content"}} messages'
-    )
+        Raises:
+            DataError: all of them are.
+        """
+        for rule, can_be_right in rules.items():
+            hopeless = [entry for entry in self._entries if not can_be_right(entry.ground_truth)]
+            if not hopeless:
+                continue
+            first = hopeless[0]
+            problem = (
+                f"{rows[first.uid].where}: {rule} finds no response right if the answer is "
+                f"{first.ground_truth[:80]!r}"
+            )
+            if len(hopeless) == len(self._entries):
+                raise DataError(
+                    f"{problem}, and so in every row; give answers that it can find in a response, "
+                    "or use another term"
+                )
+            logger.warning("%s; so it is in %s", problem, of_rows(len(hopeless), rows))
+
+    def _report_copies(self, rows: Sequence[Row]) -> None:
+        """Tell how many prompts stand more than once, and warn if their answers differ."""
+        first_with: dict[tuple[int, ...], _Entry] = {}
+        copies = 0
+        contradicting = []
+        for entry in self._entries:
+            first = first_with.setdefault(tuple(entry.token_ids), entry)
+            if first is entry:
+                continue
+            copies += 1
+            if first.ground_truth != entry.ground_truth:
+                contradicting.append((first, entry))
+
+        if copies:
+            logger.info("a prompt of an earlier row stands in %s", of_rows(copies, rows))
+        if contradicting:
+            first, other = contradicting[0]
+            logger.warning(
+                "another answer than that of an earlier row with the same prompt stands in %s; "
+                "the first is %s, which contradicts %s",
+                of_rows(len(contradicting), rows),
+                rows[other.uid].where,
+                rows[first.uid].where,
+            )
 
 
-def encode_prompt(
-    row: Row, prompt: Prompt, tokenizer: Tokenizer, chat: bool
-) -> tuple[str, list[int]]:
-    """Text and tokens of `prompt`; error messages name `row`, where it comes from.
-
-    Raises:
-        DataError: there is no token, or the chat template fails.
-    """
-    try:
-        text, token_ids = tokenizer.encode_prompt(prompt, chat=chat)
-    except DataError as error:
-        raise DataError(f"{row.where}: {error}") from error
-    if not token_ids:
-        raise DataError(f"{row.where}: the prompt is empty")
-    return text, token_ids
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("role"), str)
-        and value.get("content") is not None
-    )
-
-
-def _entry(row: Row, uid: int, tokenizer: Tokenizer, chat: bool) -> _Entry:
+def _entry(
+    row: Row, uid: int, split: str, tokenizer: Tokenizer, rules: AnswerRules, chat: bool
+) -> _Entry:
     text, token_ids = encode_prompt(row, prompt_of(row), tokenizer, chat)
-    extra_info = row.fields.get("extra_info") or {}
-    if not isinstance(extra_info, dict):
+    return _Entry(
+        token_ids=token_ids,
+        uid=uid,
+        text=text,
+        data_source=_data_source(row),
+        ground_truth=reference_answer(row, rules),
+        extra_info=_extra_info(row, uid, split),
+    )
+
+
+def _data_source(row: Row) -> str:
+    source = row.fields.get("data_source")
+    if source is None or source == "":
+        return row.file.stem
+    if isinstance(source, bool) or not isinstance(source, (str, int)):
         raise DataError(
-            f"{row.where}: extra_info must be an object, found {type(extra_info).__name__}"
+            f"{row.where}: 'data_source' must be a string, found {type(source).__name__}"
         )
-    source = row.fields.get("data_source") or row.file.stem
-    return _Entry(token_ids, uid, text, str(source), _ground_truth(row), extra_info)
+    return str(source)
 
 
-def _ground_truth(row: Row) -> str:
-    if "reward_model" in row.fields:
-        section = row.require("reward_model")
-        answer = section.get("ground_truth") if isinstance(section, dict) else None
-        if answer is None:
-            raise DataError(f'{row.where}: "reward_model" must be an object with a "ground_truth"')
-    else:
-        answer = row.require("answer")
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+def _extra_info(row: Row, uid: int, split: str) -> dict[str, Any]:
+    """What the reward gets to know of the row, beside its prompt, answer and data source.
+
+    These are the columns that have no meaning of their own, and the entries of `extra_info`, which
+    stand in for columns of the same names. `split` and `index` are added if the row has none.
+    """
+    own = row.fields.get("extra_info")
+    if own is not None and not isinstance(own, dict):
+        raise DataError(f"{row.where}: extra_info must be an object, found {type(own).__name__}")
+
+    info = {key: value for key, value in row.fields.items() if key not in _KNOWN_COLUMNS}
+    info |= own or {}
+    for key, default in {"split": split, "index": uid}.items():
+        if info.get(key) is None:
+            info[key] = default
+    return info

@@ -5,8 +5,10 @@ It knows file formats. It does not know what a column means, nor what tokens are
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ import pyarrow.parquet
 from mrlhf.errors import DataError
 
 __all__ = ["Row", "read_rows", "write_rows"]
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Row:
         if value is not None:
             return value
 
+        if name in self.fields:
+            raise DataError(f"{self.where}: {name!r} is null; give a value, or remove the row")
         near = difflib.get_close_matches(name, self.fields, n=1)
         if near and near[0] != name:
             hint = f"did you mean {near[0]!r}?"
@@ -99,17 +105,47 @@ def _read_file(path: Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
+        where = f"{path}:{number}"
+        text = _decode(line, where)
+        if not text.strip():
             continue
         try:
-            fields = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not a JSON object a line: {error}") from error
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not a JSON object a line: {error}") from error
         if not isinstance(fields, dict):
             raise DataError(
-                f"{path}:{number}: each line must be a JSON object, found {type(fields).__name__}"
+                f"{where}: each line must be a JSON object, found {type(fields).__name__}"
             )
+        if _SURROGATE_ESCAPE.search(text):
+            _check_text(fields, where)
         yield number, fields
+
+
+def _decode(line: bytes, where: str) -> str:
+    """The text of a line; a byte order mark before it is left out."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{where}: the file is UTF-16; save it as UTF-8")
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: byte {error.start + 1} of the line is not UTF-8 ({error.reason}); save the "
+            "file as UTF-8"
+        ) from None
+
+
+def _check_text(fields: dict[str, Any], where: str) -> None:
+    """Refuse strings that are no text, since nothing can encode them."""
+    for column, value in fields.items():
+        try:
+            json.dumps({column: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise DataError(
+                f"{where}: {column!a} holds {half}, which is half of a character (a lone "
+                "surrogate) and cannot be encoded; remove it, or write the whole character"
+            ) from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -119,7 +155,25 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(
             f"{path}: not a readable parquet file: {' '.join(str(error).split())}"
         ) from error
-    yield from enumerate(table.to_pylist(), start=1)
+    try:
+        rows = table.to_pylist()
+    except (ValueError, OverflowError):
+        raise DataError(_find_bad_value(path, table)) from None
+    yield from enumerate(rows, start=1)
+
+
+def _find_bad_value(path: Path, table: pyarrow.Table) -> str:
+    """Says which value of a table Python cannot hold, such as a string that is not UTF-8."""
+    for number in range(len(table)):
+        for column in table.column_names:
+            try:
+                table[column][number].as_py()
+            except (ValueError, OverflowError) as error:
+                return (
+                    f"{path}:{number + 1}: cannot read {column!r}: {' '.join(str(error).split())}; "
+                    "write the file anew, with text as UTF-8"
+                )
+    raise AssertionError(f"{path}: the table cannot be read, but each of its values can")
 
 
 _READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}

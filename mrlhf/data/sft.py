@@ -9,7 +9,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrlhf.data.prompts import Overlong, encode_prompt, prompt_of
+from mrlhf.data.conversations import encode_prompt, encode_response, prompt_of
+from mrlhf.data.prompts import Overlong
+from mrlhf.data.row_counts import of_rows, warn_of_dropped
 from mrlhf.data.rows import Row
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
@@ -54,25 +56,50 @@ def encode_sft(
         DataError: a row is malformed or too long, or no row is left.
     """
     examples: list[SftExample] = []
+    empty = 0
     for row in rows:
         _, prompt = encode_prompt(row, prompt_of(row), tokenizer, chat)
-        use_answer = "response" not in row.fields and "answer" in row.fields
-        response = tokenizer.encode_response(row.text("answer" if use_answer else "response"))
+        response = encode_response(row, _response(row), tokenizer)
+        empty += len(response) == 1
 
         length = len(prompt) + len(response)
         if length <= max_length:
             examples.append(SftExample(prompt + response, [0] * len(prompt) + [1] * len(response)))
         elif overlong == "error":
             raise DataError(
-                f"{row.where}: prompt and response have {length} tokens, more than max_length "
-                f"{max_length}; raise it, or drop long rows"
+                f"{row.where}: prompt and response have {length} tokens, more than "
+                f"data.max_length {max_length}; raise it, or set data.overlong to drop"
             )
 
     if not examples:
-        raise DataError(f"none of {len(rows)} rows fits into max_length {max_length}; raise it")
-    dropped = len(rows) - len(examples)
-    if dropped:
-        logger.warning(
-            "dropped %d of %d rows longer than %d tokens", dropped, len(rows), max_length
+        raise DataError(
+            f"none of {len(rows)} rows fits into data.max_length {max_length}; raise it"
         )
+    warn_of_dropped("prompts and responses", len(rows) - len(examples), rows, max_length)
+    _check_responses(rows, empty)
+    _report_copies(rows, examples)
     return examples
+
+
+def _response(row: Row) -> str:
+    """The text to imitate."""
+    if row.fields.get("response") is None and row.fields.get("answer") is not None:
+        return row.text("answer")
+    return row.text("response")
+
+
+def _check_responses(rows: Sequence[Row], empty: int) -> None:
+    """Refuse rows of which none has a response; warn if some have none."""
+    if empty == len(rows):
+        raise DataError(
+            f"{rows[0].where}: the response is empty, and so in all {len(rows)} rows; give the "
+            "text to imitate as 'response'"
+        )
+    if empty:
+        logger.warning("the response is empty in %s; only its end is learned", of_rows(empty, rows))
+
+
+def _report_copies(rows: Sequence[Row], examples: Sequence[SftExample]) -> None:
+    copies = len(examples) - len({tuple(example.token_ids) for example in examples})
+    if copies:
+        logger.info("prompt and response of an earlier row stand in %s", of_rows(copies, rows))

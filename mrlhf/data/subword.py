@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.errors import DataError
 
-__all__ = ["MODEL_FILE", "convert_sentencepiece", "train_sentencepiece"]
+__all__ = ["MODEL_FILE", "check_sentencepiece", "convert_sentencepiece", "train_sentencepiece"]
 
 MODEL_FILE = "tokenizer.model"
 PAD = "<pad>"
@@ -106,14 +106,7 @@ def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
         DataError: the file is not a sentencepiece model, or the model cannot be converted because
             it is not BPE or normalises text.
     """
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.Load(str(model_file))
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"{model_file} is not a sentencepiece model: {' '.join(str(error).split())}"
-        ) from error
-
+    processor = check_sentencepiece(model_file)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_pipeline(processor),
         clean_up_tokenization_spaces=False,
@@ -121,6 +114,21 @@ def convert_sentencepiece(model_file: Path) -> PreTrainedTokenizerFast:
     )
     _check_equal(processor, fast, model_file)
     return fast
+
+
+def check_sentencepiece(model_file: Path) -> sentencepiece.SentencePieceProcessor:
+    """The sentencepiece model in `model_file`.
+
+    Raises:
+        DataError: it is none.
+    """
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.Load(str(model_file))
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{model_file} is not a sentencepiece model: {reason}") from error
+    return processor
 
 
 def _pipeline(processor: sentencepiece.SentencePieceProcessor) -> Pipeline:

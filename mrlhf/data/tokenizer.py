@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mrlhf.data.subword import MODEL_FILE, convert_sentencepiece
+from mrlhf.data.subword import MODEL_FILE, check_sentencepiece, convert_sentencepiece
 from mrlhf.errors import DataError
 
 __all__ = ["Message", "Prompt", "Tokenizer", "load_tokenizer"]
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]
 
 _FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
+_LONGEST_REASON = 300  # characters of an error of transformers that are shown
+_LONGEST_EXCERPT = 40  # characters of a text that are shown
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -37,9 +42,13 @@ class Tokenizer:
         pad_id: the padding token. If the tokenizer names none it is eos, which is safe because
             padding is always masked.
         bos_id: the token that begins a sequence, or None.
+        unk_id: the token of text that has none; None if there is no such token, or if it is eos,
+            bos or pad too.
+        ids: all token ids. There may be gaps between them.
+        end_ids: further tokens that end a response. At its end they have no text, as eos has none.
     """
 
-    def __init__(self, backend: PreTrainedTokenizerBase) -> None:
+    def __init__(self, backend: PreTrainedTokenizerBase, end_ids: Collection[int] = ()) -> None:
         if backend.eos_token_id is None:
             raise DataError(
                 f"tokenizer {backend.name_or_path!r} has no eos token; set eos_token in "
@@ -50,16 +59,31 @@ class Tokenizer:
         self.eos_id: int = backend.eos_token_id
         self.pad_id: int = self.eos_id if backend.pad_token_id is None else backend.pad_token_id
         self.bos_id: int | None = backend.bos_token_id
+        unk_id: int | None = backend.unk_token_id
+        others = (self.eos_id, self.bos_id, self.pad_id)
+        self.unk_id: int | None = None if unk_id in others else unk_id
+        self.ids: frozenset[int] = frozenset(backend.get_vocab().values())
+        self.end_ids = frozenset(end_ids)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
-        return len(self._backend)
+        return len(self.ids)
+
+    @property
+    def highest_id(self) -> int:
+        """The highest token id, added tokens included."""
+        return max(self.ids)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether chat messages can be encoded."""
         return self._backend.chat_template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty without one."""
+        return str(self._backend.chat_template or "")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -68,14 +92,45 @@ class Tokenizer:
             text: any text.
             add_special_tokens: add the tokens with which the model family begins and ends a
                 sequence.
+
+        Raises:
+            DataError: the text has characters for which there are no tokens, or that are none.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # of many types: unknown words without <unk>, lone surrogates
+            start = text[:_LONGEST_EXCERPT]
+            raise DataError(
+                f"the tokenizer cannot encode the text that begins {start!r}: {_brief(error)}"
+            ) from error
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`."""
+        """The text of `ids`, without special tokens if they are skipped, or with all tokens."""
+        if skip_special_tokens and self.end_ids and len(ids) and ids[-1] in self.end_ids:
+            ids = ids[:-1]
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def ending_with(self, end_ids: Collection[int]) -> Tokenizer:
+        """The same tokenizer, with these further tokens that end a response."""
+        return Tokenizer(self._backend, end_ids)
+
+    def shows(self, string: str) -> bool:
+        """Whether the text of a response can contain `string`."""
+        texts = (string, f"a{string}", f"a{string}a")
+        return any(string in self.decode(self.encode(text)) for text in texts)
+
+    def special_id(self, string: str) -> int | None:
+        """The special token that is written `string`, which no text shows; None if it is none."""
+        token: int | None = self._backend.get_vocab().get(string)
+        if token is None or self.is_ordinary(token) or self.decode([token]):
+            return None
+        return token
+
+    def is_ordinary(self, token: int) -> bool:
+        """Whether a token is made of ordinary text: it was not added to the vocabulary."""
+        return token not in self._backend.added_tokens_decoder
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -101,10 +156,8 @@ class Tokenizer:
             text: str = self._backend.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise DataError(
-                f"the chat template refuses the messages: {' '.join(str(error).split())}"
-            ) from error
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise DataError(f"the chat template refuses the messages: {_brief(error)}") from error
         return text
 
     def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
@@ -157,13 +210,32 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     """
     backend = _load_backend(Path(path))
     if chat_template is not None:
-        try:
-            backend.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise DataError(
-                f"cannot read the chat template {chat_template}: {error.strerror}"
-            ) from error
-    return Tokenizer(backend)
+        _set_chat_template(backend, chat_template)
+    tokenizer = Tokenizer(backend)
+    if not any(tokenizer.is_ordinary(token) for token in tokenizer.ids):
+        raise DataError(f"the tokenizer {path} has no tokens for text; its files are damaged")
+    return tokenizer
+
+
+def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
+    """Replace the tokenizer's chat template by that in `file`.
+
+    Raises:
+        DataError: the file cannot be read, or is no jinja.
+    """
+    try:
+        backend.chat_template = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read the chat template {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"cannot read the chat template {file}: {error}") from error
+
+    try:
+        backend.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"the chat template {file} is no jinja: {_brief(error)}") from error
+    except Exception as error:  # it may refuse this message and take those of the data
+        logger.debug("the chat template %s refuses a message of the user: %s", file, error)
 
 
 def _load_backend(path: Path) -> PreTrainedTokenizerBase:
@@ -179,28 +251,56 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
     if (path / MODEL_FILE).is_file() and not has_hf_files:
         return convert_sentencepiece(path / MODEL_FILE)
 
+    model = _read_object(path / _FAST_FILE)
+    config = _read_object(path / _CONFIG_FILE)
+    if model is not None and not isinstance(model.get("model"), dict):
+        raise DataError(f'{path / _FAST_FILE}: no "model", so it is no tokenizer; save it anew')
+
     try:
         # AutoTokenizer chooses a class by the model type in config.json, and some of these classes
         # (Qwen2) ignore tokenizer.json.
-        loader = PreTrainedTokenizerFast if _is_generic(path) else AutoTokenizer
+        loader = PreTrainedTokenizerFast if _is_generic(model, config) else AutoTokenizer
         backend: PreTrainedTokenizerBase = loader.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
+        backend.encode("")  # some mistakes come out only here
+    except Exception as error:  # of many types: transformers checks little of what it reads
         if "trust_remote_code" in str(error):
             raise DataError(
                 f"the tokenizer {path} needs Python code of its own (auto_map), which is never "
                 "run; save it anew as a plain tokenizer.json"
             ) from None
-        raise DataError(
-            f"cannot load a tokenizer from {path}: {' '.join(str(error).split())}"
-        ) from error
+        if model is None and (path / MODEL_FILE).is_file():
+            check_sentencepiece(path / MODEL_FILE)
+        raise DataError(f"cannot load a tokenizer from {path}: {_brief(error)}") from error
     return backend
 
 
-def _is_generic(path: Path) -> bool:
+def _read_object(file: Path) -> dict[str, Any] | None:
+    """The JSON object in `file`; None if there is no such file."""
+    if not file.is_file():
+        return None
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(stated, dict):
+        raise DataError(f"{file}: a JSON object is needed, not {type(stated).__name__}")
+    return stated
+
+
+def _is_generic(model: object | None, config: Mapping[str, Any] | None) -> bool:
     """Whether tokenizer.json is enough: the config names no class that builds its own pipeline."""
-    if not ((path / _FAST_FILE).is_file() and (path / _CONFIG_FILE).is_file()):
+    if model is None or config is None:
         return False
-    config = json.loads((path / _CONFIG_FILE).read_text(encoding="utf-8"))
     return config.get("tokenizer_class") in _GENERIC_CLASSES
+
+
+def _brief(error: Exception) -> str:
+    """What the error says, on one line of bounded length; its type, if it says little."""
+    words = " ".join(str(error).split())
+    if len(words) > _LONGEST_REASON:
+        words = f"{words[:_LONGEST_REASON]} ..."
+    if isinstance(error, OSError | ValueError | jinja2.TemplateError):
+        return words
+    return f"{type(error).__name__}: {words}"

@@ -103,7 +103,8 @@ class Sample:
         sample_index: which of the request's samples it is.
         token_ids: the response, stop token included.
         logprobs: the log-probability of each token, at the sampling temperature (1 if greedy), over
-            the whole vocabulary, before top-k and top-p.
+            the whole vocabulary, before top-k and top-p, and with the tokens that the engine never
+            draws.
         stopped: whether a stop token or stop string ended it; otherwise the length limit did.
         version: the version of the weights that drew it.
     """

@@ -12,8 +12,8 @@ Decode = Callable[[Sequence[int]], str]
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
 _SLACK = 16  # characters at the start of a decoded tail that may differ from the whole text
 _FIRST_CUT = 16  # tokens of the shortest tail that is tried
-_STARTS = 8  # places at which a tail may begin; one of four bytes begins a character
-_GARBAGE = 5  # a character has four bytes, so so many broken ones in a row stay broken
+_STARTS = 4  # places at which a tail may begin: a character has up to four bytes
+_GARBAGE = 5  # a character has up to four bytes, so five broken ones in a row stay broken
 
 
 class StopSearch:
@@ -48,7 +48,11 @@ class StopSearch:
         """Add one token; whether the text of the response now contains a stop string."""
         self._tokens.append(token)
         text = self._decode(self._tokens[self._start :])
-        if text != self._text:
+        if text == self._text:
+            # A token without text, again and again: bytes of a character cannot be so many.
+            if self._tokens[-_GARBAGE:] == [token] * _GARBAGE:
+                self._tokens.pop()
+        else:
             self._broken = self._broken + 1 if text.endswith(_REPLACEMENT) else 0
         self._text = text
 
@@ -64,8 +68,8 @@ class StopSearch:
     def _shorten(self) -> None:
         """Let the tail begin later, if a later beginning leaves enough text.
 
-        A stop string that a later token completes must lie in the tail, up to broken characters at
-        its end, which that token may mend.
+        A stop string that a later token completes must lie in the tail. Broken characters do not
+        count as text, because that token may mend them.
         """
         count = len(self._tokens)
         length = _FIRST_CUT
@@ -81,8 +85,7 @@ class StopSearch:
         self._next_cut = 2 * (count - self._start)
 
     def _is_enough(self, text: str) -> bool:
-        """Whether a tail with this text begins with a whole character and is long enough."""
+        """Whether a tail with this text has enough characters that no later token can change."""
         if self._broken >= _GARBAGE:
             return len(text) >= self._needed
-        whole = len(text) - text.count(_REPLACEMENT)
-        return not text.startswith(_REPLACEMENT) and whole >= self._needed
+        return len(text) - text.count(_REPLACEMENT) >= self._needed

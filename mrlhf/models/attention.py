@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
@@ -22,13 +23,28 @@ class CoreAttention(torch.nn.Module):
     """Causal attention without dropout and without a dense mask from the caller."""
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
+        """Take the scale and the layer's window from megatron-core's configuration.
+
+        Args:
+            config: of the model.
+            layer_number: the layer's number in the whole model, counted from 1.
+            softmax_scale: products are multiplied by it; None for 1 / sqrt(head_dim).
+        """
         super().__init__()
         assert config.attention_dropout == 0.0 and config.context_parallel_size == 1
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        # megatron-core counts only the tokens before the current one.
-        self.window = None if config.window_size is None else config.window_size[0] + 1
+        self.window = None
+        if config.window_size is not None and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            # megatron-core counts only the tokens before the current one.
+            self.window = config.window_size[0] + 1
 
     def forward(
         self,

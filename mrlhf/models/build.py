@@ -22,8 +22,9 @@ from mrlhf.device import Device
 from mrlhf.models.families import family_of
 from mrlhf.models.heads import GPTScalarModel
 from mrlhf.models.parameters import chunk_of
-from mrlhf.models.rope import inverse_frequencies
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.rope import rope_of
+from mrlhf.models.scaling import scale_embeddings, scale_logits, scale_rotation
+from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Slot, pieces_of
@@ -69,6 +70,9 @@ def build_model(
         spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
     )
     chunk = chunk_of(spec, layout, groups.coordinates.pp)
+    rope = rope_of(spec) if WHOLE_MODEL in spec.ropes else None
+    if rope is not None:
+        scale_rotation(config, rope.scale)
     transformer_engine = HAVE_TE and device.kind == "cuda"
     decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
 
@@ -86,7 +90,12 @@ def build_model(
         pg_collection=groups.collection,
     )
 
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(spec).to(device.torch_device)
+    if rope is not None:
+        model.rotary_pos_emb.inv_freq = rope.frequencies.to(device.torch_device)
+    if chunk.is_first:
+        scale_embeddings(model.embedding, spec.embedding_multiplier)
+    if chunk.is_last:
+        scale_logits(model.output_layer, spec.logits_divisor)
     model.to(device.torch_device)
     module = Float16Module(config, model) if dtype == torch.bfloat16 else model
     return BuiltModel(config, module)

@@ -29,7 +29,7 @@ def forward_flops(spec: ModelSpec, length: int) -> int:
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 
     weights = spec.num_layers * (attention + mlp) + head
-    pairs = spec.num_layers * q_rows * visible_pairs(length, spec.sliding_window)
+    pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
     return 2 * weights * length + 4 * pairs
 
 

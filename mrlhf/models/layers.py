@@ -1,68 +1,102 @@
 """megatron-core's layer specs for a decoder of attention and a gated MLP, and RMSNorm everywhere.
 
 There are two builds: megatron-core's own layers with our attention and norm, which need torch
-alone, and TransformerEngine's layers. This file knows no family and no layout.
+alone, and TransformerEngine's layers, for models that need nothing beyond them. This file knows no
+family and no layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.norm import RMSNorm
+from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
+from mrlhf.models.rope import rope_of
+from mrlhf.models.self_attention import TensorParallelSelfAttention
+from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
 
 
-def uniform_decoder(
-    num_layers: int, *, qk_norm: bool, transformer_engine: bool
+class BiasedColumnLinear(ColumnParallelLinear):
+    """A linear layer whose rows are split over ranks, with a bias whatever the model has else."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "bias": True})
+
+
+class BiasedRowLinear(RowParallelLinear):
+    """A linear layer whose columns are split over ranks, with a bias that every rank has whole."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "bias": True})
+
+
+def dense_decoder(
+    spec: ModelSpec, layers: range, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """A decoder of equal layers.
+    """The decoder of a chunk.
 
     Args:
-        num_layers: layers of this chunk.
-        qk_norm: RMSNorm on each head of q and k.
-        transformer_engine: build the layers of TransformerEngine's modules.
+        spec: the model.
+        layers: the numbers of the chunk's layers in the model.
+        transformer_engine: build the layers of TransformerEngine's modules, if these have all that
+            the model needs.
     """
-    if transformer_engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-    else:
-        layer = plain_layer(qk_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
-
-
-def plain_layer(qk_norm: bool) -> ModuleSpec:
-    """A layer of megatron-core's linear layers with our attention and norm."""
-    head_norm = RMSNorm if qk_norm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=CoreAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
+    needs_ours = (
+        spec.o_bias
+        or spec.mlp_bias
+        or spec.residual_multiplier != 1.0
+        or spec.norms_after
+        or spec.qk_norm == "projection"
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if transformer_engine and not needs_ours:
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
+        layer.submodules.self_attention.module = TensorParallelSelfAttention
+        layer_specs = [layer] * len(layers)
+    else:
+        by_rope = {rope: plain_layer(spec, rope) for rope in set(spec.ropes)}
+        layer_specs = [by_rope[spec.ropes[layer]] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
+
+
+def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
+    """A layer of megatron-core's linear layers with our attention and norm.
+
+    Args:
+        spec: the model.
+        rope: the layer's entry in `spec.ropes`.
+    """
+    add = get_bias_dropout_add
+    if spec.residual_multiplier != 1.0:
+        add = scaled_add(spec.residual_multiplier)
+    mlp = MLPSubmodules(
+        linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnParallelLinear,
+        linear_fc2=_row_linear(spec, spec.mlp_bias),
+    )
+    norm = IdentityOp if spec.norms_after else RMSNorm
 
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=attention,
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            input_layernorm=norm,
+            self_attention=_attention(spec, rope),
+            self_attn_bda=add,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(module=MLP, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
             # Checkpoints carry TransformerEngine's names, so that either build reads the other's.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -70,3 +104,47 @@ def plain_layer(qk_norm: bool) -> ModuleSpec:
             },
         ),
     )
+
+
+def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
+    head_norm = RMSNorm if spec.qk_norm == "head" else IdentityOp
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=_row_linear(spec, spec.o_bias),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    if spec.qk_norm != "projection":
+        assert rope in (None, WHOLE_MODEL), "only attention with projection norms has own rotations"
+        return ModuleSpec(module=TensorParallelSelfAttention, params=params, submodules=submodules)
+
+    assert rope is not None
+    params["rope"] = None if rope == WHOLE_MODEL else rope_of(spec, rope)
+    return ModuleSpec(module=ProjectionNormAttention, params=params, submodules=submodules)
+
+
+def _row_linear(spec: ModelSpec, bias: bool) -> type[RowParallelLinear]:
+    assert not (bias and spec.norms_after), "a bias is not normalised"
+    if spec.norms_after:
+        return NormedRowLinear
+    return BiasedRowLinear if bias else RowParallelLinear
+
+
+def scaled_add(multiplier: float) -> Callable[..., Any]:
+    """As megatron-core's `get_bias_dropout_add`, without dropout; the addend is multiplied."""
+
+    def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        def add(
+            output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+        ) -> Tensor:
+            assert probability == 0.0
+            output, bias = output_and_bias
+            if bias is not None:
+                output = output + bias
+            return residual + output * multiplier
+
+        return add
+
+    return get_add

@@ -66,5 +66,7 @@ def engine_rules(spec: ModelSpec) -> dict[str, Rule]:
     rules = {}
     for name in family.parameter_names(spec, whole):
         rule = family.rule_of(spec, whole, name)
-        rules[name] = replace(rule, shared_kv_heads=rule.periods)
+        if len(rule.names) > 1:
+            rule = replace(rule, shared_kv_heads=rule.periods)
+        rules[name] = rule
     return rules

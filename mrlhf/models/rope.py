@@ -6,42 +6,96 @@ rotation are the models' business.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mrlhf.errors import ConfigError
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
 
-# Their frequencies change with the length of the sequence, so no single table is right.
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
+_SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
-def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Radians by which a step of one position rotates, float32 [head_dim / 2], on the host.
+class Rope(NamedTuple):
+    """How a layer rotates q and k.
+
+    Attributes:
+        frequencies: radians by which a step of one position rotates, float32 [rotary_dim / 2], on
+            the host.
+        scale: cosines and sines are multiplied by it.
+    """
+
+    frequencies: Tensor
+    scale: float
+
+
+def check_rope(parameters: Mapping[str, Any], partial: bool) -> None:
+    """Refuse rotary parameters of a `config.json` that no single table of angles expresses.
+
+    Args:
+        parameters: one entry of `rope_parameters`, as transformers completes it.
+        partial: whether the family's heads may rotate in part. transformers' other families ignore
+            `partial_rotary_factor` where the rope type is the default, and fail where it is not.
 
     Raises:
-        ConfigError: the rope type is unknown, depends on the length, scales attention, or rotates
-            part of a head.
+        ConfigError: the type is unknown or depends on the length of a sequence, or a number makes
+            no sense.
     """
-    config = AutoConfig.for_model(**spec.hf_config)
-    rope_type = config.rope_parameters["rope_type"]
+    rope_type = parameters["rope_type"]
+    if rope_type in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"config.json: rope type {rope_type!r} is not supported: its frequencies depend on the "
+            f"length of a sequence; use a model with {', '.join(_SUPPORTED[:-1])} or yarn"
+        )
+    if rope_type not in _SUPPORTED or rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise ConfigError(
+            f"config.json: rope type {rope_type!r} is not supported; use a model with "
+            f"{', '.join(_SUPPORTED[:-1])} or yarn"
+        )
+
+    rope_theta = parameters["rope_theta"]
+    if isinstance(rope_theta, bool) or not isinstance(rope_theta, int | float):
+        raise ConfigError(f"config.json has rope_theta={rope_theta!r}; it must be a number")
+
+    factor = parameters.get("partial_rotary_factor")
+    if not partial and rope_type != "default" and factor not in (None, 1.0):
+        raise ConfigError(
+            f"config.json has partial_rotary_factor={factor}, which this family of transformers "
+            f"has no place for; leave it out"
+        )
+
+
+def rope_type_of(spec: ModelSpec, kind: str) -> str:
+    """The rope type in this entry of `spec.ropes`, such as "default" or "yarn"."""
+    rope_type: str = _parameters(spec, kind)["rope_type"]
+    return rope_type
+
+
+def rope_of(spec: ModelSpec, kind: str = WHOLE_MODEL) -> Rope:
+    """How the layers with this entry of `spec.ropes` rotate."""
+    parameters = _parameters(spec, kind)
+    rope_type = parameters["rope_type"]
     if rope_type == "default":
-        even = torch.arange(0, spec.head_dim, 2, dtype=torch.int64)
-        exponents = even.to(torch.float32) / spec.head_dim
-        return 1.0 / (spec.rope_theta**exponents)
+        even = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64)
+        exponents = even.to(torch.float32) / spec.rotary_dim
+        return Rope(1.0 / (parameters["rope_theta"] ** exponents), 1.0)
 
-    if rope_type not in ROPE_INIT_FUNCTIONS or rope_type in _LENGTH_DEPENDENT:
-        raise ConfigError(
-            f"config.json: rope type {rope_type!r} is not supported; use default, linear or llama3"
-        )
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](
+        AutoConfig.for_model(**spec.hf_config),
+        torch.device("cpu"),
+        layer_type=None if kind == WHOLE_MODEL else kind,
+    )
+    assert 2 * len(frequencies) == spec.rotary_dim, (len(frequencies), spec.rotary_dim)
+    return Rope(frequencies.to(torch.float32), float(scale))
 
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    if attention_factor != 1.0 or 2 * len(frequencies) != spec.head_dim:
-        raise ConfigError(
-            f"config.json: rope type {rope_type!r} scales attention by {attention_factor} and "
-            f"rotates {2 * len(frequencies)} of {spec.head_dim} dimensions; only 1.0 and the whole "
-            f"head are supported"
-        )
-    return frequencies.to(torch.float32)
+
+def _parameters(spec: ModelSpec, kind: str) -> dict[str, Any]:
+    entries: dict[str, Any] = spec.hf_config["rope_parameters"]
+    if kind == WHOLE_MODEL:
+        return entries
+    parameters: dict[str, Any] = entries[kind]
+    return parameters

@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+WHOLE_MODEL = "whole model"
+"""The name of a model's rotation where all layers that rotate do so alike."""
+
 Head = Literal["lm", "scalar"]
+QkNorm = Literal["none", "head", "projection"]
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,26 @@ class ModelSpec:
         head_dim: width of one head.
         norm_eps: epsilon of every RMSNorm.
         tied_embeddings: whether a language model's output layer is its embedding.
-        qkv_bias: whether q, k and v have biases.
-        qk_norm: whether RMSNorm is applied to each head of q and k before rotation.
-        sliding_window: how many tokens a token sees, itself included; None for all before it.
         max_positions: longest sequence the rotary embedding was made for, tokens.
         rope_theta: base of the rotary frequencies.
         hf_config: the whole `config.json`, for rope scaling and for export.
+        windows: for each layer how many tokens a token sees, itself included; None for all before
+            it. All windows of a model are of one size.
+        ropes: for each layer whose entry in `rope_parameters` rotates it: WHOLE_MODEL if the model
+            has one entry for all; None for a layer that does not rotate.
+        rotary_dim: how many dimensions of a head are rotated, from the first one on.
+        qkv_bias: whether q, k and v have biases.
+        o_bias: whether the output projection of attention has a bias.
+        mlp_bias: whether the three matrices of the MLP have biases.
+        qk_norm: whether RMSNorm is applied to q and k before rotation, to each head alone or to all
+            heads together.
+        norms_after: whether a layer normalises what attention and the MLP give, and not what they
+            take.
+        fused_tensors: whether a checkpoint has q, k and v in one tensor, and gate and up in one.
+        embedding_multiplier: the embeddings are multiplied by it.
+        residual_multiplier: what attention and the MLP give is multiplied by it.
+        attention_multiplier: products of q and k are multiplied by it; None for 1 / sqrt(head_dim).
+        logits_divisor: the logits are divided by it.
     """
 
     family: str
@@ -48,17 +66,41 @@ class ModelSpec:
     head_dim: int
     norm_eps: float
     tied_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
-    sliding_window: int | None
     max_positions: int
     rope_theta: float
     hf_config: dict[str, Any] = field(repr=False, compare=False)
+    windows: tuple[int | None, ...]
+    ropes: tuple[str | None, ...]
+    rotary_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QkNorm = "none"
+    norms_after: bool = False
+    fused_tensors: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_divisor: float = 1.0
 
     @property
     def output_is_embedding(self) -> bool:
         """Whether the output layer has no tensor of its own."""
         return self.head == "lm" and self.tied_embeddings
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of q and k are multiplied by."""
+        if self.attention_multiplier is None:
+            return float(self.head_dim**-0.5)
+        return self.attention_multiplier
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The size of the window of those layers that have one; None where no layer has."""
+        sizes = {size for size in self.windows if size is not None}
+        assert len(sizes) <= 1, f"windows of different sizes: {sizes}"
+        return next(iter(sizes), None)
 
     def padded_vocab(self, tp: int) -> int:
         """Embedding rows over all `tp` ranks, padding included."""

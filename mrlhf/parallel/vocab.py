@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and KL over a vocabulary that is split over tensor-parallel ranks.
+"""Sums over a vocabulary that is split over tensor-parallel ranks: log-probabilities, entropy, KL.
 
 Logits of any dtype are accepted; they are neither gathered nor changed, and all arithmetic is in
 float32. Each function costs two all-reduces of a few numbers a token. For the backward pass it
@@ -69,6 +69,32 @@ def vocab_parallel_kl(
     """
     assert logits.dim() == 2 and ref_logits.shape == logits.shape and temperature > 0
     return _FullKL.apply(logits, ref_logits.detach(), group, temperature, vocab_size)
+
+
+@torch.no_grad()
+def vocab_parallel_sum_of_squares(
+    logits: Tensor, group: Group | None, temperature: float, vocab_size: int
+) -> Tensor:
+    """The sum of the squared probabilities of the whole vocabulary, which has no gradient.
+
+    The arguments are as for `vocab_parallel_logprobs`.
+
+    Returns:
+        float32 [tokens] in (0, 1], equal on all ranks of the group.
+    """
+    assert logits.dim() == 2 and temperature > 0
+    _, valid = _columns(logits, group, vocab_size)
+    maximum = _row_maxima([logits], valid, group, temperature)[0]
+
+    # Rows: sum of exp(x), sum of exp(x)^2.
+    sums = torch.zeros(2, len(logits), dtype=torch.float32, device=logits.device)
+    for rows in _chunks(logits):
+        weight = _scaled(logits[rows, :valid], temperature).sub_(maximum[rows, None]).exp_()
+        sums[0, rows] = weight.sum(dim=1)
+        sums[1, rows] = torch.linalg.vecdot(weight, weight)
+
+    _all_reduce(sums, dist.ReduceOp.SUM, group)
+    return sums[1] / sums[0].square()
 
 
 class _Logprobs(torch.autograd.Function):

@@ -10,16 +10,14 @@ from mrlhf.preflight.inputs import (
     read_reward_model_inputs,
     read_sft_inputs,
 )
-from mrlhf.preflight.model_checks import check_model, check_models, check_vocabulary
+from mrlhf.preflight.model_checks import check_models
 
 __all__ = [
     "PPOInputs",
     "RewardModelInputs",
     "SFTInputs",
     "check",
-    "check_model",
     "check_models",
-    "check_vocabulary",
     "describe",
     "dry_run",
     "preflight",

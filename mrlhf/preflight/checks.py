@@ -7,13 +7,16 @@ must hold between keys and models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
+from mrlhf.config.data import PromptDataSection
+from mrlhf.config.fields import Section
 from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.sections import OptimSection
+from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
-from mrlhf.preflight.method_checks import method_problems
+from mrlhf.preflight.method_checks import in_yaml, method_problems
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
@@ -28,15 +31,20 @@ def check(config: AnyConfig, world_size: int) -> None:
         raise ConfigError(f"world size {world_size} is below 1; start at least one process")
 
     problems = list(_layout_problems(config, world_size))
+    fits = not problems
+    problems += _role_problems(config)
     if isinstance(config, PPOConfig):
-        problems += _batch_problems(config, world_size)
+        problems += _batch_problems(config)
+        if fits:
+            problems += _share_problems(config, world_size)
         problems += _rollout_problems(config)
         problems += _full_kl_problems(config)
         problems += method_problems(config)
         problems += _reward_problems(config)
-    else:
+    elif fits:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
+    problems += unread_numbers(config)
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -50,44 +58,87 @@ def longest_unit(config: AnyConfig) -> int:
 
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
-    longest = longest_unit(config)
-    unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
-
+    """Layouts that do not fit the ranks."""
     for name, role in config.roles().items():
         ranks = role.tp * role.pp
-        if world_size % ranks:
+        if world_size % ranks and not _is_inherited(config, name, ("tp", "pp")):
             yield (
                 f"{name}: world size {world_size} is not divisible by tp {role.tp} x pp {role.pp} "
                 f"= {ranks}; start a multiple of {ranks} processes or change {name}.tp or "
                 f"{name}.pp"
             )
+
+
+def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
+    """Whether role `name` has taken all of `keys` from another role, which is complained about."""
+    role = config.roles()[name]
+    for key in keys:
+        source = config.inherited.get(f"{name}.{key}")
+        if source is None or role.value_of(key) != config.value_of(source):
+            return False
+    return True
+
+
+def _role_problems(config: AnyConfig) -> Iterator[str]:
+    """Layouts and micro-batches that contradict each other, whatever the ranks."""
+    too_small = []
+    longest = longest_unit(config)
+    for name, role in config.roles().items():
         if role.sequence_parallel and role.tp == 1:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
         if role.micro_batch_tokens < longest:
-            yield (
-                f"{name}.micro_batch_tokens {role.micro_batch_tokens} is less than the longest "
-                f"{unit}, {longest} tokens; set {name}.micro_batch_tokens to at least {longest} or "
-                "lower the data's maximum lengths"
-            )
+            too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
+
+    if too_small:
+        unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
+        verb = "is" if len(too_small) == 1 else "are"
+        yield (
+            f"{_joined(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
+            f"tokens; raise micro_batch_tokens to at least {longest} or lower the length"
+        )
 
 
-def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
-    """Mini-batches that do not divide the batch, and batches that leave ranks without samples."""
+def _length_in_words(config: AnyConfig) -> str:
+    """The length of the longest unit, as the keys make it."""
+    data = config.data
+    if isinstance(data, PromptDataSection):
+        return (
+            f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
+            f"{data.max_response_length} = {data.max_length}"
+        )
+    if isinstance(config, RewardModelConfig):
+        return f"2 x data.max_length {data.max_length} = {longest_unit(config)}"
+    return f"data.max_length {data.max_length}"
+
+
+def _joined(words: Sequence[str]) -> str:
+    """The words as a list in a sentence."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _batch_problems(config: PPOConfig) -> Iterator[str]:
+    """Mini-batches that do not divide the batch."""
     prompts = config.data.train_batch_size
-    n = config.rollout.n
-    trained = config.trained()
-
-    for name, role in trained.items():
+    for name, role in config.trained().items():
         size = role.ppo_mini_batch_size
-        if prompts % size:
+        if prompts % size and not _is_inherited(config, name, ("ppo_mini_batch_size",)):
             divisor = max(_divisors(prompts, most=size))
             yield (
                 f"data.train_batch_size {prompts} is not divisible by {name}.ppo_mini_batch_size "
                 f"{size}; set {name}.ppo_mini_batch_size to {divisor}, or the train batch to a "
                 f"multiple of {size}"
             )
+
+
+def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
+    """Batches that leave ranks without samples."""
+    n = config.rollout.n
+    trained = config.trained()
+    for name, role in trained.items():
+        size = role.ppo_mini_batch_size
         dp = world_size // (role.tp * role.pp)
-        if size * n < dp:
+        if size * n < dp and not _is_inherited(config, name, ("ppo_mini_batch_size",)):
             yield (
                 f"{name}.ppo_mini_batch_size {size} x rollout.n {n} = {size * n} samples are fewer "
                 f"than the data-parallel size {dp} of {name}; set {name}.ppo_mini_batch_size to at "
@@ -98,7 +149,7 @@ def _batch_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
         if name in trained:
             continue
         key = "data.train_batch_size"
-        size = prompts
+        size = config.data.train_batch_size
         if name == "reward_model":  # scores all responses, not only those that are trained on
             key = "data.gen_batch_size"
             size = config.data.gen_batch_size
@@ -131,8 +182,10 @@ def _rollout_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """The divisors of `number` that are at most `most`."""
-    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+    """The divisors of `number` that are at most `most`, in order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    both = {*small, *(number // divisor for divisor in small)}
+    return sorted(divisor for divisor in both if divisor <= most)
 
 
 def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
@@ -186,36 +239,55 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
     """Validation without data, and schedules longer than the run."""
     trainer = config.trainer
     held_out = isinstance(config, RewardModelConfig) and config.data.held_out_fraction > 0
-    if trainer.test_freq and not config.data.val_files and not held_out:
-        yield (
-            f"trainer.test_freq is {trainer.test_freq} but data.val_files is empty; give files or "
-            "set test_freq to 0"
-        )
-    if isinstance(config, PPOConfig):
-        yield from _validation_problems(config)
-
-    if trainer.total_steps is None:
-        return
-    if isinstance(config, PPOConfig) and config.trainer.critic_warmup > trainer.total_steps:
-        yield (
-            f"trainer.critic_warmup {config.trainer.critic_warmup} is beyond trainer.total_steps "
-            f"{trainer.total_steps}, so the actor would never be trained; lower the first or raise "
-            "the second"
-        )
-    for name, optim in _optims(config).items():
-        if optim.lr_warmup_steps >= trainer.total_steps:
+    if not config.data.val_files and not held_out:
+        users = []
+        if trainer.test_freq:
+            users.append(f"trainer.test_freq {trainer.test_freq}")
+        if isinstance(trainer, PPOTrainerSection) and trainer.val_sampled:
+            users.append("trainer.val_sampled true")
+        if users:
             yield (
-                f"{name}.lr_warmup_steps {optim.lr_warmup_steps} is not below trainer.total_steps "
-                f"{trainer.total_steps}; lower the first or raise the second"
+                f"{_joined(users)} needs data to validate on, but data.val_files is empty; give "
+                "files, or leave the key out"
+            )
+
+    total = trainer.total_steps
+    if total is None:
+        return
+    too_late = []
+    if isinstance(trainer, PPOTrainerSection) and trainer.critic_warmup > total:
+        too_late.append(f"trainer.critic_warmup {trainer.critic_warmup}")
+    for name, optim in _optims(config).items():
+        if optim.lr_warmup_steps >= total:
+            too_late.append(f"{name}.lr_warmup_steps {optim.lr_warmup_steps}")
+    if too_late:
+        yield (
+            f"{_joined(too_late)} would end after trainer.total_steps {total}; lower the first or "
+            "raise the second"
+        )
+
+
+def unread_numbers(config: AnyConfig) -> Iterator[str]:
+    """Numbers of what is switched off; those of models that are not built may stay."""
+    not_built = set(config.model_fields) & {"critic", "reference"} - set(config.roles())
+    told: set[str] = set()
+    for path, section in _sections(config, ""):
+        if path.split(".")[0] in not_built:
+            continue
+        for switch, number in section.unread():
+            key = f"{path}.{number}"
+            if key in told:
+                continue
+            told.add(key)
+            value = in_yaml(section.value_of(number))
+            yield (
+                f"{key} {value} has no effect, since {path}.{switch.key} {switch.state}; leave it "
+                f"at {in_yaml(section.default_of(number))}, or {switch.remedy}"
             )
 
 
-def _validation_problems(config: PPOConfig) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.val_sampled and not config.data.val_files:
-        yield ("trainer.val_sampled is on but data.val_files is empty; give files or turn it off")
-    if trainer.val_n > 1 and not trainer.val_sampled:
-        yield (
-            f"trainer.val_n {trainer.val_n} is of the sampled validation, but trainer.val_sampled "
-            "is off; turn that on or leave val_n at 1"
-        )
+def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
+    """`section` and all in it, each with its key."""
+    yield path, section
+    for name in type(section).subsections():
+        yield from _sections(getattr(section, name), f"{path}.{name}" if path else name)

@@ -17,6 +17,7 @@ from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
 from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, without_weights
+from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.user_methods import check_user_methods
 
@@ -37,6 +38,7 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     if world_size is None:
         world_size = smallest_world(config)
     check(config, world_size)
+    _check_output(config)
     absent = absent_paths(config)
     specs = check_models(config)
     if isinstance(config, PPOConfig):
@@ -62,12 +64,17 @@ def preflight(config: AnyConfig, world_size: int) -> str:
         ConfigError: one line a mistake.
     """
     check(config, world_size)
+    _check_output(config)
     require_paths(config)
     check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
+
+
+def _check_output(config: AnyConfig) -> None:
+    check_output(config.trainer.output_dir, "actor" if isinstance(config, PPOConfig) else "model")
 
 
 def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:

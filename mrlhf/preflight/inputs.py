@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import PromptDataSection, SupervisedDataSection
@@ -19,14 +20,25 @@ from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
 from mrlhf.data.sft import SftExample, encode_sft
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
-from mrlhf.errors import ConfigError, DataError
+from mrlhf.data.unknown import warn_of_lost_characters, warn_of_unknown_tokens
+from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
-from mrlhf.preflight.model_checks import check_vocabulary, head_of
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
+from mrlhf.preflight.model_checks import head_of
 from mrlhf.preflight.paths import AnyConfig, InputPath
+from mrlhf.preflight.vocabulary import (
+    Endings,
+    check_vocabularies,
+    find_endings,
+    warn_of_end_tokens,
+    warn_of_undrawn,
+)
 from mrlhf.rewards.combine import RewardFunction
+from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
+FilesKey = Literal["train_files", "val_files"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class PPOInputs:
 
     Attributes:
         tokenizer: the tokenizer of all models.
+        endings: what ends a response.
+        generation_config: the text of the actor's `generation_config.json`, if it has one.
         prompts: the training prompts.
         held_out: the validation prompts, if there are any.
         steps: training steps of the run.
@@ -42,6 +56,8 @@ class PPOInputs:
     """
 
     tokenizer: Tokenizer
+    endings: Endings
+    generation_config: str | None
     prompts: PromptDataset
     held_out: Prompts | None
     steps: int
@@ -54,12 +70,14 @@ class SFTInputs:
 
     Attributes:
         tokenizer: the tokenizer of the model.
+        generation_config: the text of the model's `generation_config.json`, if it has one.
         examples: the training rows.
         held_out: the validation rows; empty if there are none.
         steps: training steps of the run.
     """
 
     tokenizer: Tokenizer
+    generation_config: str | None
     examples: list[SftExample]
     held_out: list[SftExample]
     steps: int
@@ -139,20 +157,30 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None
 def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs | None:
     """The inputs of a PPO run; None if some are absent, after the others have been checked."""
     tokenizer = _tokenizer(config.data, absent)
+    actor_is_here = bool(_here([config.actor.path], absent))
+    generation_config = read_generation_config(config.actor.path) if actor_is_here else None
+    endings = None
     prompts = None
     held_out = None
     if tokenizer is not None:
-        check_stop(config.rollout.stop, tokenizer)
+        end_tokens = end_token_ids(config.actor.path) if actor_is_here else {}
+        tokenizer = tokenizer.ending_with(end_tokens)
+        endings = find_endings(
+            config.rollout.stop, config.rollout.stop_token_ids, end_tokens, tokenizer
+        )
+        warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
-        prompts = _prompts(config.data, _here(config.data.train_files, absent), tokenizer)
-        held_out = _prompts(config.data, _here(config.data.val_files, absent), tokenizer)
+        prompts = _prompts(config, "train_files", absent, tokenizer)
+        held_out = _prompts(config, "val_files", absent, tokenizer)
 
     if absent:
         _check_rewards(config.reward, absent)
         return None
-    assert tokenizer is not None and prompts is not None
+    assert tokenizer is not None and endings is not None and prompts is not None
     return PPOInputs(
         tokenizer=tokenizer,
+        endings=endings,
+        generation_config=generation_config,
         prompts=prompts,
         held_out=None if held_out is None else held_out.batch(range(len(held_out))),
         steps=_ppo_steps(config, len(prompts)),
@@ -167,14 +195,15 @@ def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs |
     held_out: list[SftExample] = []
     if tokenizer is not None:
         _check_vocabularies(config, tokenizer, absent)
-        examples = _examples(config.data, _here(config.data.train_files, absent), tokenizer)
-        held_out = _examples(config.data, _here(config.data.val_files, absent), tokenizer)
+        examples = _examples(config.data, "train_files", absent, tokenizer)
+        held_out = _examples(config.data, "val_files", absent, tokenizer)
 
     if absent:
         return None
     assert tokenizer is not None
     steps = _supervised_steps(config, len(examples), "rows")
-    return SFTInputs(tokenizer, examples, held_out, steps)
+    generation_config = read_generation_config(config.model.path)
+    return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
 def _reward_model_inputs(
@@ -195,6 +224,10 @@ def _reward_model_inputs(
             )
         pairs = _pairs(data, train_rows, tokenizer)
         held_out = _pairs(data, held_out_rows, tokenizer)
+        for some in (pairs, held_out):
+            if some is not None:
+                sides = [*some.chosen_ids, *some.rejected_ids]
+                warn_of_unknown_tokens(sides, tokenizer, "the preference pairs")
 
     if absent:
         return None
@@ -248,24 +281,17 @@ def _check_vocabularies(
     config: AnyConfig, tokenizer: Tokenizer, absent: Collection[InputPath]
 ) -> None:
     """Refuse a tokenizer that makes tokens which a model does not have."""
-    for name, role in config.roles().items():
-        if name != "reward_model" and _here([role.path], absent):
-            check_vocabulary(name, load_spec(role.path, head_of(config, name)), tokenizer)
-
-
-def check_stop(stop: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop strings that the text of a response cannot contain, such as special tokens.
-
-    Raises:
-        ConfigError: in one line.
-    """
-    for string in stop:
-        if string not in tokenizer.decode(tokenizer.encode(string)):
-            raise ConfigError(
-                f"rollout.stop holds {string!r}, which the tokenizer's decoded text never shows "
-                "(a special token?); responses end at the tokenizer's eos token by themselves, so "
-                "leave it out"
-            )
+    sizes = {
+        name: load_spec(role.path, head_of(config, name)).vocab_size
+        for name, role in config.roles().items()
+        if _here([role.path], absent)
+    }
+    compared: tuple[str, ...] = ()
+    if isinstance(config, PPOConfig) and config.needs_full_kl:
+        compared = ("actor", "reference")
+    check_vocabularies(sizes, tokenizer.highest_id, compared)
+    if "actor" in sizes:
+        warn_of_undrawn(sizes["actor"], tokenizer.ids)
 
 
 def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
@@ -274,23 +300,41 @@ def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
 
 
 def _prompts(
-    data: PromptDataSection, files: Sequence[str], tokenizer: Tokenizer
+    config: PPOConfig, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> PromptDataset | None:
+    files = _here(_files(config.data, key), absent)
     if not files:
         return None
-    return PromptDataset(
-        files, tokenizer, max_prompt_length=data.max_prompt_length, overlong=data.overlong_prompts
+    prompts = PromptDataset(
+        files,
+        tokenizer,
+        max_prompt_length=config.data.max_prompt_length,
+        overlong=config.data.overlong_prompts,
+        split="train" if key == "train_files" else "val",
+        answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
+    every = prompts.batch(range(len(prompts)))
+    warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{key}")
+    warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{key}")
+    return prompts
 
 
 def _examples(
-    data: SupervisedDataSection, files: Sequence[str], tokenizer: Tokenizer
+    data: SupervisedDataSection, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> list[SftExample]:
+    files = _here(_files(data, key), absent)
     if not files:
         return []
-    return encode_sft(
+    examples = encode_sft(
         read_rows(files), tokenizer, max_length=data.max_length, overlong=data.overlong
     )
+    tokens = [example.token_ids for example in examples]
+    warn_of_unknown_tokens(tokens, tokenizer, f"data.{key}")
+    return examples
+
+
+def _files(data: DataSection, key: FilesKey) -> list[str]:
+    return data.train_files if key == "train_files" else data.val_files
 
 
 def _pairs(

@@ -7,9 +7,9 @@ Each complaint is one line with the numbers and the remedy. Refused are
   unless it has its default value;
 - what would destroy or contradict the method.
 
-The numbers of a part that a key of its own switches off may stay, so that a file laid over another
-can switch the part off with one line: a KL (`use_kl_in_reward`, `use_kl_loss`, `kl_ctrl.type`),
-`overlong_buffer.enable`, `filter_groups.enable`, and a model that is not built. It knows no rank.
+The numbers of a model that is not built may stay, so that a file without a critic can be laid over
+one with a critic. The numbers of what a key of their own section switches off are the business of
+`checks`. This file knows no rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import PPOConfig
 from mrlhf.config.sections import CLIP_RATIO, CriticSection
+from mrlhf.preflight.term_checks import term_problems
 from mrlhf.rl.names import (
-    CORRECTNESS_TERMS,
     ESTIMATOR_TRAITS,
     POLICY_LOSS_TRAITS,
     EstimatorTraits,
@@ -45,15 +45,7 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
     yield from _correction_problems(config)
     yield from _sampling_problems(config)
     yield from _length_problems(config)
-    yield from _correctness_problems(config)
-
-
-def tells_right_from_wrong(config: PPOConfig) -> bool:
-    """Whether a reward term may say which responses are right.
-
-    A user's function may: it does if it returns `acc`.
-    """
-    return any(term.name in CORRECTNESS_TERMS or ":" in term.name for term in config.reward.terms)
+    yield from term_problems(config)
 
 
 def objective(config: PPOConfig) -> tuple[str, str]:
@@ -111,12 +103,11 @@ def _prompt_group_problems(config: PPOConfig) -> Iterator[str]:
         users.append("algorithm.filter_groups.enable")
     if algorithm.reward_norm == "group":
         users.append("algorithm.reward_norm group")
-    if config.rollout.n == 1:
-        for user in users:
-            yield (
-                f"{user} compares the answers to a prompt, but rollout.n is 1; set rollout.n to "
-                "at least 2"
-            )
+    if users and config.rollout.n == 1:
+        yield (
+            f"{users[0]} compares the answers to a prompt, but rollout.n is 1; set rollout.n to at "
+            "least 2"
+        )
 
     if algorithm.reward_norm is not None and traits.needs_greedy_answer:
         yield (
@@ -161,7 +152,7 @@ def _differ_within_a_response(config: PPOConfig) -> str | None:
     algorithm = config.algorithm
     name = algorithm.adv_estimator
     traits = estimator_traits(name)
-    if traits.needs_values:
+    if traits.needs_values or traits.needs_squared_probabilities:
         return f"algorithm.adv_estimator {name}"
     if not traits.sums_later_rewards:
         return None
@@ -259,6 +250,13 @@ def _correction_problems(config: PPOConfig) -> Iterator[str]:
             f"algorithm.kl_penalty full needs the forward pass that {key}.bypass_mode saves; "
             "choose another algorithm.kl_penalty, such as k1, or turn bypass_mode off"
         )
+    estimator = algorithm.adv_estimator
+    if correction.bypass_mode and estimator_traits(estimator).needs_squared_probabilities:
+        yield (
+            f"algorithm.adv_estimator {estimator} needs the probabilities of the whole vocabulary, "
+            f"from the forward pass that {key}.bypass_mode saves; turn bypass_mode off or use "
+            "another estimator, such as rloo"
+        )
 
 
 def _unread_weight_keys(correction: RolloutCorrectionSection) -> Iterator[str]:
@@ -323,24 +321,6 @@ def _length_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _correctness_problems(config: PPOConfig) -> Iterator[str]:
-    """What asks whether a response is right, although no reward term says it."""
-    if tells_right_from_wrong(config):
-        return
-    users = []
-    filters = config.algorithm.filter_groups
-    if filters.enable and filters.metric == "acc":
-        users.append("algorithm.filter_groups.metric acc")
-    if config.actor.positive_lm_coef > 0:
-        users.append(f"actor.positive_lm_coef {config.actor.positive_lm_coef}")
-    for user in users:
-        yield (
-            f"{user} needs to know which responses are right, but no reward term says whether a "
-            "response is right; add {name: exact_match, weight: 0}, gsm8k, or a function that "
-            "returns acc, to reward.terms"
-        )
-
-
 def _unread_keys(
     path: str,
     section: Section,
@@ -371,11 +351,11 @@ def _no_effect(
     *others, last = readers
     names = f"{', '.join(others)} or {last}" if others else last
     return (
-        f"{key} {_yaml(value)} has no effect with {chosen}; leave it at {_yaml(default)}, or use "
-        f"{names}"
+        f"{key} {in_yaml(value)} has no effect with {chosen}; leave it at {in_yaml(default)}, or "
+        f"use {names}"
     )
 
 
-def _yaml(value: object) -> str:
+def in_yaml(value: object) -> str:
     """`value` as it is written in a file."""
     return "null" if value is None else str(value).lower()

@@ -112,9 +112,23 @@ def _estimator(config: PPOConfig) -> str:
         words += f", divided by {algorithm.f_norm}"
     if "norm_adv_by_std_in_grpo" in traits.reads and not algorithm.norm_adv_by_std_in_grpo:
         words += ", not divided by the standard deviation"
+    if traits.compares_terms:
+        words += f", of {_compared_terms(config)}"
+    if traits.needs_squared_probabilities:
+        words += ", with a baseline for each token"
     if traits.needs_greedy_answer:
         words += ", against a greedy answer to each prompt"
     return words
+
+
+def _compared_terms(config: PPOConfig) -> str:
+    """The scores that are compared one by one, with their weights."""
+    names = config.algorithm.gdpo_reward_keys
+    if names is None:
+        return "each term of the reward"
+    weights = config.algorithm.gdpo_reward_weights or [1.0] * len(names)
+    pairs = zip(weights, names, strict=True)
+    return " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in pairs)
 
 
 def _lambdas(config: PPOConfig) -> str:

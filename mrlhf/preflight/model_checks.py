@@ -8,14 +8,17 @@ here too. This file computes with the numbers that they return, and builds no mo
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
+from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
+from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.weights.stored import holds_weights
@@ -89,12 +92,8 @@ def check_models(
     if "actor" in specs:
         specs["rollout"] = specs["actor"]
 
-    for name, spec in specs.items():
-        try:
-            if spec is not None:
-                _check_role(config, name, spec)
-        except ConfigError as error:
-            problems.append(str(error))
+    problems += _layout_problems(config, specs)
+    problems += _position_problems(config, specs)
     if problems:
         raise ConfigError("\n".join(problems))
     for remark in dict.fromkeys(remarks):  # roles often share a model
@@ -159,25 +158,6 @@ def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
     return isinstance(config, PPOConfig) or config.model.init != "random"
 
 
-def check_vocabulary(name: str, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that makes tokens the model has no embedding for.
-
-    Args:
-        name: role that the model is for, for the message.
-        spec: the model.
-        tokenizer: makes the tokens of the data.
-
-    Raises:
-        ConfigError: the tokenizer's vocabulary is larger than the model's.
-    """
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ConfigError(
-            f"{name}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-            f"{spec.vocab_size}; use the model's own tokenizer, or a model with vocab_size >= "
-            f"{tokenizer.vocab_size}"
-        )
-
-
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     """What a sequence of `data.max_length` tokens takes of the KV cache of one rank of the engine.
 
@@ -197,89 +177,83 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     return CacheNeeds(shape, tokens=blocks * block)
 
 
-def check_model(
-    role: str, tp: int, pp: int, spec: ModelSpec, replicates_kv_heads: bool = False
-) -> None:
-    """Refuse a layout that does not divide a model.
-
-    The vocabulary is padded, so that every layout divides it.
+def _layout_problems(
+    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
+) -> Iterator[str]:
+    """Layouts that do not fit their models, a line for each key, and a KV cache that is too small.
 
     Args:
-        role: section that holds `tp` and `pp`, for the message.
-        tp: tensor-parallel size, ranks.
-        pp: pipeline-parallel size, ranks.
-        spec: the model.
-        replicates_kv_heads: whether several ranks may hold the same key and value head, if tp is a
-            multiple of the heads.
-
-    Raises:
-        ConfigError: one line a mistake.
+        config: the run.
+        specs: of each role and the engine, as far as they are known.
     """
-    sizes = [
-        ("layers", spec.num_layers, "pp", pp),
-        ("attention heads", spec.num_heads, "tp", tp),
-        ("key and value heads", spec.num_kv_heads, "tp", tp),
-        ("intermediate size", spec.ffn_size, "tp", tp),
-    ]
-    problems = []
+    actor_fits = True
+    for name, role in config.roles().items():
+        spec = specs.get(name)
+        if spec is None:
+            continue
+        if isinstance(config, PPOConfig) and name == "reference" and _is_as_actor(config):
+            continue  # its problems are the actor's, whose keys it inherits
+        problems = (
+            tp_problem(f"{name}.tp", role.tp, spec),
+            pp_problem(f"{name}.pp", role.pp, spec),
+        )
+        if name == "actor":
+            actor_fits = problems == (None, None)
+        yield from filter(None, problems)
 
-    if replicates_kv_heads:
-        del sizes[2]
-        if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-            candidates = range(1, spec.num_heads + 1)
-            fits = [str(size) for size in candidates if _engine_fits(size, spec)]
-            problems.append(
-                f"{role}.tp {tp} neither divides the model's key and value heads "
-                f"{spec.num_kv_heads} nor is a multiple of them; use one of {', '.join(fits)}"
-            )
-
-    for what, size, key, parts in sizes:
-        if size % parts:
-            divisors = [str(divisor) for divisor in range(1, parts) if size % divisor == 0]
-            problems.append(
-                f"{role}.{key} {parts} does not divide the model's {what} {size}; use one of "
-                f"{', '.join(divisors)}"
-            )
-    if problems:
-        raise ConfigError("\n".join(problems))
+    spec = specs.get("rollout")
+    if isinstance(config, PPOConfig) and spec is not None:
+        yield from _engine_problems(config, spec, actor_fits)
 
 
-def _engine_fits(tp: int, spec: ModelSpec) -> bool:
-    """Whether an engine of `tp` ranks fits the model."""
-    if spec.num_heads % tp or spec.ffn_size % tp:
-        return False
-    return spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0
+def _is_as_actor(config: PPOConfig) -> bool:
+    """Whether the reference is the actor's model in the actor's layout."""
+    actor = config.actor
+    reference = config.reference
+    return (reference.path, reference.tp, reference.pp) == (actor.path, actor.tp, actor.pp)
 
 
-def _check_role(
-    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
-) -> None:
-    """Refuse a layout of role `name`, or of the engine, that does not fit its model."""
-    if name == "rollout" and isinstance(config, PPOConfig):
-        check_model(name, config.rollout.tp, 1, spec, replicates_kv_heads=True)
-        _check_positions(name, config.actor.path, spec, config.data.max_length)
-        _check_cache(config, spec)
+def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
+    """An engine that does not fit the actor's model, or else whose KV cache does not."""
+    # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
+    ranks = config.actor.tp * config.actor.pp if actor_fits else None
+    problem = engine_tp_problem(config.rollout.engine, config.rollout.tp, spec, ranks)
+    feature = unsupported_feature(spec) if config.rollout.engine == "vllm" else None
+    if feature is not None:
+        yield (
+            f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
+            f"rollout.engine=native"
+        )
+    elif problem is not None:
+        yield problem
     else:
-        role = config.roles()[name]
-        check_model(name, role.tp, role.pp, spec)
-        _check_positions(name, role.path, spec, config.data.max_length)
+        yield from _cache_problems(config, spec)
 
 
-def _check_positions(name: str, path: str, spec: ModelSpec, longest: int) -> None:
-    if spec.max_positions < longest:
-        raise ConfigError(
+def _position_problems(
+    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
+) -> Iterator[str]:
+    """Data that is longer than a model's positions; a line for each model directory."""
+    longest = config.data.max_length
+    reported: set[str] = set()
+    for name, role in config.roles().items():
+        spec = specs.get(name)
+        if spec is None or spec.max_positions >= longest or role.path in reported:
+            continue
+        reported.add(role.path)
+        yield (
             f"{name}: the data's longest sequence, {longest} tokens, is beyond the model's "
-            f"max_position_embeddings {spec.max_positions} ({Path(path) / 'config.json'}); lower "
-            "the data's maximum lengths"
+            f"max_position_embeddings {spec.max_positions} ({Path(role.path) / 'config.json'}); "
+            "lower the data's maximum lengths"
         )
 
 
-def _check_cache(config: PPOConfig, spec: ModelSpec) -> None:
-    """Refuse a KV cache that does not hold even one sequence."""
+def _cache_problems(config: PPOConfig, spec: ModelSpec) -> Iterator[str]:
+    """A KV cache that does not hold even one sequence."""
     megabytes = config.rollout.kv_cache_mb
     needs = cache_needs(config, spec)
     if megabytes is not None and megabytes * MEBIBYTE < needs.bytes:
-        raise ConfigError(
+        yield (
             f"rollout.kv_cache_mb {megabytes} = {megabytes * MEBIBYTE} bytes is less than one "
             f"sequence needs, {needs}; set rollout.kv_cache_mb to at least "
             f"{-(-needs.bytes // MEBIBYTE)} or lower the data's maximum lengths"

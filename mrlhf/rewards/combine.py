@@ -9,13 +9,20 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.custom import CustomReward, Limits, load_custom
-from mrlhf.rewards.interface import RewardInput, RewardResult, Rule, Scored, split_score
+from mrlhf.rewards.interface import (
+    RewardInput,
+    RewardResult,
+    Rule,
+    Scored,
+    check_score,
+    split_score,
+)
 from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
 
 __all__ = ["EXTERNAL_TERMS", "RewardFunction", "mix"]
@@ -24,12 +31,21 @@ EXTERNAL_TERMS = ("reward_model",)
 """Terms whose scores the caller computes."""
 
 
-def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
+def mix(
+    terms: Mapping[str, Sequence[float]],
+    weights: Mapping[str, float],
+    name_row: Callable[[int], str] = "response {}".format,
+) -> list[float]:
     """The weighted sum of the terms' scores [batch].
 
+    Args:
+        terms: the scores, by term.
+        weights: the weights, by term.
+        name_row: what messages call the response at a place of the batch.
+
     Raises:
-        RewardError: a term has no weight, a weight has no term, the lengths differ, or a score is
-            not finite.
+        RewardError: a term has no weight, a weight has no term, the lengths differ, or a score or
+            the sum is not finite or too large.
     """
     if set(terms) != set(weights):
         raise RewardError(
@@ -40,18 +56,18 @@ def mix(terms: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> l
     if len(set(lengths.values())) > 1:
         raise RewardError(f"terms have different numbers of scores: {lengths}")
     for name, scores in terms.items():
-        bad = [i for i, score in enumerate(scores) if not math.isfinite(score)]
-        if bad:
-            raise RewardError(
-                f"term {name} has a score of {scores[bad[0]]} for response {bad[0]}; "
-                "scores must be finite"
-            )
+        for row, score in enumerate(scores):
+            check_score(score, f"term {name} gives {name_row(row)} the score")
 
     names = list(weights)
     mixed = []
-    for row in zip(*(terms[name] for name in names), strict=True):
-        weighted = [weights[name] * score for name, score in zip(names, row, strict=True)]
+    for row, scores_of_row in enumerate(zip(*(terms[name] for name in names), strict=True)):
+        weighted = []
+        for name, score in zip(names, scores_of_row, strict=True):
+            weighted.append(weights[name] * score)
+            check_score(weighted[-1], f"term {name}, weighted, gives {name_row(row)} the score")
         mixed.append(math.fsum(weighted))
+        check_score(mixed[-1], f"the weighted sum of all terms gives {name_row(row)} the score")
     return mixed
 
 
@@ -121,7 +137,7 @@ class RewardFunction:
             external_scores: for each term of `external`, its scores [batch].
 
         Raises:
-            RewardError: a term fails, or returns no finite number.
+            RewardError: a term fails, or returns a score that cannot be used.
         """
         scores: dict[str, list[float]] = {}
         for name, column in (external_scores or {}).items():
@@ -139,7 +155,7 @@ class RewardFunction:
             if any(result.answer is not None for result in results):
                 answers[name] = [result.answer for result in results]
 
-        mixed = mix(scores, self.weights)
+        mixed = mix(scores, self.weights, lambda row: f"the response with {inputs[row].title}")
         if len(mixed) != len(inputs):
             raise RewardError(
                 f"external terms brought {len(mixed)} scores for {len(inputs)} responses"

@@ -9,38 +9,31 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mrlhf.errors import RewardError
+from mrlhf.errors import RewardError, UserTraceback
 from mrlhf.rewards.interface import RewardInput, Scored, split_score
 from mrlhf.rewards.worker_process import Limits, TooManyProcesses, WorkerProcess
 from mrlhf.user_code import UserCodeError, read_reference
 
-__all__ = ["CustomReward", "Limits", "WorkerTraceback", "load_custom"]
+__all__ = ["CustomReward", "Limits", "load_custom"]
 
 logger = logging.getLogger(__name__)
 
-_Call = tuple[str, str, str, dict[str, Any]]
-
-_SHOWN_CHARACTERS = 200
+# What Python says if the limit on memory refuses memory, a process or a thread.
+_NO_MEMORY = ("MemoryError", "Cannot allocate memory", "can't start new thread")
 _NO_LIMITS_BUT_TIME = Limits()
-
-
-class WorkerTraceback(Exception):
-    """The traceback of a user's function, as text; the cause of a RewardError."""
-
-    def __str__(self) -> str:
-        return "\n" + "".join(map(str, self.args))
 
 
 class CustomReward:
     """A user's function, called as `f(data_source=, solution_str=, ground_truth=, extra_info=)`.
 
-    It returns a number, or a dict with "score", further numbers and, as "pred", the response's
-    answer. What it prints goes to the log. The process starts with the object and ends with
-    `close`, with the object or with the trainer. After it was killed, the next call starts another.
+    It returns a number, or a dict with "score", further numbers and, as "acc" and "pred", whether
+    the response is right and its answer. What it prints goes to the log. The process starts with
+    the object and ends with `close`, with the object or with the trainer. After it was killed, the
+    next call starts another.
 
     Attributes:
         name: the function's name.
@@ -77,22 +70,27 @@ class CustomReward:
         """The score, the further numbers and the answer of each input.
 
         Raises:
-            RewardError: a call failed, took too long, ended the process, or returned no finite
-                number.
+            RewardError: a call failed, took too long, ended the process, or returned what cannot be
+                used.
         """
-        return self._run(
+        process = self._started()
+        process.send(
             [(row.data_source, row.solution_str, row.ground_truth, row.extra()) for row in inputs]
         )
 
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any]
-    ) -> float | dict[str, Any]:
-        """One call, with the signature and the return value of a rule."""
-        call = (data_source, solution_str, ground_truth, dict(extra_info))
-        score, further, answer = self._run([call])[0]
-        if answer is not None:
-            return {"score": score, "pred": answer, **further}
-        return {"score": score, **further} if further else score
+        values = []
+        for row in inputs:
+            kind, value = self._receive(process, self._limits.timeout_s, f"on {row.title}")
+            if kind == "error":
+                summary, trace = value
+                what = f"raised {self._with_limit(summary)} on {row.title}"
+                raise self._failure(what, process.drain()) from UserTraceback(trace)
+            values.append(value)
+
+        printed = process.drain()
+        if printed:
+            logger.info("%s printed: %s", self._title, printed)
+        return [self._checked(value, row) for value, row in zip(values, inputs, strict=True)]
 
     def close(self) -> None:
         """End the process; a later call starts another."""
@@ -104,31 +102,11 @@ class CustomReward:
     def _title(self) -> str:
         return f"{self.name} of {self._file}"
 
-    def _run(self, calls: list[_Call]) -> list[Scored]:
-        process = self._started()
-        process.send(calls)
-
-        values = []
-        for call in calls:
-            kind, value = self._receive(process, self._limits.timeout_s, f"on {_describe(call)}")
-            if kind == "error":
-                summary, trace = value
-                if summary.startswith("MemoryError"):
-                    summary += "; reward.memory_mb limits its memory"
-                failure = self._failure(f"raised {summary} on {_describe(call)}", process.drain())
-                raise failure from WorkerTraceback(trace)
-            values.append(value)
-
-        printed = process.drain()
-        if printed:
-            logger.info("%s printed: %s", self._title, printed)
-        return [self._checked(value, call) for value, call in zip(values, calls, strict=True)]
-
-    def _checked(self, value: Any, call: _Call) -> Scored:
+    def _checked(self, value: Any, row: RewardInput) -> Scored:
         try:
-            return split_score(value, self._title)
+            return split_score(value, f"reward function {self._title}")
         except RewardError as error:
-            raise RewardError(f"{error}; on {_describe(call)}") from None
+            raise RewardError(f"{error}; on {row.title}") from None
 
     def _started(self) -> WorkerProcess:
         if self._process is None:
@@ -139,8 +117,10 @@ class CustomReward:
             if kind == "error":
                 self.close()
                 summary, trace = value
-                cause = WorkerTraceback(trace) if trace else None
-                raise RewardError(f"cannot load a reward function: {summary}") from cause
+                cause = UserTraceback(trace) if trace else None
+                raise RewardError(
+                    f"cannot load a reward function: {self._with_limit(summary)}"
+                ) from cause
         return self._process
 
     def _receive(self, process: WorkerProcess, timeout_s: float, when: str) -> tuple[str, Any]:
@@ -154,14 +134,21 @@ class CustomReward:
             printed = process.stop()
             what = f"{error}, and was stopped; reward.max_processes limits them"
         except (EOFError, ConnectionResetError):
+            what = process.ending()
             printed = process.stop()
-            what = f"ended its process ({process.ending()})"
         except ValueError as error:
             printed = process.stop()
             what = f"sent what is no answer ({error}) and was stopped"
 
         self._process = None
         raise self._failure(f"{what} {when}", printed)
+
+    def _with_limit(self, summary: str) -> str:
+        """The summary of an error, with the limit that is its cause."""
+        is_limited = self._limits.memory_mb is not None
+        if is_limited and any(words in summary for words in _NO_MEMORY):
+            return f"{summary}; {self._limits.hint}"
+        return summary
 
     def _failure(self, what: str, printed: str) -> RewardError:
         output = f"; it printed: {printed}" if printed else ""
@@ -179,10 +166,6 @@ def load_custom(reference: str, limits: Limits = _NO_LIMITS_BUT_TIME) -> CustomR
     except UserCodeError as error:
         raise RewardError(f"reward function {reference!r}: {error}") from None
     return CustomReward(file, name, limits=limits)
-
-
-def _describe(call: _Call) -> str:
-    return f"data_source {call[0]!r}, solution {call[1][:_SHOWN_CHARACTERS]!r}"
 
 
 def _answer(message: Any) -> tuple[str, Any]:

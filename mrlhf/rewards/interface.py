@@ -12,13 +12,31 @@ from typing import Any, NamedTuple
 
 from mrlhf.errors import RewardError
 
-__all__ = ["RewardInput", "RewardResult", "Rule", "Scored", "split_score"]
+__all__ = [
+    "LARGEST_SCORE",
+    "RewardInput",
+    "RewardResult",
+    "Rule",
+    "Scored",
+    "check_score",
+    "split_score",
+]
 
-Rule = Callable[[str, str, str, Mapping[str, Any]], float | Mapping[str, Any]]
+Rule = Callable[[str, str, Any, Mapping[str, Any]], float | Mapping[str, Any]]
 """f(data_source, solution_str, ground_truth, extra_info) -> score, or a mapping with "score".
 
-The mapping may also hold further numbers and, as "pred", the answer of the response.
+The mapping may also hold further numbers, the rightness of the response as "acc", and its answer as
+"pred".
 """
+
+_SHOWN_CHARACTERS = 200
+LARGEST_SCORE = 1e15
+"""Sums of squares of such scores, which advantages need, are finite in float32."""
+
+_WANTED = (
+    f"return a finite number from -{LARGEST_SCORE:g} to {LARGEST_SCORE:g}, or a dict with such a "
+    'number as "score"'
+)
 
 
 @dataclass(frozen=True)
@@ -29,17 +47,30 @@ class RewardInput:
         data_source: name of the data set that holds the prompt.
         prompt_text: the prompt as the model saw it.
         solution_str: the response as text, special tokens left out.
-        ground_truth: the reference answer.
-        extra_info: the rest of the prompt's row.
+        ground_truth: the reference answer, as text if a rule compares with it; None without one.
+        extra_info: the rest of the prompt's row, with its `split` and `index`.
         response_tokens: number of tokens of the response, stop token included.
     """
 
     data_source: str
     prompt_text: str
     solution_str: str
-    ground_truth: str
+    ground_truth: Any
     extra_info: Mapping[str, Any]
     response_tokens: int
+
+    @property
+    def title(self) -> str:
+        """The response and the row of its prompt, for messages."""
+        parts = [
+            f"data_source {self.data_source!r}",
+            f"solution {self.solution_str[:_SHOWN_CHARACTERS]!r}",
+            f"prompt {self.prompt_text[-_SHOWN_CHARACTERS:]!r}",
+        ]
+        if "index" in self.extra_info:
+            split = self.extra_info.get("split")
+            parts.append(f"index {self.extra_info['index']} of split {split!r}")
+        return ", ".join(parts)
 
     def extra(self) -> dict[str, Any]:
         """The extra_info that a rule gets: the row's, `prompt_text` and `response_tokens`."""
@@ -81,32 +112,58 @@ class Scored(NamedTuple):
     answer: str | None = None
 
 
+def check_score(score: float, what: str) -> None:
+    """Refuse a score that cannot train; `what` says which score it is.
+
+    Raises:
+        RewardError: it is not finite, or too large.
+    """
+    if not abs(score) <= LARGEST_SCORE:  # also where it is NaN
+        raise RewardError(f"{what} {score:g}; {_WANTED}")
+
+
 def split_score(value: Any, name: str) -> Scored:
     """The parts of a rule's return value: "score", the answer under "pred", and further numbers.
 
-    Everything else is left out.
+    Entries that are no numbers, or NaN, are left out.
 
     Raises:
-        RewardError: there is no finite score.
+        RewardError: there is no usable score, "acc" is not in 0..1, or another number is infinite.
     """
     fields = value if isinstance(value, Mapping) else {"score": value}
-
     if "score" not in fields:
-        raise RewardError(
-            f'reward {name} returned a dict without "score": {sorted(map(str, fields))}'
-        )
+        found = sorted(map(str, fields))
+        raise RewardError(f'{name} returned a dict without "score" (it has {found}); {_WANTED}')
+
     score = fields["score"]
     if not isinstance(score, (int, float)):
-        raise RewardError(
-            f"reward {name} returned {str(score)[:200]!r}, which is no number; return a finite "
-            "float"
-        )
-    if not math.isfinite(score):
-        raise RewardError(f"reward {name} returned {score}; return a finite float")
+        raise RewardError(f"{name} returned {_shown(score)}, which is no number; {_WANTED}")
+    check_score(score, f"{name} returned")
 
     further = {}
     for key, number in fields.items():
-        if key not in ("score", "pred") and isinstance(number, (int, float)):
+        if key in ("score", "pred") or number is None:
+            continue
+        if key == "acc":
+            _check_rightness(number, name)
+        if isinstance(number, (int, float)) and not math.isnan(number):
             further[str(key)] = float(number)
+            if math.isinf(number):
+                raise RewardError(
+                    f"{name} returned {number} as {key!r}; return a finite number, or leave it out"
+                )
     answer = fields.get("pred")
     return Scored(float(score), further, None if answer is None else str(answer))
+
+
+def _check_rightness(number: Any, name: str) -> None:
+    if not (isinstance(number, (int, float)) and 0 <= number <= 1):
+        raise RewardError(
+            f"{name} returned {_shown(number)} as 'acc', which says whether the response is right; "
+            "return 1 or True if it is, 0 or False if not, or a number between"
+        )
+
+
+def _shown(value: Any) -> str:
+    """The value as Python writes it; the process of a user's function has done so already."""
+    return value if isinstance(value, str) else repr(value)[:_SHOWN_CHARACTERS]

@@ -7,7 +7,7 @@ how terms are weighted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = [
     "ANSWERS",
     "FORMAT_PATTERN",
     "RULES",
+    "answer_rules",
     "exact_match",
     "extract_number",
     "format_match",
@@ -106,3 +107,18 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "gsm8k_flexible": partial(extract_number, strict=False),
 }
 """How the rules that compare an answer extract it from the response."""
+
+
+def answer_rules(terms: Iterable[str]) -> dict[str, Callable[[str], bool]]:
+    """The rules among the terms of a reward that compare a response with the reference answer.
+
+    Returns:
+        For each of them, by name, a function that tells of a reference answer whether there is a
+        response that the rule finds right.
+    """
+    return {name: partial(_can_be_right, RULES[name]) for name in terms if name in ANSWERS}
+
+
+def _can_be_right(rule: Rule, ground_truth: str) -> bool:
+    likely_responses = (ground_truth, f"#### {ground_truth}")
+    return any(rule("", response, ground_truth, {}) == 1 for response in likely_responses)

@@ -1,9 +1,9 @@
 """The process that runs a user's reward function, so that a hang or a crash there does not stop the
 trainer.
 
-It is started by its path as `worker.py FD FILE NAME TIMEOUT MEMORY_MB`, not imported, and uses the
-standard library and `user_code.py` alone. It does not know the trainer. It talks over the socket
-FD, in lines of JSON:
+It is started by its path as `worker.py FD LIFELINE FILE NAME TIMEOUT MEMORY_MB`, not imported, and
+uses the standard library and `user_code.py` alone. It does not know the trainer. It talks over the
+socket FD, in lines of JSON:
 
 1. It receives the import path and answers `["ready", null]`.
 2. It receives lists of lists of arguments, and answers each list of arguments with
@@ -14,15 +14,17 @@ FD, in lines of JSON:
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib.util
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -48,17 +50,18 @@ user_code = load_user_code()
 def plain(value: Any) -> Any:
     """`value` in builtin types: a number of any library as a float, anything else as its repr.
 
-    In a dict, "pred" becomes text.
+    In a dict, "pred" becomes text, and None stays.
     """
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {
-            str(key): text(item) if key == "pred" else plain(item) for key, item in value.items()
+            str(key): text(item) if key == "pred" or item is None else plain(item)
+            for key, item in value.items()
         }
     if isinstance(value, (str, bytes)):
         return repr(value)[:200]
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return repr(value)[:200]
 
 
@@ -100,6 +103,26 @@ def limit_resources(memory_mb: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def end_with_trainer(lifeline: int) -> None:
+    """Have the kernel kill this process and its group as soon as the trainer has gone.
+
+    No thread has to run for that, so it works while a call hangs in C. On other systems than Linux
+    nothing is done.
+
+    Args:
+        lifeline: the end for reading of a pipe whose other end only the trainer holds.
+    """
+    os.set_inheritable(lifeline, False)
+    with suppress(AttributeError, OSError):
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
+        poller = select.poll()
+        poller.register(lifeline, select.POLLHUP)
+        if poller.poll(0):  # it has gone before
+            os.killpg(0, signal.SIGKILL)
+
+
 def answer(
     connection: socket.socket,
     function: Callable[..., Any],
@@ -109,7 +132,8 @@ def answer(
 ) -> None:
     """Score `calls` one by one, up to the first that fails."""
     for arguments in calls:
-        # If the trainer dies while this call hangs, only SIGALRM is left to stop it.
+        # If the trainer dies while this call hangs, only SIGALRM is left to stop it, where there is
+        # no lifeline.
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 1)
         try:
             value = plain(function(**dict(zip(PARAMETERS, arguments, strict=True))))
@@ -125,9 +149,10 @@ def answer(
 def main() -> None:
     """Serve until the trainer closes its end."""
     descriptor = int(sys.argv[1])
-    file = Path(sys.argv[2])
-    name = sys.argv[3]
-    timeout_s = float(sys.argv[4])
+    end_with_trainer(int(sys.argv[2]))
+    file = Path(sys.argv[3])
+    name = sys.argv[4]
+    timeout_s = float(sys.argv[5])
 
     # A scheduler sends these to every process of the job; the trainer decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -135,7 +160,7 @@ def main() -> None:
 
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
-    limit_resources(int(sys.argv[5]))
+    limit_resources(int(sys.argv[6]))
     with suppress(BrokenPipeError, ConnectionResetError):
         serve(connection, file, name, timeout_s)
     os.killpg(0, signal.SIGKILL)  # and with this process all that the user's code has left

@@ -29,6 +29,9 @@ _WORKER = Path(__file__).with_name("worker.py")
 _OUTPUT_BYTES = 4000
 _MAX_MESSAGE_BYTES = 64 * 2**20
 _COUNT_EVERY_S = 0.5
+_END_S = 1.0  # for a process that has closed its connection
+# How a library ends a process that gets no memory.
+_OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Limits:
     timeout_s: float = 60.0
     memory_mb: int | None = None
     max_processes: int | None = None
+
+    @property
+    def hint(self) -> str:
+        """Names the limit on memory."""
+        return f"reward.memory_mb = {self.memory_mb} limits its memory"
 
 
 class TooManyProcesses(Exception):
@@ -64,17 +72,21 @@ class WorkerProcess:
         self._output: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed in stop)
 
         memory_mb = str(limits.memory_mb or 0)
-        arguments = [str(theirs.fileno()), str(file), name, str(limits.timeout_s), memory_mb]
+        # Its other end closes when this process ends, however it ends; the kernel tells the worker.
+        lifeline, held = os.pipe()
+        passed = [theirs.fileno(), lifeline]
+        arguments = [*map(str, passed), str(file), name, str(limits.timeout_s), memory_mb]
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-u", str(_WORKER), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
+                pass_fds=passed,
                 start_new_session=True,
             )
-        self._end = weakref.finalize(self, _end, self._popen, self._socket)
+        os.close(lifeline)
+        self._end = weakref.finalize(self, _end, self._popen, self._socket, held)
 
     def send(self, message: Iterable[Any]) -> None:
         """Send a list; a value in it that JSON does not have arrives as text.
@@ -135,9 +147,21 @@ class WorkerProcess:
         return printed
 
     def ending(self) -> str:
-        """How the process ended; waits for its end."""
-        code = self._popen.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        """How the process ended by itself, and which limit may be why; call it before `stop`."""
+        try:
+            code = self._popen.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection to the trainer, and was stopped"
+        if code >= 0:
+            return f"ended its process (exit code {code})"
+
+        which = signal.Signals(-code)
+        hint = ""
+        if which == signal.SIGKILL:
+            hint = ", which the kernel sends when memory runs out"
+        elif which in _OUT_OF_MEMORY and self._limits.memory_mb is not None:
+            hint = f"; {self._limits.hint}"
+        return f"ended its process (signal {which.name}{hint})"
 
     def _count_processes(self) -> None:
         most = self._limits.max_processes
@@ -149,7 +173,8 @@ class WorkerProcess:
             raise TooManyProcesses(f"had {count} processes, more than {most}")
 
 
-def _end(popen: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def _end(popen: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
     connection.close()
     kill_tree(popen.pid)
     popen.wait()
+    os.close(lifeline)

@@ -2,7 +2,8 @@
 
 The advantages are not yet whitened. Whitening (for the estimators whose traits say `whitened`)
 needs the moments of the whole batch and is the caller's second step. This file does not know how
-the rewards were made. The estimators that need no critic are in `group_advantages`.
+the rewards were made. The estimators that need no critic are in `group_advantages` and
+`token_baselines`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from mrlhf.errors import ConfigError
 from mrlhf.rl.group_advantages import (
     AdvantagesAndReturns,
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -25,7 +27,13 @@ from mrlhf.rl.group_advantages import (
     remax,
     rloo,
 )
+from mrlhf.rl.masking import working_dtype
 from mrlhf.rl.names import AdvantageEstimator
+from mrlhf.rl.token_baselines import (
+    TokenProbabilities,
+    optimal_token_baseline,
+    tir_optimal_token_baseline,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,10 @@ class AdvantageInputs:
             critic. `gae` needs it.
         greedy_scores: [batch], the score of the greedy response to each row's prompt; only for
             `remax`, which needs it.
+        probabilities: what the policy before the update gave each token; only for
+            `optimal_token_baseline` and `tir_optimal_token_baseline`, which need it.
+        components: [terms, batch], the scores of single terms of the reward; `gdpo` needs them. A
+            user's estimator gets those that `algorithm.gdpo_reward_keys` names. Else None.
     """
 
     rewards: Tensor
@@ -47,6 +59,8 @@ class AdvantageInputs:
     prompt_groups: Tensor
     values: Tensor | None = None
     greedy_scores: Tensor | None = None
+    probabilities: TokenProbabilities | None = None
+    components: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.rewards.shape == self.mask.shape, (
@@ -54,6 +68,9 @@ class AdvantageInputs:
         )
         assert self.prompt_groups.shape == self.rewards.shape[:1], (
             f"{tuple(self.prompt_groups.shape)}, {tuple(self.rewards.shape)}"
+        )
+        assert self.components is None or self.components.shape[1:] == self.prompt_groups.shape, (
+            f"{tuple(self.components.shape)} components, {tuple(self.prompt_groups.shape)} rows"
         )
 
 
@@ -65,8 +82,9 @@ class AdvantageOptions:
         gamma: discount of `gae` and `reinforce_plus_plus`.
         lam: lambda of `gae`, one for all responses or [batch].
         critic_lam: lambda of the returns that the critic learns in `gae`; None: the same as `lam`.
-        norm_by_std: whether `grpo` and `grpo_passk` divide by the std of the prompt group.
+        norm_by_std: whether `grpo`, `grpo_passk` and `gdpo` divide by the std of the prompt group.
         f_norm: divisor of `gpg`.
+        component_weights: the weight of each component in `gdpo`; None: 1 for all.
     """
 
     gamma: float = 1.0
@@ -74,9 +92,11 @@ class AdvantageOptions:
     critic_lam: float | None = None
     norm_by_std: bool = True
     f_norm: float = 1.0
+    component_weights: tuple[float, ...] | None = None
 
 
 Estimator = Callable[[AdvantageInputs, AdvantageOptions], AdvantagesAndReturns]
+TokenBaseline = Callable[[Tensor, Tensor, Tensor, TokenProbabilities], AdvantagesAndReturns]
 
 
 def estimate_advantages(
@@ -88,8 +108,9 @@ def estimate_advantages(
         Both [batch, response_len], 0 outside the mask.
 
     Raises:
-        ValueError: `gae` without values, `remax` without greedy scores, `grpo_passk` with a
-            response alone in its prompt group.
+        ValueError: `gae` without values, `remax` without greedy scores, `gdpo` without components,
+            a token baseline without probabilities, `grpo_passk` with a response alone in its prompt
+            group.
         ConfigError: a user's function did not return two tensors of the shape of the rewards.
     """
     result = estimator(inputs, options)
@@ -123,17 +144,21 @@ def gae(
             [batch].
 
     Returns:
-        Advantages and returns (advantage + value), both [batch, response_len], 0 outside the mask.
+        Advantages and returns (advantage + value), both [batch, response_len], 0 outside the mask,
+        in the wider `working_dtype` of rewards and values.
     """
     assert rewards.shape == values.shape == mask.shape, (
         f"{rewards.shape}, {values.shape}, {mask.shape}"
     )
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
+    dtype = torch.promote_types(working_dtype(rewards), working_dtype(values))
+    rewards = rewards.to(dtype)
+    values = values.to(dtype)
     if isinstance(lam, Tensor):
         assert lam.shape == values.shape[:1], (
             f"lam {tuple(lam.shape)} against values {tuple(values.shape)}"
         )
-        lam = lam.to(values.dtype)
+        lam = lam.to(dtype)
 
     next_value = values.new_zeros(len(values))
     last = torch.zeros_like(next_value)
@@ -189,6 +214,30 @@ def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndR
     return remax(inputs.rewards, inputs.mask, inputs.greedy_scores)
 
 
+def _gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+    components = inputs.components
+    if components is None:
+        raise ValueError("gdpo needs components: give it the score of each term of the reward")
+    weights = options.component_weights or (1.0,) * len(components)
+    return gdpo(
+        components, weights, inputs.rewards, inputs.mask, inputs.prompt_groups, options.norm_by_std
+    )
+
+
+def _token_baseline(function: TokenBaseline) -> Estimator:
+    """The estimator that one of the functions of `token_baselines` is."""
+
+    def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+        if inputs.probabilities is None:
+            raise ValueError(
+                f"{function.__name__} needs probabilities: those of the policy before the update, "
+                "with the sum of their squares over the vocabulary"
+            )
+        return function(inputs.rewards, inputs.mask, inputs.prompt_groups, inputs.probabilities)
+
+    return estimate
+
+
 ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
     "gae": _decoupled_gae,
     "grpo": lambda x, options: grpo(x.rewards, x.mask, x.prompt_groups, options.norm_by_std),
@@ -203,4 +252,7 @@ ADVANTAGE_ESTIMATORS: dict[AdvantageEstimator, Estimator] = {
         x.rewards, x.mask, x.prompt_groups
     ),
     "remax": _remax,
+    "gdpo": _gdpo,
+    "optimal_token_baseline": _token_baseline(optimal_token_baseline),
+    "tir_optimal_token_baseline": _token_baseline(tir_optimal_token_baseline),
 }

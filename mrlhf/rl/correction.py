@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
-from mrlhf.rl.masking import masked_mean, masked_sum
+from mrlhf.rl.masking import masked_mean, masked_sum, working_dtype
 from mrlhf.rl.names import Statistic, WeightLevel
 
 NO_WEIGHT = 1e-8
@@ -43,6 +44,39 @@ class Criterion:
         assert k1 == (self.lower is not None), (
             f"{self.statistic}: a lower bound is for k1, and k1 needs one"
         )
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether the statistic is one of each token, and not of its sequence."""
+        return self.statistic.startswith("token_")
+
+    @property
+    def bounds(self) -> tuple[float | None, float]:
+        """The smallest value of the statistic that is kept, or None, and the largest."""
+        if self.lower is None:
+            return None, self.upper
+        return math.log(self.lower), math.log(self.upper)
+
+    def measure(self, log_ratio: Tensor, mask: Tensor) -> Tensor:
+        """The statistic.
+
+        Args:
+            log_ratio: [batch, response_len], trainer less engine.
+            mask: bool [batch, response_len].
+
+        Returns:
+            [batch, response_len] of tokens, 0 outside the mask; [batch, 1] of sequences, 0 for a
+            sequence without a token.
+        """
+        reduction, estimator = self.statistic.rsplit("_", 1)
+        divergence = _ESTIMATORS[estimator](_clamped(masked_log_ratio(log_ratio, mask)))
+        return _REDUCTIONS[reduction](divergence, mask)
+
+    def keeps(self, statistic: Tensor) -> Tensor:
+        """Whether each value that `measure` gave is within the bounds; bool, of its shape."""
+        lower, upper = self.bounds
+        below = statistic <= upper
+        return below if lower is None else below & (statistic >= lower)
 
 
 @dataclass(frozen=True)
@@ -94,19 +128,45 @@ def correct(log_ratio: Tensor, mask: Tensor, correction: Correction) -> Correcte
         mask: bool [batch, response_len].
         correction: what to do.
     """
-    log_ratio = torch.where(mask, log_ratio.detach(), 0)
+    log_ratio = masked_log_ratio(log_ratio, mask)
 
     kept = mask
     for criterion in correction.criteria:
-        kept = kept & _holds(criterion, log_ratio, mask)
+        kept = kept & criterion.keeps(criterion.measure(log_ratio, mask))
 
     if correction.level is None:
         return Corrected(weights=None, kept=kept, raw=None)
     raw = _raw_weights(log_ratio, mask, correction.level)
     weights = truncate(raw, correction)
     if correction.normalise:
-        weights = _normalise(weights, mask, correction.level)
+        weights = weights / normalisation_factor(weights, mask, correction.level)
     return Corrected(weights=weights, kept=kept, raw=raw)
+
+
+def masked_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The log-ratio without its gradient, in its `working_dtype`, 0 outside the mask.
+
+    Both arguments are [batch, response_len], the mask bool.
+    """
+    return torch.where(mask, log_ratio.detach().to(working_dtype(log_ratio)), 0)
+
+
+def normalisation_factor(weights: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
+    """The mean of the weights, over tokens or over sequences; 1 if all weights are about 0.
+
+    Args:
+        weights: [batch, response_len], truncated.
+        mask: bool [batch, response_len].
+        level: of the weights.
+
+    Returns:
+        A scalar.
+    """
+    if level == "sequence":
+        mean = masked_mean(masked_mean(weights, mask, dim=1), mask.any(dim=1))
+    else:
+        mean = masked_mean(weights, mask)
+    return torch.where(mean > NO_WEIGHT, mean, 1)
 
 
 def truncate(raw: Tensor, correction: Correction) -> Tensor:
@@ -136,24 +196,6 @@ def _raw_weights(log_ratio: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
     return torch.where(mask, _clamped(log_ratio).exp(), 0)
 
 
-def _normalise(weights: Tensor, mask: Tensor, level: WeightLevel) -> Tensor:
-    if level == "sequence":
-        mean = masked_mean(masked_mean(weights, mask, dim=1), mask.any(dim=1))
-    else:
-        mean = masked_mean(weights, mask)
-    return torch.where(mean > NO_WEIGHT, weights / mean.clamp(min=NO_WEIGHT), weights)
-
-
-def _holds(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Whether the criterion holds for each token or sequence; bool, broadcasts over the tokens."""
-    reduction, estimator = criterion.statistic.rsplit("_", 1)
-    divergence = _ESTIMATORS[estimator](_clamped(log_ratio))
-    statistic = _REDUCTIONS[reduction](divergence, mask)
-    if criterion.lower is None:
-        return statistic <= criterion.upper
-    return (statistic >= math.log(criterion.lower)) & (statistic <= math.log(criterion.upper))
-
-
 def _clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -169,6 +211,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "seq_sum": lambda values, mask: masked_sum(values, mask, dim=1)[:, None],
     "seq_mean": lambda values, mask: masked_mean(values, mask, dim=1)[:, None],
-    # k2 and k3 are at least 0, and 0 outside the mask, so the maximum needs no mask.
-    "seq_max": lambda values, mask: values.amax(dim=1, keepdim=True),
+    # k2 and k3 are at least 0, and 0 outside the mask, so the maximum needs no mask. The zero
+    # appended to each row is the maximum of a row without tokens.
+    "seq_max": lambda values, mask: pad(values, (0, 1)).amax(dim=1, keepdim=True),
 }

@@ -4,16 +4,19 @@ rewards alone.
 Each function takes the rewards of the tokens and returns advantages and returns, both [batch,
 response_len] and 0 outside the mask. The score s of a response is the sum of its rewards. Rows with
 the same number in `prompt_groups` answer one prompt. They may stand anywhere in the batch, and
-prompts may have different numbers of answers. This file does not know how the rewards were made,
-nor whether the caller whitens what it returns.
+prompts may have different numbers of answers. Rewards may be of any type; results have their
+`working_dtype`. This file does not know how the rewards were made, nor whether the caller whitens
+what it returns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from mrlhf.rl.masking import masked_sum
+from mrlhf.rl.masking import masked_sum, working_dtype
 from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_by_prompt
 
 AdvantagesAndReturns = tuple[Tensor, Tensor]
@@ -39,6 +42,38 @@ def grpo(
     if norm_by_std:
         return at_every_token(standardise_by_prompt(scores, by_prompt), rewards, mask)
     return at_every_token(by_prompt.centred(scores), rewards, mask)
+
+
+def gdpo(
+    components: Tensor,
+    weights: Sequence[float],
+    rewards: Tensor,
+    mask: Tensor,
+    prompt_groups: Tensor,
+    norm_by_std: bool,
+) -> AdvantagesAndReturns:
+    """Sum over k of w_k (s_k - mean of the prompt group) / (its std + 1e-6).
+
+    Each term s_k of the reward is compared by itself, so that one with a large spread does not
+    drown the others, https://arxiv.org/abs/2601.05242. The caller whitens the sum.
+
+    Args:
+        components: [terms, batch], each term's score of each response.
+        weights: the weight of each term.
+        rewards: [batch, response_len]; only their type counts.
+        mask: bool [batch, response_len].
+        prompt_groups: int64 [batch].
+        norm_by_std: whether to divide.
+    """
+    _check(rewards, mask)
+    by_prompt = PromptGroups(prompt_groups)
+    total = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
+    for scores, weight in zip(components, weights, strict=True):
+        if norm_by_std:
+            total += weight * standardise_by_prompt(scores, by_prompt)
+        else:
+            total += weight * by_prompt.centred(scores)
+    return at_every_token(total, rewards, mask)
 
 
 def grpo_passk(
@@ -135,6 +170,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Advantag
         gamma: discount.
     """
     _check(rewards, mask)
+    rewards = rewards.to(working_dtype(rewards))
     last = rewards.new_zeros(len(rewards))
     returns = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -174,8 +210,9 @@ def remax(rewards: Tensor, mask: Tensor, greedy_scores: Tensor) -> AdvantagesAnd
     to_go = kept.flip(1).cumsum(1).flip(1)
     advantages = to_go - greedy_scores[:, None].double()
 
-    advantages = advantages.masked_fill(~mask, 0).to(rewards.dtype)
-    returns = to_go.masked_fill(~mask, 0).to(rewards.dtype)
+    dtype = working_dtype(rewards)
+    advantages = advantages.masked_fill(~mask, 0).to(dtype)
+    returns = to_go.masked_fill(~mask, 0).to(dtype)
     return advantages, returns
 
 
@@ -191,10 +228,10 @@ def response_scores(rewards: Tensor, mask: Tensor) -> Tensor:
 def at_every_token(advantages: Tensor, rewards: Tensor, mask: Tensor) -> AdvantagesAndReturns:
     """One advantage a response [batch] at each of its tokens, as advantages and as returns.
 
-    Arguments: rewards [batch, response_len], whose type the result has, and mask bool [batch,
-    response_len].
+    Arguments: rewards [batch, response_len], whose `working_dtype` the result has, and mask bool
+    [batch, response_len].
     """
-    repeated = torch.where(mask, advantages[:, None].to(rewards.dtype), 0)
+    repeated = torch.where(mask, advantages[:, None].to(working_dtype(rewards)), 0)
     return repeated, repeated
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mrlhf.rl.masking import working_dtype
 from mrlhf.rl.names import KlControllerKind, KlKind
 
 LOG_RATIO_LIMIT = 20.0
@@ -64,7 +65,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
         kind: the estimator; `full` is refused, since the drawn tokens alone cannot give it.
 
     Returns:
-        [batch, response_len]
+        [batch, response_len], in the wider `working_dtype` of the two.
     """
     assert kind != "full", (
         "'full' is summed over the vocabulary where the logits are, not estimated from log-probs"
@@ -73,7 +74,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: KlKind) -> Tensor:
         f"{tuple(logprob.shape)} against {tuple(ref_logprob.shape)}"
     )
 
-    x = logprob - ref_logprob
+    x = logprob.to(working_dtype(logprob)) - ref_logprob.to(working_dtype(ref_logprob))
     value = _ESTIMATORS[kind.removesuffix("+")](x)
     if not kind.endswith("+"):
         return value

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.rl.masking import masked_mean, masked_sum
+from mrlhf.rl.masking import masked_mean, masked_sum, working_dtype
 from mrlhf.rl.names import LossAggMode
 
 
@@ -45,6 +45,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     """
     assert values.shape == old_values.shape == returns.shape
 
+    values = values.to(working_dtype(values))
+    old_values = old_values.to(working_dtype(old_values))
+    returns = returns.to(working_dtype(returns))
     near_old = values.clamp(old_values - clip_range, old_values + clip_range)
     unclipped = (values - returns).square()
     clipped = (near_old - returns).square()

@@ -47,8 +47,16 @@ class Moments:
         return Moments(int(count), mean, centred_squares)
 
 
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The type of results made from `x`: its own, but a floating-point one of at least 32 bits.
+
+    So whole numbers and half precision become float32, and no result is cut to whole numbers.
+    """
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `x` where `mask` is True.
+    """Sum of `x` where `mask` is True, in the `working_dtype` of `x`.
 
     Args:
         x: numbers of any shape.
@@ -56,7 +64,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         dim: the axis to sum over; None sums everything to a scalar.
     """
     _check_mask(x, mask)
-    kept = x.masked_fill(~mask, 0)
+    kept = x.to(working_dtype(x)).masked_fill(~mask, 0)
     return kept.sum() if dim is None else kept.sum(dim)
 
 
@@ -110,12 +118,15 @@ def whiten(x: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -
         mask: bool, the shape of `x`.
         moments: the moments of the whole set that `x` belongs to, which may be larger than `x`.
         shift_mean: False keeps the mean where it was.
+
+    Returns:
+        The shape of `x`, in its `working_dtype`.
     """
     _check_mask(x, mask)
     white = (x.double() - moments.mean) / (moments.variance + WHITEN_EPS) ** 0.5
     if not shift_mean:
         white = white + moments.mean
-    return white.to(x.dtype).masked_fill(~mask, 0)
+    return white.to(working_dtype(x)).masked_fill(~mask, 0)
 
 
 def _check_mask(x: Tensor, mask: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Metrics of the mismatch between the engine that drew the responses and the trained policy.
 
-Every number is taken over the whole batch: over the tokens of its mask, or over the sequences that
-have at least one. Where there is nothing to count, the number is NaN. This file does not know which
-of the trainer's policies is meant.
+Names and definitions are those of verl. Every number is taken over the whole batch: over the tokens
+of its mask, or over the sequences that have at least one. Where there is nothing to count, the
+number is NaN. This file does not know which of the trainer's policies is meant.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ import math
 import torch
 from torch import Tensor
 
-from mrlhf.rl.correction import Corrected, Correction, truncate
+from mrlhf.rl.correction import (
+    Corrected,
+    Correction,
+    Criterion,
+    normalisation_factor,
+    truncate,
+)
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
-from mrlhf.rl.masking import masked_mean, masked_sum
+from mrlhf.rl.masking import local_moments, masked_mean, masked_sum
 
 MEAN_EPS = 1e-8
 
@@ -25,9 +31,11 @@ def mismatch_metrics(
     """Divergences and perplexities of the trainer's policy against the engine's.
 
     - `kl`, `k3_kl`: estimates of KL(engine || trainer) a token.
-    - `training_ppl`, `rollout_ppl`: means of the sequences' perplexities.
-    - `log_ppl_diff`: mean difference of their logarithms, trainer less engine.
-    - `ppl_ratio`: mean of their quotients.
+    - `training_ppl`, `rollout_ppl`: means of the sequences' perplexities; `training_log_ppl`,
+      `rollout_log_ppl`: means of their logarithms.
+    - `log_ppl_diff`, `log_ppl_abs_diff`, `log_ppl_diff_max`, `log_ppl_diff_min`: mean, mean size,
+      maximum and minimum of the difference of these logarithms, trainer less engine.
+    - `ppl_ratio`: mean of the quotients of the perplexities.
     - `chi2_token`, `chi2_seq`: the mean square of the probability ratio, trainer over engine, of a
       token and of a whole sequence, less 1.
 
@@ -50,11 +58,40 @@ def mismatch_metrics(
         "kl": _mean(-log_ratio, mask),
         "k3_kl": _mean(log_ratio.clamp(max=LOG_RATIO_LIMIT).exp() - 1 - log_ratio, mask),
         "training_ppl": _mean(log_ppl.exp(), rows),
+        "training_log_ppl": _mean(log_ppl, rows),
         "rollout_ppl": _mean(rollout_log_ppl.exp(), rows),
+        "rollout_log_ppl": _mean(rollout_log_ppl, rows),
         "log_ppl_diff": _mean(log_ppl_diff, rows),
+        "log_ppl_abs_diff": _mean(log_ppl_diff.abs(), rows),
+        "log_ppl_diff_max": _max(log_ppl_diff[rows]),
+        "log_ppl_diff_min": _min(log_ppl_diff[rows]),
         "ppl_ratio": _mean(log_ppl_diff.exp(), rows),
         "chi2_token": _mean((2 * _clamped(log_ratio)).exp(), mask) - 1,
         "chi2_seq": _mean((2 * sequence_log_ratio).exp(), rows) - 1,
+    }
+
+
+def probability_metrics(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """How the probabilities of the drawn tokens differ, in size, between trainer and engine.
+
+    - `rollout_probs_diff_valid`: 1 if there is a token to compare, else 0.
+    - `rollout_probs_diff_mean`, `max`, `std`: of the sizes of the differences.
+    - `rollout_actor_probs_pearson_corr`: Pearson's correlation of the two probabilities; NaN if one
+      of them is the same for all tokens.
+
+    Arguments as in `mismatch_metrics`.
+    """
+    trainer = trainer_logprobs.detach()[mask].double().exp()
+    rollout = rollout_logprobs.detach()[mask].double().exp()
+    gap = (trainer - rollout).abs()
+    return {
+        "rollout_probs_diff_valid": float(gap.numel() > 0),
+        "rollout_probs_diff_mean": float(gap.mean()),
+        "rollout_probs_diff_max": _max(gap),
+        "rollout_probs_diff_std": _std(gap),
+        "rollout_actor_probs_pearson_corr": _correlation(trainer, rollout),
     }
 
 
@@ -63,11 +100,19 @@ def weight_metrics(
 ) -> dict[str, float]:
     """Statistics of the weights before any normalisation; empty where there are no weights.
 
-    - `rollout_is_mean`, `std`, `eff_sample_size`: over tokens, of truncated weights; the last one
-      is a share of the tokens, and 0 where all weights are 0.
+    All names begin with `rollout_is_`.
+
+    - `mean`, `std`, `eff_sample_size`: over tokens, of truncated weights; the last one is a share
+      of the tokens, and 0 where all weights are 0.
     - `max`, `min`: of truncated weights at the token level, of raw ones at the sequence level.
     - `ratio_fraction_high`, `ratio_fraction_low`: the share of tokens or sequences whose raw weight
       is above `correction.upper`, or below `correction.lower` (1 / upper where that is None).
+    - `oob_ratio`: the share of tokens whose raw weight is outside the band; only with a band.
+    - `seq_mean`, `seq_std`, `seq_max`, `seq_min`, `seq_max_deviation`: over sequences, of the mean
+      truncated weight of each; the last one is the largest distance from 1.
+    - `seq_fraction_high`, `seq_fraction_low`: the share of sequences whose mean raw weight is
+      beyond these bounds.
+    - `batch_norm_factor`: what the weights were divided by; only with normalisation.
 
     Args:
         corrected: the result of `correct` for the other arguments.
@@ -78,50 +123,161 @@ def weight_metrics(
     if corrected.raw is None:
         return {}
 
+    assert correction.level is not None
     raw = corrected.raw.double()
     weights = truncate(raw, correction)
     mean = _mean(weights, mask)
     mean_square = _mean(weights.square(), mask)
-
-    if correction.level == "sequence":
-        counted = mask.any(dim=1)
-        ratios = raw.amax(dim=1)
-        # Not from `raw`, whose clamp would hide how small the smallest is.
-        sequence_log_ratio = masked_sum(log_ratio.detach().double(), mask, dim=1)
-        extremes = sequence_log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()[counted]
-    else:
-        counted = mask
-        ratios = raw
-        extremes = weights[mask]
-
     lower = 1 / correction.upper if correction.lower is None else correction.lower
-    return {
-        "rollout_is_mean": mean,
-        "rollout_is_max": float(extremes.max()) if extremes.numel() else math.nan,
-        "rollout_is_min": float(extremes.min()) if extremes.numel() else math.nan,
-        "rollout_is_std": _mean((weights - mean).square(), mask) ** 0.5,
-        "rollout_is_eff_sample_size": (mean + MEAN_EPS) ** 2 / mean_square if mean_square else 0.0,
-        "rollout_is_ratio_fraction_high": _mean((ratios > correction.upper).double(), counted),
-        "rollout_is_ratio_fraction_low": _mean((ratios < lower).double(), counted),
+
+    rows = mask.any(dim=1)
+    of_sequences = masked_mean(weights, mask, dim=1)[rows]
+    raw_of_sequences = masked_mean(raw, mask, dim=1)[rows]
+    if correction.level == "sequence":
+        # Not from `raw`, whose clamp would hide how small the smallest is.
+        sequence_log_ratio = masked_sum(log_ratio.detach().double(), mask, dim=1)[rows]
+        extremes = sequence_log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
+        ratios = raw_of_sequences
+    else:
+        extremes = weights[mask]
+        ratios = raw[mask]
+
+    metrics = {
+        "mean": mean,
+        "max": _max(extremes),
+        "min": _min(extremes),
+        "std": _mean((weights - mean).square(), mask) ** 0.5,
+        "eff_sample_size": (mean + MEAN_EPS) ** 2 / mean_square if mean_square else 0.0,
+        "ratio_fraction_high": _share(ratios > correction.upper),
+        "ratio_fraction_low": _share(ratios < lower),
+        "seq_max_deviation": _max((of_sequences - 1).abs()),
+        "seq_fraction_high": _share(raw_of_sequences > correction.upper),
+        "seq_fraction_low": _share(raw_of_sequences < lower),
+        **_spread("seq", of_sequences),
     }
+    if correction.lower is not None:
+        metrics["oob_ratio"] = _share((raw[mask] < lower) | (raw[mask] > correction.upper))
+    if correction.normalise:
+        factor = normalisation_factor(weights, mask, correction.level)
+        metrics["batch_norm_factor"] = float(factor)
+    return {f"rollout_is_{name}": number for name, number in metrics.items()}
 
 
-def rejection_metrics(corrected: Corrected, mask: Tensor) -> dict[str, float]:
-    """The shares of tokens that were rejected, and of sequences that lost at least one token.
+def rejection_metrics(
+    corrected: Corrected, correction: Correction, log_ratio: Tensor, mask: Tensor
+) -> dict[str, float]:
+    """What was rejected, and the statistics by which it was.
+
+    `rollout_rs_masked_fraction` is the share of tokens that were rejected, and
+    `rollout_rs_seq_masked_fraction` that of sequences that lost at least one. The same two stand
+    for each criterion alone under `rollout_rs_<statistic>_`, with the other numbers of
+    `criterion_metrics`.
 
     Args:
-        corrected: the result of `correct`.
-        mask: bool [batch, response_len], as given to `correct`.
+        corrected: the result of `correct` for the other arguments.
+        correction: as given to `correct`.
+        log_ratio: [batch, response_len], trainer less engine.
+        mask: bool [batch, response_len].
     """
-    rejected = mask & ~corrected.kept
-    return {
-        "rollout_rs_masked_fraction": _mean(rejected.double(), mask),
-        "rollout_rs_seq_masked_fraction": _mean(rejected.any(dim=1).double(), mask.any(dim=1)),
+    metrics = _rejected_shares(mask & ~corrected.kept, mask)
+    for criterion in correction.criteria:
+        of_criterion = criterion_metrics(criterion, log_ratio, mask)
+        metrics |= {f"{criterion.statistic}_{name}": x for name, x in of_criterion.items()}
+    return {f"rollout_rs_{name}": number for name, number in metrics.items()}
+
+
+def criterion_metrics(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
+    """The statistic of one criterion, and what the criterion rejects by itself.
+
+    A value is that of a token or of a sequence, as the statistic is. Bounds of k1 are logarithms.
+
+    - `mean`: over tokens; `std`: over tokens, of the values clamped to the bounds (from 0 on for k2
+      and k3).
+    - `max`, `min`, `fraction_high`, `fraction_low`: over values; the last two are the shares above
+      and below the bounds.
+    - `seq_mean`, `seq_std`, `seq_max`, `seq_min`, `seq_max_deviation`, `seq_fraction_high` and, for
+      k1, `seq_fraction_low`: the same over sequences, each with its value or the mean value of its
+      tokens; `seq_max_deviation` is the largest size.
+    - `masked_fraction`, `seq_masked_fraction`: the shares of tokens and of sequences rejected.
+
+    Args:
+        criterion: the condition.
+        log_ratio: [batch, response_len], trainer less engine.
+        mask: bool [batch, response_len].
+    """
+    statistic = criterion.measure(log_ratio, mask)
+    rejected = mask & ~criterion.keeps(statistic)
+    values = statistic.double().expand(mask.shape)
+    lower, upper = criterion.bounds
+
+    of_sequences = masked_mean(values, mask, dim=1)[mask.any(dim=1)]
+    of_units = values[mask] if criterion.of_tokens else of_sequences
+    within = local_moments(values.clamp(0.0 if lower is None else lower, upper), mask)
+
+    metrics = {
+        "mean": _mean(values, mask),
+        "max": _max(of_units),
+        "min": _min(of_units),
+        "std": (within.centred_squares / within.count) ** 0.5 if within.count else math.nan,
+        "fraction_high": _share(of_units > upper),
+        "fraction_low": 0.0 if lower is None else _share(of_units < lower),
+        "seq_max_deviation": _max(of_sequences.abs()),
+        "seq_fraction_high": _share(of_sequences > upper),
+        **_spread("seq", of_sequences),
+        **_rejected_shares(rejected, mask),
     }
+    if lower is not None:
+        metrics["seq_fraction_low"] = _share(of_sequences < lower)
+    return metrics
+
+
+def _rejected_shares(rejected: Tensor, mask: Tensor) -> dict[str, float]:
+    """The shares of tokens, and of sequences with at least one token, that were rejected."""
+    return {
+        "masked_fraction": _share(rejected[mask]),
+        "seq_masked_fraction": _share(rejected.any(dim=1)[mask.any(dim=1)]),
+    }
+
+
+def _spread(prefix: str, x: Tensor) -> dict[str, float]:
+    """Mean, unbiased standard deviation, maximum and minimum of a flat tensor."""
+    return {
+        f"{prefix}_mean": float(x.mean()),
+        f"{prefix}_std": _std(x),
+        f"{prefix}_max": _max(x),
+        f"{prefix}_min": _min(x),
+    }
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    """Pearson's correlation of two flat tensors; NaN if one of them does not vary."""
+    x = x - x.mean()
+    y = y - y.mean()
+    size = float(x.square().sum() * y.square().sum()) ** 0.5
+    return float((x * y).sum()) / size if size else math.nan
 
 
 def _mean(values: Tensor, mask: Tensor) -> float:
     return float(masked_mean(values, mask)) if bool(mask.any()) else math.nan
+
+
+def _share(true: Tensor) -> float:
+    return float(true.double().mean())
+
+
+def _max(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else math.nan
+
+
+def _min(x: Tensor) -> float:
+    return float(x.min()) if x.numel() else math.nan
+
+
+def _std(x: Tensor) -> float:
+    """Unbiased standard deviation; 0 for one number."""
+    if x.numel() == 0:
+        return math.nan
+    return local_moments(x, torch.ones_like(x, dtype=torch.bool)).variance ** 0.5
 
 
 def _clamped(log_ratio: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ AdvantageEstimator = Literal[
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "gdpo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 ]
 
 
@@ -38,6 +41,12 @@ class EstimatorTraits:
         allows_whitened_rewards: whether the rewards of the tokens may be rescaled one by one.
         sums_later_rewards: whether a token's advantage depends on the rewards from it on, so that
             the tokens of one response may have different advantages.
+        needs_squared_probabilities: whether each token has a baseline of its own, for which the
+            pass before the update sums the squared probabilities of the vocabulary.
+        compares_within_prompt: whether a response is compared with the others to its prompt, if
+            there are any, so that equal scores teach nothing.
+        compares_terms: whether it is computed from the scores of single terms of the reward, and
+            not from their sum, so that what shapes the sum has no effect.
     """
 
     reads: frozenset[str] = frozenset()
@@ -47,6 +56,9 @@ class EstimatorTraits:
     compares_answers: bool = False
     allows_whitened_rewards: bool = False
     sums_later_rewards: bool = False
+    needs_squared_probabilities: bool = False
+    compares_within_prompt: bool = False
+    compares_terms: bool = False
 
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
@@ -56,18 +68,37 @@ ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
         needs_values=True,
         allows_whitened_rewards=True,
     ),
-    "grpo": EstimatorTraits(reads=frozenset({"norm_adv_by_std_in_grpo"}), compares_answers=True),
-    "grpo_passk": EstimatorTraits(
-        reads=frozenset({"norm_adv_by_std_in_grpo"}), compares_answers=True
+    "grpo": EstimatorTraits(
+        reads=frozenset({"norm_adv_by_std_in_grpo"}),
+        compares_answers=True,
+        compares_within_prompt=True,
     ),
-    "rloo": EstimatorTraits(),
-    "opo": EstimatorTraits(),
-    "gpg": EstimatorTraits(reads=frozenset({"f_norm"})),
+    "grpo_passk": EstimatorTraits(
+        reads=frozenset({"norm_adv_by_std_in_grpo"}),
+        compares_answers=True,
+        compares_within_prompt=True,
+    ),
+    "rloo": EstimatorTraits(compares_within_prompt=True),
+    "opo": EstimatorTraits(compares_within_prompt=True),
+    "gpg": EstimatorTraits(reads=frozenset({"f_norm"}), compares_within_prompt=True),
     "reinforce_plus_plus": EstimatorTraits(
         reads=frozenset({"gamma"}), whitened=True, sums_later_rewards=True
     ),
-    "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True),
+    "reinforce_plus_plus_baseline": EstimatorTraits(whitened=True, compares_within_prompt=True),
     "remax": EstimatorTraits(needs_greedy_answer=True, sums_later_rewards=True),
+    "gdpo": EstimatorTraits(
+        reads=frozenset({"norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"}),
+        whitened=True,
+        compares_answers=True,
+        compares_within_prompt=True,
+        compares_terms=True,
+    ),
+    "optimal_token_baseline": EstimatorTraits(
+        sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True
+    ),
+    "tir_optimal_token_baseline": EstimatorTraits(
+        sums_later_rewards=True, needs_squared_probabilities=True, compares_within_prompt=True
+    ),
 }
 OWN_ESTIMATOR = EstimatorTraits(
     reads=frozenset(
@@ -79,6 +110,8 @@ OWN_ESTIMATOR = EstimatorTraits(
             "lam_length_alpha",
             "norm_adv_by_std_in_grpo",
             "f_norm",
+            "gdpo_reward_keys",
+            "gdpo_reward_weights",
         }
     ),
     allows_whitened_rewards=True,

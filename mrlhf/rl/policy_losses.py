@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrlhf.errors import ConfigError
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
-from mrlhf.rl.masking import masked_mean
+from mrlhf.rl.masking import masked_mean, working_dtype
 from mrlhf.rl.names import PolicyLossName
 from mrlhf.rl.trust_region import inside_binary_kl, inside_total_variation
 
@@ -127,6 +127,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss that `function` computes, whatever stands outside the mask, NaN included.
 
+    The function is given floating-point numbers of at least 32 bits.
+
     Raises:
         ValueError: the loss needs `inputs.selected`, which is None.
         ConfigError: a user's function did not return a PolicyLoss of the shape of its inputs.
@@ -134,9 +136,9 @@ def policy_loss(
     mask = inputs.mask
     clean = replace(
         inputs,
-        logprob=torch.where(mask, inputs.logprob, 0),
-        old_logprob=torch.where(mask, inputs.old_logprob, 0),
-        advantages=torch.where(mask, inputs.advantages, 0),
+        logprob=_clean(inputs.logprob, mask),
+        old_logprob=_clean(inputs.old_logprob, mask),
+        advantages=_clean(inputs.advantages, mask),
         selected=None if inputs.selected is None else inputs.selected & mask,
     )
 
@@ -348,6 +350,11 @@ POLICY_LOSSES: dict[PolicyLossName, PolicyLossFunction] = {
     "surrogate": surrogate,
     "reinforce": reinforce,
 }
+
+
+def _clean(numbers: Tensor, mask: Tensor) -> Tensor:
+    """The numbers in their `working_dtype`, 0 outside the mask."""
+    return torch.where(mask, numbers.to(working_dtype(numbers)), 0)
 
 
 def _clipped_surrogate(

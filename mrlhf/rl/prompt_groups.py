@@ -33,9 +33,10 @@ class PromptGroups:
         self.single = self.size == 1
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum of `x` [batch] over each row's prompt group, [batch]."""
+        """Sum of `x` [batch, ...] over the rows of each row's prompt group, [batch, ...]."""
         self._check_rows(x)
-        return x.new_zeros(self._count).index_add(0, self._index, x)[self._index]
+        empty = x.new_zeros(self._count, *x.shape[1:])
+        return empty.index_add(0, self._index, x)[self._index]
 
     def lowest(self, x: Tensor) -> Tensor:
         """Smallest `x` [batch] of each row's prompt group, [batch]."""
@@ -84,7 +85,7 @@ class PromptGroups:
         return reduced[self._index]
 
     def _check_rows(self, x: Tensor) -> None:
-        assert x.shape == self._index.shape, (
+        assert x.shape[:1] == self._index.shape, (
             f"{tuple(x.shape)} against {tuple(self._index.shape)} rows"
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrlhf.rl.masking import Moments, masked_sum
+from mrlhf.rl.masking import Moments, masked_sum, working_dtype
 from mrlhf.rl.names import KlPlacement
 from mrlhf.rl.prompt_groups import STD_EPS, PromptGroups, standardise_by_prompt
 
@@ -30,19 +30,20 @@ def token_rewards(
             sum from the reward of the last token.
 
     Returns:
-        [batch, response_len], float like `scores`, 0 outside the mask.
+        [batch, response_len], in the `working_dtype` of `scores`, 0 outside the mask.
     """
     assert scores.shape == mask.shape[:1], (
         f"scores {tuple(scores.shape)} against mask {tuple(mask.shape)}"
     )
     assert mask.dtype == torch.bool, f"masks are bool, this one is {mask.dtype}"
 
-    positions = torch.arange(mask.shape[1], dtype=torch.int64, device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)
-    is_last = positions == last
+    tokens_to_come = mask.flip(1).cumsum(1).flip(1)
+    is_last = mask & (tokens_to_come == 1)
+    scores = scores.to(working_dtype(scores))
 
     if kl is None:
         return torch.where(is_last, scores[:, None], 0)
+    kl = kl.to(working_dtype(kl))
     if placement == "terminal":
         penalised = scores - kl_coef * masked_sum(kl, mask, dim=1)
         return torch.where(is_last, penalised[:, None], 0)
@@ -62,12 +63,12 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         factor: the size of the penalty at `max_length`.
 
     Returns:
-        [batch], at most 0.
+        float64 [batch], at most 0.
     """
     assert 0 < buffer <= max_length, (
         f"an overlong buffer of {buffer} tokens does not fit into {max_length}"
     )
-    below_buffer = (max_length - buffer) - lengths
+    below_buffer = (max_length - buffer) - lengths.double()
     return (below_buffer / buffer * factor).clamp(max=0)
 
 
@@ -79,26 +80,27 @@ def missing_eos_penalty(stopped: Tensor, penalty: float) -> Tensor:
         penalty: at least 0.
 
     Returns:
-        [batch], -penalty where the response did not stop, 0 elsewhere.
+        float64 [batch], -penalty where the response did not stop, 0 elsewhere.
     """
     assert stopped.dtype == torch.bool, f"stopped is bool, this one is {stopped.dtype}"
     assert penalty >= 0, f"a penalty of {penalty} would reward responses that are cut"
-    return torch.zeros(stopped.shape, device=stopped.device).masked_fill(~stopped, -penalty)
+    nothing = torch.zeros(stopped.shape, dtype=torch.float64, device=stopped.device)
+    return nothing.masked_fill(~stopped, -penalty)
 
 
 def normalise_scores(scores: Tensor, moments: Moments) -> Tensor:
-    """(score - mean) / (std + 1e-6), [batch].
+    """(score - mean) / (std + 1e-6), [batch], in the `working_dtype` of the scores.
 
     Args:
         scores: [batch].
         moments: the moments of a set that `scores` may be a part of.
     """
     centred = scores.double() - moments.mean
-    return (centred / (moments.variance**0.5 + STD_EPS)).to(scores.dtype)
+    return (centred / (moments.variance**0.5 + STD_EPS)).to(working_dtype(scores))
 
 
 def normalise_by_prompt(scores: Tensor, prompt_groups: Tensor) -> Tensor:
-    """(score - mean of the prompt group) / (its std + 1e-6), [batch].
+    """(score - mean of the prompt group) / (its std + 1e-6), [batch], in their `working_dtype`.
 
     A response alone in its prompt group has mean 0 and std 1.
 
@@ -106,4 +108,5 @@ def normalise_by_prompt(scores: Tensor, prompt_groups: Tensor) -> Tensor:
         scores: [batch].
         prompt_groups: int64 [batch], rows with the same number answer one prompt.
     """
-    return standardise_by_prompt(scores, PromptGroups(prompt_groups)).to(scores.dtype)
+    by_prompt = PromptGroups(prompt_groups)
+    return standardise_by_prompt(scores, by_prompt).to(working_dtype(scores))

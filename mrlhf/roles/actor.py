@@ -32,11 +32,14 @@ class Evaluation:
         entropy: entropy of the distribution that each token was drawn from, nats.
         full_kl: KL to the reference over the whole vocabulary, or None where the reference's logits
             were not given.
+        sum_of_squares: the sum of the squared probabilities of the vocabulary, or None where it was
+            not asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor
     full_kl: Tensor | None
+    sum_of_squares: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,11 @@ class Actor:
         self._token_logprobs = TokenLogprobs(engine, temperature)
 
     def evaluate(
-        self, rollout: Rollout, cut: BatchCut, ref_logits: Sequence[Tensor] | None = None
+        self,
+        rollout: Rollout,
+        cut: BatchCut,
+        ref_logits: Sequence[Tensor] | None = None,
+        with_squares: bool = False,
     ) -> Evaluation:
         """Log-probabilities and entropy under the policy's current weights.
 
@@ -77,19 +84,27 @@ class Actor:
             cut: its cut for this model; `update` must use the same one, so that both see the same
                 micro-batches.
             ref_logits: the reference's logits of this rank's packs, from `Reference.logits`.
+            with_squares: whether to sum the squared probabilities of the vocabulary.
         """
         packs = cut.packs
 
         def evaluate(logits: Tensor, number: int) -> Tensor:
-            logprobs, entropy = self._token_logprobs.with_entropy(logits, packs[number])
-            if ref_logits is None:
-                return torch.stack([logprobs, entropy])
-            full_kl = self._token_logprobs.full_kl(logits, ref_logits[number])
-            return torch.stack([logprobs, entropy, full_kl])
+            columns = [*self._token_logprobs.with_entropy(logits, packs[number])]
+            if ref_logits is not None:
+                columns.append(self._token_logprobs.full_kl(logits, ref_logits[number]))
+            if with_squares:
+                columns.append(self._token_logprobs.sum_of_squares(logits))
+            return torch.stack(columns)
 
-        channels = 2 if ref_logits is None else 3
+        with_kl = ref_logits is not None
+        channels = 2 + with_kl + with_squares
         table = self.engine.per_token(packs, rollout.response_mask, evaluate, channels)
-        return Evaluation(table[0], table[1], None if ref_logits is None else table[2])
+        return Evaluation(
+            logprobs=table[0],
+            entropy=table[1],
+            full_kl=table[2] if with_kl else None,
+            sum_of_squares=table[-1] if with_squares else None,
+        )
 
     def update(
         self,

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mrlhf.parallel.microbatch import Pack
-from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
+from mrlhf.parallel.vocab import (
+    vocab_parallel_kl,
+    vocab_parallel_logprobs,
+    vocab_parallel_sum_of_squares,
+)
 from mrlhf.training.engine import ModelEngine
 
 
@@ -74,6 +78,16 @@ class TokenLogprobs:
             self.engine.groups.tp,
             self.temperature,
             self.engine.spec.vocab_size,
+        )
+
+    def sum_of_squares(self, logits: Tensor) -> Tensor:
+        """The sum of the squared probabilities of the vocabulary at each position, [selected].
+
+        Args:
+            logits: [selected, vocab_shard], at a pack's selected positions.
+        """
+        return vocab_parallel_sum_of_squares(
+            logits, self.engine.groups.tp, self.temperature, self.engine.spec.vocab_size
         )
 
     def _evaluate(

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.algorithm import FilterGroupsSection
-from mrlhf.errors import ConfigError
 from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.rollout.drawn_batch import DrawnBatch, generate_batch
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scorer, Scores
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class DynamicSampler:
             batch, batch_scores = self._draw_one_batch(step, len(batches), sampling, timer)
             batches.append(batch)
             scores.append(batch_scores)
+            self._check_accuracy_is_known(scores)
 
             compared = self._compared_values(batch.rollout, batch_scores)
             differs += prompt_groups_that_differ(compared, sampling.n)
 
-        self._check_accuracy_is_known(scores)
         chosen = choose_prompt_groups(differs, self.train_batch_size)
         uninformative = sum(not differs[prompt_group] for prompt_group in chosen)
         if uninformative:
@@ -118,12 +118,9 @@ class DynamicSampler:
             return batch, self.scorer.score(batch.rollout)
 
     def _check_accuracy_is_known(self, scores: Sequence[Scores]) -> None:
-        if self.filters.metric == "acc" and all(part.correct is None for part in scores):
-            raise ConfigError(
-                "algorithm.filter_groups.metric is acc, but no reward term tells right from wrong; "
-                "use a rule that does (exact_match, gsm8k), let your function return 'acc', or set "
-                "the metric to score"
-            )
+        if self.filters.metric == "acc":
+            known = [part.correct for part in scores if part.correct is not None]
+            check_correctness(known[0] if known else None, "algorithm.filter_groups.metric acc")
 
     def _compared_values(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[batch], the number in which the responses to a prompt have to differ."""

@@ -1,9 +1,10 @@
-"""torchrun, with three things changed: how it takes signals, fails fast, and what it exits with.
+"""torchrun, with four things changed: how it takes signals, fails fast, exits, and what it says.
 
 torchrun kills its workers 30 seconds after it gets SIGTERM, dies of SIGUSR1, and exits with code 1
 whatever the code of its workers. Here it hands signals on and waits, and it exits with the code by
 which its workers ask to be queued again. A launcher whose workers do so waits for the others, since
-one of them holds the store. Everything else, the command line included, is torchrun's.
+one of them holds the store. Where a worker has said why it failed, torchrun's own account of that
+is left out. Everything else, the command line included, is torchrun's.
 This file does not know what the workers are.
 """
 
@@ -31,6 +32,7 @@ from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
 from mrlhf.run.watcher import HELD_SIGNALS
 
 logger = logging.getLogger(__name__)
+_TORCHRUN = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 STOP_TIMEOUT_OPTION = "--stop-timeout"
 STOP_TIMEOUT_S = 600.0
@@ -58,6 +60,7 @@ class ForwardingAgent(LocalElasticAgent):
         self._signals = signals
         self._end_at: float | None = None
         self._bad_input_at: float | None = None
+        self._log_level = _TORCHRUN.level
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start them; from then on signals are theirs, and so are those that came before."""
@@ -92,6 +95,8 @@ class ForwardingAgent(LocalElasticAgent):
             if final:
                 return RunResult(state=WorkerState.HEALTHY)
 
+        # torchrun would log how each worker ends.
+        _TORCHRUN.setLevel(logging.CRITICAL if self._have_told() else self._log_level)
         result = super()._monitor_workers(worker_group)
         if final and set(codes) <= {0, QUEUE_AGAIN}:
             self._exit_barrier_timeout = _OTHER_LAUNCHERS_S
@@ -110,7 +115,7 @@ class ForwardingAgent(LocalElasticAgent):
             logger.error("the workers have not ended %g s after the signal", self._stop_timeout_s)
             self._kill_workers()
         elif self._bad_input_at is not None and now > self._bad_input_at + _BAD_INPUT_S:
-            logger.error("a worker has got bad input, so the launcher ends the others")
+            logger.info("a worker has got bad input, so the launcher ends the others")
             self._kill_workers()
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -134,6 +139,11 @@ class ForwardingAgent(LocalElasticAgent):
     def _running(self) -> list[int]:
         """The process ids of the workers that run, each of which is a child of this process."""
         return [process.pid for process in self._workers() if process.poll() is None]
+
+    def _have_told(self) -> bool:
+        """Whether a worker has left a message that says why it fails."""
+        assert self._pcontext is not None, "there are no workers"
+        return any(os.path.isfile(file) for file in self._pcontext.error_files.values())
 
     def _workers(self) -> list[subprocess.Popen]:
         assert isinstance(self._pcontext, SubprocessContext), "the workers are no programs"
@@ -182,18 +192,30 @@ def main(argv: Sequence[str]) -> int:
     launcher_api.LocalElasticAgent = functools.partial(  # type: ignore[misc,assignment]
         ForwardingAgent, stop_timeout_s=stop_timeout_s, signals=signals
     )
+    options = parse_args(arguments)
     try:
-        run(parse_args(arguments))
+        run(options)
     except ChildFailedError as error:
         code = exit_code([failure.exitcode for failure in error.failures.values()], signals)
-        if code == FAILED:
+        message = _message(error)
+        if message is None and code == FAILED:
             sys.stderr.write(f"{error}\n")
+        elif message is not None and options.redirects != "0":  # it went to a file alone
+            sys.stderr.write(f"error: {message}\n")
         return code
     finally:
         # Python resets its handlers as it ends; a signal would then change the exit code.
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_IGN)
     return 0
+
+
+def _message(error: ChildFailedError) -> str | None:
+    """What a worker has said about its failure; None if all have ended without a word."""
+    for failure in error.failures.values():
+        if isinstance(failure.message, dict):
+            return str(failure.message["message"])
+    return None
 
 
 def _stop_before_start(number: int, frame: FrameType | None) -> None:

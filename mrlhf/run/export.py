@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
+from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.run.directory import CHECKPOINTS, MODEL_FILES
 from mrlhf.training.engine import ModelEngine
@@ -30,19 +32,32 @@ logger = logging.getLogger(__name__)
 _MEGABYTE = 10**6
 
 
-def export_result(
-    engine: ModelEngine, tokenizer: Tokenizer, directory: Path, max_shard_mb: int, step: int
-) -> None:
+@dataclass(frozen=True)
+class ExportedModel:
+    """A model with what its Hugging Face checkpoint holds beside the weights.
+
+    Attributes:
+        engine: holds the model.
+        tokenizer: is saved beside it.
+        max_shard_mb: largest safetensors file, MB.
+        generation_config: the text of the model's `generation_config.json`, if it has one.
+    """
+
+    engine: ModelEngine
+    tokenizer: Tokenizer
+    max_shard_mb: int
+    generation_config: str | None = None
+
+
+def export_result(model: ExportedModel, directory: Path, step: int) -> None:
     """Write the model that a run leaves; every rank calls it.
 
     If the directory cannot be written and no checkpoint holds the model, it is written into the
     machine's directory for temporary files, so that it is not lost.
 
     Args:
-        engine: holds the model.
-        tokenizer: is saved beside it.
+        model: what is written.
         directory: where the files go, in the output directory.
-        max_shard_mb: largest safetensors file, MB.
         step: the run's last step.
 
     Raises:
@@ -50,7 +65,7 @@ def export_result(
             model is, and how to go on.
     """
     try:
-        export_checkpoint(engine, tokenizer, directory, max_shard_mb)
+        export_checkpoint(model, directory)
     except CheckpointError as error:
         newest_first = checkpoints_in(directory.parent / CHECKPOINTS)
         newest = newest_first[0] if newest_first else None
@@ -60,7 +75,7 @@ def export_result(
                 f"there is room, or with trainer.resume={newest} and another trainer.output_dir, "
                 "and it is written"
             ) from error
-        where = _rescue(engine, tokenizer, max_shard_mb, directory.name)
+        where = _rescue(model, directory.name)
         if where is not None:
             raise CheckpointError(
                 f"{error}; the trained model was written to {where} instead: move it from there"
@@ -73,27 +88,24 @@ def export_result(
         ) from error
 
 
-def export_checkpoint(
-    engine: ModelEngine, tokenizer: Tokenizer, directory: Path, max_shard_mb: int
-) -> None:
+def export_checkpoint(model: ExportedModel, directory: Path) -> None:
     """Write a model as a complete Hugging Face checkpoint; every rank calls it.
 
     Args:
-        engine: holds the model.
-        tokenizer: is saved beside it.
+        model: what is written.
         directory: where the files go, which may be a link; an earlier checkpoint in it is replaced
             when the new one is whole, and files that belong to no checkpoint stay.
-        max_shard_mb: largest safetensors file, MB.
 
     Raises:
         CheckpointError: there is no room, or a rank could not write, on every rank.
     """
+    engine = model.engine
     is_main = dist.get_rank() == 0
     place = Path(os.path.realpath(directory))
     partial = place.with_name(f"{place.name}.partial")
     try:
         _agree(_prepare(engine, place, partial) if is_main else None, engine)
-        _agree(_write(engine, tokenizer, partial, max_shard_mb), engine)
+        _agree(_write(model, partial), engine)
         _agree(_install(partial, place) if is_main else None, engine)
     except CheckpointError as error:
         if is_main:
@@ -139,12 +151,11 @@ def _prepare(engine: ModelEngine, place: Path, partial: Path) -> str | None:
     return None
 
 
-def _write(
-    engine: ModelEngine, tokenizer: Tokenizer, partial: Path, max_shard_mb: int
-) -> str | None:
+def _write(model: ExportedModel, partial: Path) -> str | None:
     """Write this rank's part; returns what is wrong."""
+    engine = model.engine
     try:
-        engine.export(partial, max_shard_mb * _MEGABYTE)
+        engine.export(partial, model.max_shard_mb * _MEGABYTE)
     except WeightError as failure:
         return str(failure)
     if dist.get_rank() > 0:
@@ -152,10 +163,9 @@ def _write(
 
     try:
         save_config(engine.spec, partial, engine.dtype)
-        padding = (
-            engine.spec.hf_config.get("pad_token_id") if engine.spec.head == "scalar" else None
-        )
-        tokenizer.save_pretrained(partial, padding)
+        model.tokenizer.save_pretrained(partial, _padding(engine))
+        if model.generation_config is not None:
+            write_generation_config(model.generation_config, partial)
         for file in partial.iterdir():
             flush(file)
     except Exception as failure:  # the tokenizers package raises nothing more particular
@@ -199,7 +209,7 @@ def _replaced(place: Path) -> Path:
     return place.with_name(f".{place.name}.replaced")
 
 
-def _rescue(engine: ModelEngine, tokenizer: Tokenizer, max_shard_mb: int, name: str) -> Path | None:
+def _rescue(model: ExportedModel, name: str) -> Path | None:
     """Write the model into the machine's temporary files; returns where, or None if it cannot be.
 
     Ranks on several machines share no such directory.
@@ -210,13 +220,13 @@ def _rescue(engine: ModelEngine, tokenizer: Tokenizer, max_shard_mb: int, name: 
             made = tempfile.mkdtemp(prefix="mrlhf-")
         except OSError:
             made = None
-    told = all_gather_objects((platform.node(), made), engine.groups.world)
+    told = all_gather_objects((platform.node(), made), model.engine.groups.world)
     root = told[0][1]
     if root is None or len({machine for machine, _ in told}) > 1:
         return None
 
     try:
-        export_checkpoint(engine, tokenizer, Path(root) / name, max_shard_mb)
+        export_checkpoint(model, Path(root) / name)
     except CheckpointError:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)

@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, parse_args
-from mrlhf.device import is_first_process, read_launch
 from mrlhf.errors import ConfigError, Interrupted, MrlhfError
+from mrlhf.job import read_launch
 from mrlhf.log import configure_logging
+from mrlhf.run.failures import (
+    BAD_INPUT,
+    FAILED,
+    Failure,
+    Told,
+    explain,
+    log_failure,
+    tell_before_start,
+)
+from mrlhf.run.leaving import end_with_launcher, leave
 
 logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
 
-BAD_INPUT = 2
-FAILED = 1
 QUEUE_AGAIN = 75
 
 
@@ -50,9 +58,8 @@ class Program(Generic[ConfigT]):
 def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     """Run the program as the arguments say, and end the process.
 
-    A rank that fails prints its own error and exits at once with a code other than 0; torchrun then
-    ends the others. If the run was interrupted, all ranks end with exit code 75, which asks a
-    scheduler to queue the job again.
+    If a rank fails, it says why, and all ranks end with the same exit code. If the run was
+    interrupted, all ranks end with exit code 75, which asks a scheduler to queue the job again.
 
     Returns:
         The exit code, if there was nothing to run: after a dry run or bad input.
@@ -64,13 +71,11 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
             return 0
 
         launch = read_launch()
+        end_with_launcher()
         configure_logging(launch.rank)
         description = program.check(config, launch.world_size)
     except MrlhfError as error:
-        # Every rank sees the same mistake; one rank reports it.
-        if is_first_process():
-            sys.stderr.write(f"error: {error}\n")
-        return BAD_INPUT
+        return _refuse(error)
 
     logger.info("%s", description)
     code = 0
@@ -79,28 +84,32 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     except Interrupted as interrupted:
         logger.info("stopped early: %s; start the same command again to go on", interrupted)
         code = QUEUE_AGAIN
-    except MrlhfError as error:
-        logger.error("%s: %s", type(error).__name__, error)
-        # Starting again would not help where the input is wrong.
-        _leave(BAD_INPUT if isinstance(error, ConfigError) else FAILED)
-    except Exception:
-        logger.exception("this rank failed")
-        _leave(FAILED)
+    except Told as told:
+        leave(told.code)
+    except Exception as error:  # without a store in which the ranks agree on who says it
+        leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)
 
     gc.collect()  # an engine that is deleted gives back the memory it shares with other processes
-    dist.barrier()  # a rank that ends earlier with another code than 0 would have the others killed
+    try:
+        # A rank that ends earlier with another code than 0 would have the others killed.
+        dist.barrier()
+    except RuntimeError as error:
+        leave(FAILED, f"another rank has not come to the end: {str(error).splitlines()[0]}")
     dist.destroy_process_group()
     # A process group that is still referred to would be destroyed when the interpreter ends, and
     # gloo's threads sometimes abort then.
-    _leave(code)
+    leave(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process at once.
+def _refuse(error: MrlhfError) -> int:
+    """Say once for all ranks that the input is bad; returns the exit code."""
+    line = f"error: {error}\n"
+    try:
+        launch = read_launch()
+    except ConfigError:  # there is only this process
+        sys.stderr.write(line)
+        return BAD_INPUT
 
-    No destructor runs, since one might wait for ranks that hang in a collective.
-    """
-    logging.shutdown()
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(code)
+    own = Failure(launch.rank, BAD_INPUT, str(error), time.time())
+    tell_before_start(launch, own, lambda _: sys.stderr.write(line))
+    return BAD_INPUT

@@ -5,10 +5,9 @@ It knows no algorithm and no model.
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -16,27 +15,28 @@ import torch.distributed as dist
 
 from mrlhf.config.roots import Root
 from mrlhf.config.sections import DistributedSection, RoleSection, TrainerSection
-from mrlhf.device import (
-    Device,
+from mrlhf.device import Device, pick_device, seed_everything
+from mrlhf.errors import ConfigError, Interrupted, MrlhfError
+from mrlhf.job import (
+    STORE_S,
+    Job,
+    connect_before_start,
     end_of_allocation,
     init_distributed,
-    pick_device,
     read_launch,
     read_starts,
-    seed_everything,
 )
-from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.log import configure_logging
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.directory import Wishes, inputs_in, open_directory
+from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
 from mrlhf.run.hangs import is_time_out
+from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.watcher import Watcher
-
-logger = logging.getLogger(__name__)
 
 _TIME_TO_SAVE_S = 120.0
 
@@ -56,6 +56,7 @@ class Run:
         lock: keeps other jobs out of `output_dir`; the main rank holds it.
         stops: the places where all ranks may stop together.
         watcher: watches over this rank; None in a program that nobody may interrupt.
+        failures: where the ranks agree on why the job fails; None if each one says it for itself.
     """
 
     device: Device
@@ -67,6 +68,7 @@ class Run:
     lock: DirectoryLock | None = None
     stops: StopPoints = field(default_factory=NeverStop)
     watcher: Watcher | None = None
+    failures: Failures | None = None
 
     @property
     def is_main_rank(self) -> bool:
@@ -87,15 +89,24 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Tell the other ranks if this one fails, and give the directory back."""
-        failed = error is not None and not isinstance(error, Interrupted)
+        """Give the directory back, and say why the job fails, if it does.
+
+        Raises:
+            Told: this rank has failed, and it or another one has said why.
+            HangError: it has waited for another one for too long, and `failures` is None.
+        """
+        reason = None if isinstance(error, Interrupted) else error
         hang = None
-        if failed and self.watcher is not None:
-            if is_time_out(error):
-                hang = self.watcher.explain_time_out()
-            self.watcher.tell_failure()
+        if self.watcher is not None and is_time_out(reason):
+            hang = self.watcher.explain_time_out()
+            reason = hang
         if self.lock is not None:
             self.lock.release()
+
+        if reason is not None and self.failures is not None:
+            at_start = self.watcher is None or not self.watcher.has_begun
+            own = explain(reason, self.rank, at_start)
+            raise Told(self.failures.tell(own, log_failure)) from error
         if hang is not None:
             raise hang from error
 
@@ -118,21 +129,67 @@ def start(
     directory back when it is left as a context.
 
     Raises:
-        ConfigError: on every rank: another job holds the directory, or it holds a run that must not
-            be touched.
+        Told: the job cannot start, and one rank has said why: another job holds the directory, or
+            it holds a run that must not be touched, or a rank has no device or does not come.
     """
     began = time.time()
-    device = pick_device(distributed.device, read_launch().local_rank)
-    job = init_distributed(device, distributed.timeout_s)
-    rank = job.rank
-    configure_logging(rank)
+    launch = read_launch()
+    before = Failures(
+        connect_before_start(max(STORE_S, distributed.timeout_s)), launch.rank, launch.world_size
+    )
+    try:
+        device = pick_device(distributed.device, launch.local_rank)
+        job = init_distributed(device, distributed.timeout_s, before.raise_if_told)
+    except Exception as error:
+        raise _told(before, error, launch.rank) from error
+
+    failures = Failures(dist.PrefixStore("failures", job.store), job.rank, job.world_size)
+    try:
+        return _begin(config, distributed, trainer, seed, Joined(device, job, failures, began))
+    except Exception as error:
+        raise _told(failures, error, job.rank) from error
+
+
+def _told(failures: Failures, error: Exception, rank: int) -> Told:
+    if isinstance(error, Told):
+        return error
+    return Told(failures.tell(explain(error, rank, at_start=True), log_failure))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a process has once it has joined the job.
+
+    Attributes:
+        device: where it computes.
+        job: the job.
+        failures: where the ranks agree on why the job fails.
+        began: when it started, in seconds since 1970.
+    """
+
+    device: Device
+    job: Job
+    failures: Failures
+    began: float
+
+
+def _begin(
+    config: Root,
+    distributed: DistributedSection,
+    trainer: TrainerSection,
+    seed: int,
+    joined: Joined,
+) -> Run:
+    """Set the seeds, take the output directory and watch over this rank; see `start`."""
+    job = joined.job
+    configure_logging(job.rank)
     seed_everything(seed)
 
     directory = Path(trainer.output_dir)
     lock = None
     outcome: list[Path | MrlhfError | None] = [None]
-    if rank == 0:
-        lock = DirectoryLock(directory, read_starts().job, _end_at_once)
+    if job.rank == 0:
+        lock = DirectoryLock(directory, read_starts().job, partial(leave, FAILED))
         outcome = [_take(directory, lock, config, trainer)]
 
     dist.broadcast_object_list(outcome, src=0)
@@ -142,16 +199,17 @@ def start(
 
     watcher = Watcher(
         job.store,
-        rank,
+        job.rank,
         job.world_size,
         directory,
         distributed.timeout_s,
-        _deadline(began, trainer.save_by_minutes),
+        _deadline(joined.began, trainer.save_by_minutes),
+        joined.failures,
     )
     watcher.start()
     return Run(
-        device=device,
-        rank=rank,
+        device=joined.device,
+        rank=job.rank,
         world_size=job.world_size,
         factory=GroupFactory(distributed.timeout_s),
         output_dir=directory,
@@ -159,6 +217,7 @@ def start(
         lock=lock,
         stops=watcher.stops,
         watcher=watcher,
+        failures=joined.failures,
     )
 
 
@@ -189,10 +248,3 @@ def _take(
     except OSError as error:
         lock.release()
         return ConfigError(f"trainer.output_dir {directory} cannot be used: {error}")
-
-
-def _end_at_once(message: str) -> None:
-    """End the process, whatever it is doing, before it writes what is no longer its own."""
-    logger.error("%s", message)
-    logging.shutdown()
-    os._exit(1)

@@ -10,7 +10,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,22 +18,25 @@ from types import FrameType
 import torch.distributed as dist
 
 from mrlhf.errors import HangError
+from mrlhf.job import connect, is_store_of_launcher
 from mrlhf.metrics import CurrentPhase
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
+from mrlhf.run.leaving import ENDED_BY_SIGTERM, leave
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # The launcher starts this process with these held back, so that none is lost or ends it too early.
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPTED_TWICE = 130
-ENDED_BY_SIGTERM = 143
 
 _POLL_S = 0.5
 _POLL_SOON_S = 0.02
 _ANSWER_S = 15.0  # a rank whose watcher is silent for so long is not there any more
 _END_S = 15.0  # the launcher ends a rank sooner, once another one has failed
+_RECONNECT_S = 3.0
+_SAY_S = 5.0  # a rank that fails has said why by then
 _STALL = 0.95  # of the time-out of a collective; then all ranks still answer
 
 
@@ -54,6 +56,7 @@ class Watcher:
         output_dir: Path,
         timeout_s: float,
         deadline: float | None = None,
+        failures: Failures | None = None,
     ) -> None:
         """Install nothing yet.
 
@@ -64,6 +67,7 @@ class Watcher:
             output_dir: reports of hangs go to `hangs` in it.
             timeout_s: seconds after which a collective gives up.
             deadline: when to stop, in seconds since 1970; rank 0 alone looks at the clock.
+            failures: where another rank says that the job fails; this one then ends.
         """
         self.stops = AgreedStop(dist.PrefixStore("stop", store), rank, world_size)
         self.phase = CurrentPhase()
@@ -71,11 +75,11 @@ class Watcher:
             dist.PrefixStore("hang", store), rank, world_size, output_dir / "hangs", self.phase
         )
 
-        self._failures = dist.PrefixStore("failure", store)
+        self._failures = failures
         self._rank = rank
         self._timeout_s = timeout_s
         self._deadline = deadline if rank == 0 else None
-        self._parent = os.getppid()
+        self._at_start = (self.phase.entered, self.stops.place)
         self._progress = (0, 0)
         self._progress_at = time.monotonic()
 
@@ -109,9 +113,10 @@ class Watcher:
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def tell_failure(self) -> None:
-        """Tell all ranks that this one has failed: a SIGTERM is then no request to save."""
-        self._failures.set("failed", "1")
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has come to its first phase."""
+        return (self.phase.entered, self.stops.place) != self._at_start
 
     def explain_time_out(self) -> HangError:
         """The error to raise after a collective has timed out on this rank.
@@ -137,7 +142,7 @@ class Watcher:
         soon = False
         while not self._closed.is_set():
             signals = self._signals(_POLL_SOON_S if soon else _POLL_S)
-            self._look_for_the_launcher()
+            self._look_for_a_failure()
             for number in signals:
                 self._take_signal(number)
             self._look_at_the_clock()
@@ -147,22 +152,30 @@ class Watcher:
             self._look_for_a_stall()
 
     def _watch_alone(self) -> None:
-        """End this rank when its launcher goes or a signal comes; ranks cannot agree any more.
+        """End this rank when a signal comes; without the store, ranks cannot agree any more.
 
-        Whoever held the store has gone, the launcher for one. The main thread may still wait in a
-        collective for long.
+        The main thread may wait in a collective for long. If the launcher holds the store and it is
+        not to be reached again, the launcher has gone, and this rank ends at once. So it does where
+        its parent is a shell between it and the launcher.
         """
+        if is_store_of_launcher() and not self._closed.is_set():
+            try:
+                connect(_RECONNECT_S)
+            except HangError:
+                leave(ENDED_BY_SIGTERM, "the launcher's store has gone, so this rank ends")
+
         while not self._closed.is_set():
-            signals = self._signals(_POLL_S)
-            self._look_for_the_launcher()
-            for number in signals:
+            for number in self._signals(_POLL_S):
                 if number in STOP_SIGNALS:
                     name = signal.Signals(number).name
-                    _end(f"ended by {name}; the job's store has gone", ENDED_BY_SIGTERM)
+                    leave(ENDED_BY_SIGTERM, f"ended by {name}; the job's store has gone")
 
-    def _look_for_the_launcher(self) -> None:
-        if os.getppid() != self._parent:
-            _end("the launcher has gone, so this rank ends", ENDED_BY_SIGTERM)
+    def _look_for_a_failure(self, wait_s: float = 0.0) -> None:
+        """End this rank in silence if another one has said why the job fails."""
+        failure = None if self._failures is None else self._failures.wait(wait_s)
+        if failure is not None:
+            failure.leave_for_summary()
+            leave(failure.code)
 
     def _signals(self, wait_s: float) -> bytes:
         """The numbers of the signals that have come, after waiting for at most `wait_s` for one."""
@@ -173,10 +186,13 @@ class Watcher:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                _end("interrupted twice, so this rank ends without saving", INTERRUPTED_TWICE)
+                leave(INTERRUPTED_TWICE, "interrupted twice, so this rank ends without saving")
         try:
-            if number == signal.SIGTERM and self._failures.check(["failed"]):
-                _end("ended by SIGTERM, since another rank has failed", ENDED_BY_SIGTERM)
+            others_fail = self._failures is not None and self._failures.others_speak()
+            if number == signal.SIGTERM and others_fail:
+                # The launcher ends this rank for that; it does not ask it to save.
+                self._look_for_a_failure(_SAY_S)
+                leave(ENDED_BY_SIGTERM, "ended by SIGTERM, since another rank has failed")
             if number in STOP_SIGNALS:
                 self.stops.ask(f"this job got {signal.Signals(number).name}")
         except RuntimeError:
@@ -196,7 +212,10 @@ class Watcher:
             self._asked_at = time.monotonic()
         elif time.monotonic() - self._asked_at > _ANSWER_S:
             ranks = ", ".join(map(str, self.stops.missing()))
-            _end(f"cannot stop with the others: rank {ranks} gives no answer", ENDED_BY_SIGTERM)
+            leave(
+                ENDED_BY_SIGTERM,
+                f"cannot stop with the others: rank {ranks} gives no answer",
+            )
 
     def _look_for_a_stall(self) -> None:
         """Write down where all ranks are if this one has not got on for nearly the time-out.
@@ -218,14 +237,3 @@ class Watcher:
 
 def _noticed_by_the_watcher(number: int, frame: FrameType | None) -> None:
     """A handler in Python, without which the signal would not be written to the pipe."""
-
-
-def _end(why: str, code: int) -> None:
-    """End the process at once, also if nobody reads what it says."""
-    try:
-        logger.error("%s", why)
-        logging.shutdown()
-        sys.stderr.flush()
-        sys.stdout.flush()
-    finally:
-        os._exit(code)

@@ -5,6 +5,7 @@ A prompt may have one answer or many. This file does not know how responses are 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -29,7 +30,9 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
         `<data_source>/reward_mean` over all responses;
         `<data_source>/acc@1` over all responses, if a reward term tells right from wrong, and
         `<data_source>/pass@<n>`, if n > 1 too;
-        `<data_source>/maj@<n>`, if that term also says what each answer is.
+        `<data_source>/maj@<n>`, if that term also says what each answer is;
+        `<data_source>/acc_unknown`, the number of responses of which that term says nothing, if
+        there are any: they count in none of the three, nor does a prompt that has no other.
     """
     assert len(scores.total) == len(sources) * n, (
         f"{len(scores.total)} scores of {len(sources)} prompts x {n}"
@@ -44,17 +47,24 @@ def summarise(scores: Scores, sources: Sequence[str], n: int) -> dict[str, float
     for source, prompts in prompts_of.items():
         prompt_groups = [range(prompt * n, prompt * n + n) for prompt in prompts]
         rows = [row for prompt_group in prompt_groups for row in prompt_group]
-        metrics[f"{source}/reward_mean"] = float(scores.total[rows].mean())
+        metrics[f"{source}/reward_mean"] = float(scores.total[rows].double().mean())
 
         if correct is None:
             continue
-        metrics[f"{source}/acc@1"] = fmean(correct[row] for row in rows)
+        known = [correct[row] for row in rows if not math.isnan(correct[row])]
+        if len(known) < len(rows):
+            metrics[f"{source}/acc_unknown"] = float(len(rows) - len(known))
+        if not known:
+            continue
+        metrics[f"{source}/acc@1"] = fmean(known)
         if n == 1:
             continue
 
         passed = []
         votes = []
         for prompt_group in prompt_groups:
+            if all(math.isnan(correct[row]) for row in prompt_group):
+                continue
             right = [correct[row] > 0.5 for row in prompt_group]
             passed.append(any(right))
             if scores.answers is not None:

@@ -27,12 +27,19 @@ from mrlhf.rl.correction import correct
 from mrlhf.rl.group_advantages import AdvantagesAndReturns
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.masking import local_moments, masked_mean, whiten
-from mrlhf.rl.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
+from mrlhf.rl.mismatch import (
+    mismatch_metrics,
+    probability_metrics,
+    rejection_metrics,
+    weight_metrics,
+)
 from mrlhf.rl.names import estimator_traits
 from mrlhf.rl.shaping import token_rewards
+from mrlhf.rl.token_baselines import TokenProbabilities
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.score_checks import check_advantages
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def make_experience(
     outputs: ModelOutputs,
     algorithm: AlgorithmSection,
     kl_coef: float,
+    components: Tensor | None = None,
 ) -> tuple[Experience, float | None]:
     """Place rewards on tokens, correct for the engine's policy, estimate advantages.
 
@@ -70,10 +78,14 @@ def make_experience(
         outputs: what the models say about the responses.
         algorithm: estimator, discount, KL, correction.
         kl_coef: the current coefficient of the KL in the reward.
+        components: [terms, batch], the scores of single terms, for an estimator that compares them.
 
     Returns:
         The experience, and the KL in the reward: the mean over sequences of the mean over their
         tokens, or None if it is not in use.
+
+    Raises:
+        RewardError: the scores are so large that an advantage is not finite.
     """
     rollout = collected.rollout
     drawn = rollout.loss_mask
@@ -95,9 +107,19 @@ def make_experience(
         weights = corrected.weights
 
     inputs = AdvantageInputs(
-        rewards, drawn, rollout.prompt_groups, outputs.values, collected.greedy_scores
+        rewards=rewards,
+        mask=drawn,
+        prompt_groups=rollout.prompt_groups,
+        values=outputs.values,
+        greedy_scores=collected.greedy_scores,
+        probabilities=_probabilities(policy, weights),
+        components=components,
     )
     advantages, returns = _advantages(inputs, loss_mask, algorithm)
+    models = [rewards] if outputs.values is None else [rewards, outputs.values]
+    if all(bool(numbers.isfinite().all()) for numbers in models):
+        check_advantages(advantages, returns, shaped, rollout, algorithm.adv_estimator)
+
     right = collected.scores.correct
     experience = Experience(
         rollout=rollout,
@@ -129,8 +151,8 @@ def correction_metrics(
         section: the correction in use.
 
     Returns:
-        `rollout_corr/*`, and `training/rollout_probs_diff_{mean,max,std}`, which compare the
-        probabilities of the drawn tokens.
+        `rollout_corr/*`, and `training/rollout_*`, which compare the probabilities of the drawn
+        tokens.
     """
     log_ratio = logprobs - rollout.rollout_logprobs
     correction = make_correction(section)
@@ -140,18 +162,11 @@ def correction_metrics(
     if correction.level is not None:
         mismatch |= weight_metrics(corrected, correction, log_ratio, mask)
     if correction.criteria:
-        mismatch |= rejection_metrics(corrected, mask)
+        mismatch |= rejection_metrics(corrected, correction, log_ratio, mask)
     metrics = {f"rollout_corr/{name}": value for name, value in mismatch.items()}
 
-    gap = (logprobs.double().exp() - rollout.rollout_logprobs.double().exp()).abs()
-    moments = local_moments(gap, mask)
-    if moments.count:
-        metrics |= {
-            "training/rollout_probs_diff_mean": moments.mean,
-            "training/rollout_probs_diff_max": float(gap[mask].max()),
-            "training/rollout_probs_diff_std": moments.variance**0.5,
-        }
-    return metrics
+    compared = probability_metrics(logprobs, rollout.rollout_logprobs, mask)
+    return metrics | {f"training/{name}": value for name, value in compared.items()}
 
 
 def _advantages(
@@ -167,17 +182,26 @@ def _advantages(
     return advantages, returns
 
 
+def _probabilities(policy: Evaluation | None, weights: Tensor | None) -> TokenProbabilities | None:
+    """What a baseline for each token needs; None where the pass over the policy left it out."""
+    if policy is None or policy.sum_of_squares is None:
+        return None
+    return TokenProbabilities(policy.logprobs, policy.sum_of_squares, weights)
+
+
 def _advantage_options(algorithm: AlgorithmSection, mask: Tensor) -> AdvantageOptions:
     lam: float | Tensor = algorithm.lam
     if algorithm.lam_length_alpha is not None:
         lam = length_adaptive_lam(mask, algorithm.lam_length_alpha)
 
+    component_weights = algorithm.gdpo_reward_weights
     return AdvantageOptions(
         gamma=algorithm.gamma,
         lam=lam,
         critic_lam=algorithm.lam_critic,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         f_norm=algorithm.f_norm,
+        component_weights=None if component_weights is None else tuple(component_weights),
     )
 
 

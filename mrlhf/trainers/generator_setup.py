@@ -23,6 +23,7 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import plan
 from mrlhf.rollout.generator import Generator
@@ -83,6 +84,7 @@ def build_generator(
         actor.dtype,
         _limits(config),
         decode=tokenizer.decode,
+        never=ids_without_token(actor.spec.vocab_size, tokenizer.ids),
     )
 
     ranks, group = _resharding_ranks(run, actor.groups, engines)

@@ -21,13 +21,17 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.components import component_metrics, reward_components
+from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
 from mrlhf.run.startup import Run
 from mrlhf.trainers.dump import dump_rollout, save_batch
 from mrlhf.trainers.evaluate import summarise, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.samples import describe_samples
 from mrlhf.trainers.step_metrics import batch_metrics, utilisation
@@ -81,9 +85,12 @@ class PPOTrainer:
             top_k=config.rollout.top_k,
             top_p=config.rollout.top_p,
             max_tokens=config.data.max_response_length,
-            stop_token_ids=(parts.tokenizer.eos_id,),
-            stop=tuple(config.rollout.stop),
+            stop_token_ids=parts.endings.token_ids,
+            stop=parts.endings.strings,
             seed=config.seed,
+        )
+        self.nothing_to_learn = NothingToLearn(
+            config.algorithm.adv_estimator, is_main_rank=run.is_main_rank
         )
 
     def begin_step(self, number: int) -> StepProgress:
@@ -108,6 +115,7 @@ class PPOTrainer:
         parts.generator.end_step()
 
         metrics = dict(progress.metrics)
+        self.nothing_to_learn.from_correction(metrics)
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
@@ -227,8 +235,11 @@ class PPOTrainer:
                 vocabulary.
             timer: measures the pass.
         """
+        traits = estimator_traits(self.config.algorithm.adv_estimator)
         with timer("old_log_prob"):
-            evaluation = self.parts.actor.evaluate(rollout, cut, ref_logits)
+            evaluation = self.parts.actor.evaluate(
+                rollout, cut, ref_logits, traits.needs_squared_probabilities
+            )
 
         mask = rollout.loss_mask
         metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
@@ -242,21 +253,43 @@ class PPOTrainer:
         """Rewards and advantages; moves the coefficient of the KL in the reward.
 
         Returns:
-            The experience, and the metrics of the KL in the reward, if it is in use.
+            The experience, and the metrics of the KL in the reward and of the terms that are
+            compared one by one, if they are in use.
+
+        Raises:
+            RewardError: the scores are too large, or one that is compared is missing.
+            ConfigError: nothing says which responses are right, although the loss needs it.
         """
+        scores = collected.scores
+        algorithm = self.config.algorithm
         coefficient = self.kl_controller.value
+        positive_coef = self.config.actor.positive_lm_coef
+        if positive_coef > 0:
+            check_correctness(scores.correct, f"actor.positive_lm_coef {positive_coef:g}")
+
+        metrics = {}
+        components = None
         with timer("adv"):
-            shaped = self.parts.shaper.shape(collected.scores.total, collected.rollout)
-            experience, kl = make_experience(
-                collected, shaped, outputs, self.config.algorithm, coefficient
+            if estimator_traits(algorithm.adv_estimator).compares_terms or (
+                algorithm.gdpo_reward_keys is not None
+            ):
+                names, components = reward_components(
+                    scores, collected.rollout, algorithm.gdpo_reward_keys
+                )
+                metrics = component_metrics(names, components)
+            shaped = self.parts.shaper.shape(scores.total, collected.rollout)
+            self.nothing_to_learn.from_scores(
+                shaped if components is None else components, collected.rollout.prompt_groups
             )
-        if kl is None:
-            return experience, {}
-        self.kl_controller.update(kl, len(collected.rollout))
-        return experience, {
-            "actor/reward_kl_penalty": kl,
-            "actor/reward_kl_penalty_coeff": coefficient,
-        }
+            experience, kl = make_experience(
+                collected, shaped, outputs, algorithm, coefficient, components
+            )
+
+        if kl is not None:
+            self.kl_controller.update(kl, len(collected.rollout))
+            metrics["actor/reward_kl_penalty"] = kl
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        return experience, metrics
 
     def update(
         self,
@@ -365,7 +398,7 @@ class PPOTrainer:
             "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
             "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
         }
-        for key in ("n", "temperature", "top_k", "top_p", "stop"):
+        for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
             settings[f"rollout.{key}"] = getattr(config.rollout, key)
         return settings
 

@@ -16,7 +16,7 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import CheckpointError, Interrupted
 from mrlhf.log import PPO_COLUMNS
 from mrlhf.preflight import read_ppo_inputs
-from mrlhf.run.export import export_checkpoint, export_result
+from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import PPO_CURVES, closing_report, ppo_achievements
 from mrlhf.run.reporter import Reporter
@@ -95,8 +95,7 @@ class PPORun:
                 raise
 
         directory = self._run.output_dir / "actor"
-        max_shard_mb = self._section.max_shard_size_mb
-        export_result(parts.actor.engine, parts.tokenizer, directory, max_shard_mb, parts.steps)
+        export_result(self._exported(), directory, parts.steps)
         parts.scorer.close()
         if self._run.is_main_rank:
             summary = {
@@ -188,6 +187,13 @@ class PPORun:
 
     def _export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face checkpoint."""
+        export_checkpoint(self._exported(), directory)
+
+    def _exported(self) -> ExportedModel:
         parts = self._parts
-        max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(parts.actor.engine, parts.tokenizer, directory, max_shard_mb)
+        return ExportedModel(
+            parts.actor.engine,
+            parts.tokenizer,
+            self._section.max_shard_size_mb,
+            parts.generation_config,
+        )

@@ -17,6 +17,7 @@ from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.preflight import PPOInputs
+from mrlhf.preflight.vocabulary import Endings
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
@@ -39,6 +40,8 @@ class Parts:
 
     Attributes:
         tokenizer: the tokenizer of all models.
+        endings: what ends a response.
+        generation_config: the text of the actor's `generation_config.json`, if it has one.
         held_out: the validation prompts, if there are any.
         prompts: the training prompts.
         sampler: their order.
@@ -51,6 +54,8 @@ class Parts:
     """
 
     tokenizer: Tokenizer
+    endings: Endings
+    generation_config: str | None
     held_out: Prompts | None
     prompts: PromptDataset
     sampler: StatefulSampler
@@ -109,6 +114,8 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     collector = _collector(config, generator, scorer, shaper, map(prompts.batch, sampler))
     return Parts(
         tokenizer=tokenizer,
+        endings=inputs.endings,
+        generation_config=inputs.generation_config,
         held_out=inputs.held_out,
         prompts=prompts,
         sampler=sampler,

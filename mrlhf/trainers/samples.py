@@ -37,8 +37,8 @@ def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, cou
             f"    response {_quoted(tokenizer.decode(tokens))}",
         ]
         answer = prompts.ground_truth[row]
-        if answer:
-            lines.append(f"    answer   {_quoted(answer)}")
+        if answer is not None:
+            lines.append(f"    answer   {_quoted(str(answer))}")
     return "\n".join(lines)
 
 

@@ -20,7 +20,7 @@ from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight import RewardModelInputs, SFTInputs
-from mrlhf.run.export import export_checkpoint, export_result
+from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
 from mrlhf.run.reporter import Reporter
@@ -77,7 +77,6 @@ class SupervisedTrainer:
                 other data.
         """
         self._run = run
-        self._tokenizer = inputs.tokenizer
         self._task = task
         self._section = config.trainer
         self._steps = inputs.steps
@@ -94,6 +93,12 @@ class SupervisedTrainer:
             else:
                 self._engine.load(config.model.path, config.seed)
         self._engine.attach_optimizer(config.optim, self._steps)
+        self._exported = ExportedModel(
+            self._engine,
+            inputs.tokenizer,
+            config.trainer.max_shard_size_mb,
+            inputs.generation_config if isinstance(inputs, SFTInputs) else None,
+        )
 
         self._completed = 0
         self._metrics: Mapping[str, float] = {}
@@ -193,8 +198,7 @@ class SupervisedTrainer:
 
     def _export(self, directory: Path) -> None:
         """Write the model as a Hugging Face checkpoint."""
-        max_shard_mb = self._section.max_shard_size_mb
-        export_checkpoint(self._engine, self._tokenizer, directory, max_shard_mb)
+        export_checkpoint(self._exported, directory)
 
     def _with_saved_rows(
         self, error: TrainingError, step: int, rows: Sequence[int]
@@ -210,8 +214,7 @@ class SupervisedTrainer:
 
     def _finish(self, metrics: Mapping[str, float], began: float) -> None:
         directory = self._run.output_dir / "model"
-        max_shard_mb = self._section.max_shard_size_mb
-        export_result(self._engine, self._tokenizer, directory, max_shard_mb, self._steps)
+        export_result(self._exported, directory, self._steps)
         if self._run.is_main_rank:
             summary = {
                 **self._task.summary(metrics),

@@ -8,8 +8,12 @@ period holds one block of every named tensor that the parameter fuses. With tens
     row-parallel or vocabulary weight          1 a rank        1/t of the tensor
     gate and up, in `linear_fc1`               1 a rank        1/t of gate, 1/t of up
     q, k and v, in `linear_qkv`                1 a KV head     its q rows, its k rows, its v rows
-    the same in an engine with more ranks      1 a rank        1/t of q, and the k rows and v rows
-    than KV heads                                              of one KV head
+    the same with more ranks than KV heads     1 a rank        1/t of q, 1/t of k, 1/t of v
+    the same with more ranks than KV heads,    1 a rank        1/t of q, and the k rows and v rows
+    in an engine                                               of one KV head
+
+With more ranks than KV heads a share of k or v is a part of one head. The ranks whose shares make
+up a head are those whose q rows attend to it.
 
 This is pure arithmetic on ints and shapes, and views into tensors that the caller hands in. This
 file does not know models, process groups or files.
@@ -36,16 +40,27 @@ class Rule:
         names: the fused tensors, in the order in which they follow each other in a period.
         dim: the dimension that tensor parallelism splits; None if every rank holds the whole.
         periods: number of periods in the whole (unsplit) parameter, which are divided over the
-            ranks; None for one period a rank.
+            ranks; None for one period a rank. If there are more ranks, their number must be a
+            multiple of the periods, and each rank has a smaller period of its own.
         shared_kv_heads: number of KV heads in each tensor after the first, if several ranks may
             hold the same one. With more ranks than KV heads there is one period a rank, and
             neighbouring ranks hold the same KV head. None if every tensor is split over all ranks.
+        intervals: the rows [start, stop) along `dim` that the parameter holds of each tensor, which
+            may then be named several times; None for all rows of each.
     """
 
     names: tuple[str, ...]
     dim: int | None
     periods: int | None = None
     shared_kv_heads: int | None = None
+    intervals: tuple[tuple[int, int], ...] | None = None
+
+    def interval(self, number: int, shapes: Mapping[str, Shape]) -> tuple[int, int]:
+        """The rows along `dim` of the tensor `names[number]` that the parameter holds."""
+        assert self.dim is not None
+        if self.intervals is None:
+            return 0, shapes[self.names[number]][self.dim]
+        return self.intervals[number]
 
     def blocks(self, shapes: Mapping[str, Shape], tp_size: int) -> tuple[int, tuple[int, ...]]:
         """How the parameter is cut on each of `tp_size` ranks; `dim` is not None.
@@ -58,21 +73,24 @@ class Rule:
         Raises:
             WeightError: a fused parameter does not divide over the ranks.
         """
-        assert self.dim is not None
-        sizes = [shapes[name][self.dim] for name in self.names]
+        intervals = [self.interval(number, shapes) for number in range(len(self.names))]
+        sizes = [stop - start for start, stop in intervals]
         periods = self.periods or tp_size
+        divides = periods % tp_size == 0
+        if tp_size > periods:
+            divides = tp_size % periods == 0
+            periods = tp_size
+
         counts = [periods] * len(sizes)  # into how many blocks each tensor is cut, over all ranks
-        divides = True
         if self.is_shared(tp_size):
             assert self.shared_kv_heads is not None
-            periods = tp_size
-            counts = [tp_size] + [self.shared_kv_heads] * (len(sizes) - 1)
             divides = tp_size % self.shared_kv_heads == 0
+            counts[1:] = [self.shared_kv_heads] * (len(sizes) - 1)
 
         if len(sizes) > 1:
             for size, count in zip(sizes, counts, strict=True):
                 divides = divides and size % count == 0
-        if periods % tp_size or not divides:
+        if not divides:
             raise WeightError(self._refusal(sizes, tp_size))
 
         blocks = tuple(-(-size // count) for size, count in zip(sizes, counts, strict=True))
@@ -93,9 +111,9 @@ class Rule:
             remedy = "use a smaller tp"
         else:
             fused += f" in {count} blocks"
-            remedy = f"use a tp that divides {count}"
-            if self.shared_kv_heads is not None:
-                remedy += f", or a multiple of {count} that divides the rows"
+            remedy = (
+                f"use a tp that divides {count}, or a multiple of {count} that divides the rows"
+            )
         return f"{fused} do not divide over tensor-parallel size {tp_size}; {remedy}"
 
 
@@ -192,14 +210,15 @@ def pieces_of(
     offset = 0
     for number, (name, block) in enumerate(zip(rule.names, blocks, strict=True)):
         shape = shapes[name]
-        size = shape[rule.dim]
+        first, last = rule.interval(number, shapes)
+        size = last - first
         place = tp_rank
         if number > 0 and rule.is_shared(tp_size):
             place = tp_rank * (size // block) // tp_size
 
         # The last ranks hold fewer rows of a tensor that is padded, or none.
-        start = min(size, place * periods * block)
-        stop = min(size, (place + 1) * periods * block)
+        start = first + min(size, place * periods * block)
+        stop = first + min(size, (place + 1) * periods * block)
         if start < stop:
             valid = min(block, stop - start)
             period = sum(blocks)

@@ -41,9 +41,9 @@ from tests.plain_ppo import Case
 Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
-MODELS = ("llama", "qwen2-tied")
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2)]}
-"""By world size: (tp, pp)."""
+MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3")
+LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2), (4, 1)]}
+"""By world size: (tp, pp). The models have one or two KV heads, which two or four ranks share."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,

@@ -1,7 +1,8 @@
 """A checkpoint loads into every layout and optimizer, and training then goes on as it would have.
 
-Actor (tied embeddings, biases) and critic are trained, saved and trained on; then each saved state
-is loaded into every other layout, saved again and compared bit by bit, and trained on.
+Actor (tied embeddings and biases, or q, k and v in one tensor) and critic are trained, saved and
+trained on; then each saved state is loaded into every other layout, saved again and compared bit by
+bit, and trained on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PLAIN = Form("plain", 1000, distributed_optimizer=False)
 SAVED = 2 * sum(map(len, LAYOUTS.values()))  # checkpoints of each case: two optimizers a layout
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
-    "bfloat16": Case("llama", "token-mean", {"dtype": "bfloat16"}),
+    "bfloat16": Case("phi3", "token-mean", {"dtype": "bfloat16"}),
 }
 
 

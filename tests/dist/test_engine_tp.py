@@ -28,6 +28,8 @@ DRAWS = (
     ),
 )
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
+# On the second of two ranks, and on the last of four, no column may be drawn.
+NEVER = (3, 20, *range(60, 131))
 Results = dict[tuple[str, int], list[dict]]
 
 
@@ -42,6 +44,12 @@ def _generate(
         for number, sampling in enumerate(DRAWS):
             samples = answer(engine, PROMPTS, UIDS, sampling)
             results[name, number] = _as_dicts(samples)
+
+    engine = make_engine(hf_model("qwen3", dtype), group, dtype=dtype, never=NEVER)
+    for number, sampling in enumerate(DRAWS):
+        samples = answer(engine, PROMPTS, UIDS, sampling)
+        assert not {token for sample in samples for token in sample.token_ids} & set(NEVER)
+        results["qwen3 without some tokens", number] = _as_dicts(samples)
     return results
 
 

@@ -36,6 +36,7 @@ from mrlhf.models.families import Family, load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import dry_run, read_ppo_inputs
 from mrlhf.rewards.custom import load_custom
+from mrlhf.rewards.interface import RewardInput, Scored
 from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
@@ -267,12 +268,15 @@ def test_the_estimator_takes_the_mean_of_a_prompts_answers_off(
 def test_the_reward_prefers_a_right_and_a_short_answer(references: dict[str, str]) -> None:
     reward = load_custom(references["reward"])
     try:
-        right = reward("sums", " 7", "7", {"response_tokens": 1})
-        wrong = reward("sums", "8", "7", {"response_tokens": 3})
+        right = RewardInput("sums", "3+4=", " 7", "7", {}, 1)
+        wrong = RewardInput("sums", "3+4=", "8", "7", {}, 3)
+        scored = reward.score([right, wrong])
     finally:
         reward.close()
-    assert right == {"score": 1.05, "acc": 1.0, "shortness": 0.05}
-    assert wrong == {"score": 0.025, "acc": 0.0, "shortness": 0.025}
+    assert scored == [
+        Scored(1.05, {"acc": 1.0, "shortness": 0.05}),
+        Scored(0.025, {"acc": 0.0, "shortness": 0.025}),
+    ]
 
 
 def test_the_family_reads_a_configuration(root: Path) -> None:

@@ -31,7 +31,7 @@ from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_sp
 
 LAYOUTS = [
     ParallelLayout.for_world("actor", 4, tp, pp)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
 ]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
 CPU = Device("cpu", torch.device("cpu"), "gloo")

@@ -14,15 +14,15 @@ import transformers
 from torch import Tensor
 
 from mrlhf.device import Device
-from mrlhf.errors import ConfigError
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import parameter_names, role_pieces
-from mrlhf.models.rope import inverse_frequencies
+from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.shard import Slot
+from tests.feature_models import YARN, YARN_IN_FULL, feature_configs
 from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -46,12 +46,19 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+ONE_KV_HEAD = SIZES | {"num_key_value_heads": 1}
 # Models whose gradients are compared too, and what is recomputed in them.
 GRADIENTS: dict[str, Recompute] = {
     "mistral-window": "mlp",
     "qwen2-tied": "full",
     "qwen3-tied": "core_attn",
+    "qwen3-one-kv-head": "none",
     "scalar": "none",
+    "llama-yarn-biases": "none",
+    "smollm3": "core_attn",
+    "phi3": "mlp",
+    "granite": "full",
+    "olmo3": "mlp",
 }
 
 
@@ -69,9 +76,11 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
             **SIZES, sliding_window=8, head_dim=32, tie_word_embeddings=False
         ),
         "qwen2": qwen2(**SIZES, tie_word_embeddings=False),
-        "qwen2-tied": qwen2(**SIZES, tie_word_embeddings=True),
+        "qwen2-tied": qwen2(**ONE_KV_HEAD, tie_word_embeddings=True),
         "qwen3-tied": qwen3(**SIZES, head_dim=32, tie_word_embeddings=True),
+        "qwen3-one-kv-head": qwen3(**ONE_KV_HEAD, head_dim=8, tie_word_embeddings=False),
         "scalar": qwen2(**SIZES, tie_word_embeddings=True, num_labels=1),
+        **feature_configs(SIZES),
     }
 
 
@@ -230,11 +239,16 @@ def _sequence_parallel(tp: int, pp: int) -> tuple[bool, ...]:
     return (False, True) if pp == 1 else (True,)
 
 
+def _names(tp: int) -> list[str]:
+    """The models of a layout; four ranks have the few in which all that matters to them differs."""
+    return list(GRADIENTS) if tp == 4 else list(_configs())
+
+
 def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str, float]:
     layout = ParallelLayout.for_world("actor", world_size, tp=tp, pp=pp)
     groups = GroupFactory(timeout_s=120.0).role_groups(layout)
     worst = {}
-    for name in _configs():
+    for name in _names(tp):
         spec = load_spec(Path(root) / name, head="scalar" if name == "scalar" else "lm")
         reference = torch.load(Path(root) / name / "reference.pt")
         for sequence_parallel in _sequence_parallel(tp, pp):
@@ -262,12 +276,12 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
     return worst
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_packed_outputs_and_gradients_equal_transformers(
     references: Path, tp: int, pp: int
 ) -> None:
     for worst in run_ranks(tp * pp, _parity, tp, pp, str(references)):
-        assert len(worst) == (len(_configs()) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
+        assert len(worst) == (len(_names(tp)) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
         assert max(worst.values()) < 1e-4, worst
 
 
@@ -310,30 +324,22 @@ def spec(tmp_path: Path) -> ModelSpec:
     return load_spec(tmp_path, head="lm")
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3, LINEAR])
-def test_rotary_frequencies_equal_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
-    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
-    config.save_pretrained(tmp_path)
-    expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
-    assert torch.equal(inverse_frequencies(load_spec(tmp_path, head="lm")), expected)
-
-
 @pytest.mark.parametrize(
-    ("rope", "message"),
+    "rope",
     [
-        (
-            {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-            "rope type 'dynamic' is not supported",
-        ),
-        (
-            {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
-            "rope type 'yarn' scales attention by 1.13",
-        ),
+        {"rope_type": "default", "rope_theta": 10000.0},
+        # transformers ignores the factor in Llama.
+        {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        LLAMA3,
+        LINEAR,
+        YARN,
+        YARN_IN_FULL,
     ],
 )
-def test_rotary_types_that_one_table_cannot_give(
-    tmp_path: Path, rope: dict[str, Any], message: str
-) -> None:
-    transformers.LlamaConfig(**SIZES, rope_parameters=rope).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        inverse_frequencies(load_spec(tmp_path, head="lm"))
+def test_rotation_equals_transformers(tmp_path: Path, rope: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(**SIZES, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+    expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    frequencies, scale = rope_of(load_spec(tmp_path, head="lm"))
+    assert torch.equal(frequencies, expected.inv_freq)
+    assert scale == expected.attention_scaling

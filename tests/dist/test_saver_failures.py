@@ -16,7 +16,7 @@ from mrlhf.checkpoint.retention import delete_old
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import CheckpointError
-from mrlhf.run.export import export_checkpoint
+from mrlhf.run.export import ExportedModel, export_checkpoint
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
 from tests.plain_ppo import Case
 from tests.ranks import run_ranks
@@ -64,7 +64,8 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
 
 def _export_on_a_full_disk(root: Path, saver: Saver, engine: object) -> list[str]:
     tokenizer = load_tokenizer(str(root / "data" / "tokenizer"), None)
-    exports = {"hf": lambda path: export_checkpoint(engine, tokenizer, path, 100)}  # type: ignore[arg-type]
+    model = ExportedModel(engine, tokenizer, max_shard_mb=100)  # type: ignore[arg-type]
+    exports = {"hf": lambda path: export_checkpoint(model, path)}
     contents = Contents(4, False, {"actor": engine}, {}, {}, exports)  # type: ignore[dict-item]
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails instead

@@ -43,9 +43,9 @@ BASIC_CASES = {
     "plain": Case("llama", "token-mean"),
     "clipped gradient": Case("qwen2-tied", "token-sum", clip_grad=1.0),
     "sampled KL and entropy": Case("qwen2-tied", "seq-mean-token-mean", NEAR),
-    "full KL": Case("llama", "seq-mean-token-sum-norm", FULL),
-    "entropy": Case("llama", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
-    "weights and rejection": Case("llama", "token-mean", NEAR, corrected=True),
+    "full KL": Case("olmo2", "seq-mean-token-sum-norm", FULL, clip_grad=1.0),
+    "entropy": Case("llama-biases", "seq-mean-token-sum", {"entropy_coeff": -0.2}, clip_grad=1.0),
+    "weights and rejection": Case("qwen3", "token-mean", NEAR, corrected=True),
 }
 OTHER_CASES = {
     "rejection by sequence means": Case(
@@ -91,7 +91,7 @@ CLIPPED_BELOW = ("vanilla", "geo_mean")
 FORM_CASES = {
     MANY_PACKS: list(CASES),
     ONE_PACK: ["sampled KL and entropy", "entropy"],
-    SEQUENCE_PARALLEL: ["clipped gradient", "full KL"],
+    SEQUENCE_PARALLEL: ["clipped gradient", "full KL", "entropy"],
 }
 # World size, tp and pp. The others train the basic cases alone, since building models takes the
 # time: in four ranks the other cases run on the deepest layout.

@@ -13,7 +13,7 @@ from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.preflight import dry_run, preflight
 from mrlhf.run.program import Program, main
-from tests.e2e.programs import ROOT, run_program, succeed, torchrun
+from tests.e2e.programs import ROOT, run_program, succeed
 
 DEMO = "configs/demo_cpu.yaml"
 
@@ -121,18 +121,19 @@ def test_help_names_every_key_and_needs_no_torchrun() -> None:
         assert key in output
 
 
-def test_missing_data_ends_every_rank(tmp_path: Path) -> None:
+def test_missing_data_is_the_last_line_that_a_user_reads(tmp_path: Path) -> None:
     train_sentencepiece([*"0123456789=+"], tmp_path, vocab_size=32, byte_fallback=False)
     arguments = [
         f"data.tokenizer={tmp_path}",
         "data.train_files=nowhere.jsonl",
         f"trainer.output_dir={tmp_path}/run",
     ]
-    done = torchrun(
-        2, ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments], timeout=240
-    )
-    assert done.returncode != 0
-    assert "error: data.train_files nowhere.jsonl does not exist; " in done.stderr
+    launcher = ["launch/torchrun.py", "--nproc-per-node=2", "--standalone"]
+    program = ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *arguments]
+    done = run_program([*launcher, *program], timeout=240)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: data.train_files nowhere.jsonl does not exist; ")
 
 
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:

@@ -24,5 +24,7 @@ def test_an_engine_that_raises_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     done = torchrun(4, [*program, *keys], timeout=150)
     assert done.returncode != 0
     error = "EngineError: no room for 1 prompts; raise rollout.kv_cache_mb"
-    assert f"[rank 1] ERROR mrlhf.run.program: {error}" in done.stderr
+    assert f"[rank 1] ERROR mrlhf.run.failures: {error}" in done.stderr
+    assert done.stderr.count("] ERROR ") == 1
+    assert f"traceback : {error}" in done.stderr  # in torchrun's own summary
     assert "a rank went on without the others" not in done.stdout

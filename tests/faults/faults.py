@@ -15,9 +15,12 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from mrlhf.run.watcher import STOP_SIGNALS, Watcher
+from mrlhf.errors import DataError
+from mrlhf.run.failures import STOP_SIGNALS
+from mrlhf.run.watcher import Watcher
 
 HAND_OVER = "mrlhf.reshard.execute:Resharder.run"
 GENERATION = "mrlhf.inference.native.engine:NativeEngine.step"
@@ -35,6 +38,10 @@ MODEL_FILE = "mrlhf.checkpoint.rank_files:write_tensors"
 MANIFEST_FILE = "mrlhf.checkpoint.saver:write_bytes"
 DELETION = "mrlhf.checkpoint.retention:shutil.rmtree"
 RENAMING = "pathlib:Path.rename"
+CHECK = "mrlhf.preflight:preflight"
+JOINING = "mrlhf.run.startup:pick_device"
+SPEAKING = "mrlhf.run.startup:log_failure"
+LISTENING = "mrlhf.run.failures:Failures.takes_turn"
 SUPERVISED_VALIDATION = "mrlhf.training.engine:ModelEngine.per_token"
 SUPERVISED_STEP = "mrlhf.training.engine:ModelEngine.train_mini_batch"
 
@@ -51,7 +58,8 @@ class Fault:
         action: names of signals that the process sends itself, separated by spaces; or "NAN", from
             this call on the actor's gradients are no numbers; "FULL", from this call on no file may
             be longer than 64 kB; "ROOM", files may again have any length; "HOLD", the process waits
-            there until it is asked to stop.
+            there until it is asked to stop; "TOUCH=<file>" makes a file, "AWAIT=<file>" waits
+            for one; "DATA" raises a DataError and "BUG" an error of no user.
         rank: the rank; -1: every rank.
         attempt: which start of the job by the same launcher, from 0.
     """
@@ -108,11 +116,25 @@ def _strike(fault: Fault, watchers: Sequence[Watcher], number: int, *args: Any) 
             resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (resource.RLIM_INFINITY,))
         elif action == "HOLD":
             _wait_until_asked(watchers)
+        elif action == "DATA":
+            raise DataError(f"rank {os.environ['RANK']} cannot read its data")
+        elif action == "BUG":
+            raise KeyError(f"a bug on rank {os.environ['RANK']}")
+        elif action.startswith("TOUCH="):
+            Path(action.removeprefix("TOUCH=")).touch()
+        elif action.startswith("AWAIT="):
+            wait_for(Path(action.removeprefix("AWAIT=")))
         else:
             which = signal.Signals[action]
             os.kill(os.getpid(), which)
             if which in STOP_SIGNALS:
                 _wait_until_asked(watchers)
+
+
+def wait_for(file: Path) -> None:
+    """Wait until there is this file; the limit of the test ends the wait."""
+    while not file.exists():
+        time.sleep(0.01)
 
 
 def _wait_until_asked(watchers: Sequence[Watcher]) -> None:

@@ -23,6 +23,18 @@ def digits(data_source, solution_str, ground_truth, extra_info):
     return {"score": count / 4, "acc": float(count > 2)}
 
 
+def fails(data_source, solution_str, ground_truth, extra_info):
+    return deeper(0)
+
+
+def deeper(depth):
+    if depth == 50:
+        raise LookupError("no such answer")
+    if depth % 2:
+        return deeper(depth + 1)
+    return 1 + deeper(depth + 1)
+
+
 def hangs(data_source, solution_str, ground_truth, extra_info):
     while True:
         pass

@@ -5,6 +5,7 @@ Arguments: a directory for its notes, and what to do at the start and on a signa
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -40,6 +41,13 @@ def main() -> None:
         signal.signal(number, on_signal)
     note(directory, f"started, attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}")
 
+    if behaviour == "tells and exits with 1" and rank == 1:
+        sys.stderr.write("the cause\n")
+        sys.stderr.flush()
+        details = {"py_callstack": "the cause", "timestamp": str(int(time.time()))}
+        message = {"message": {"message": "the cause", "extraInfo": details}}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(message))
+        behaviour = "exits with 1"
     if behaviour.startswith("exits with ") and rank == 1:
         os._exit(int(behaviour.removeprefix("exits with ")))
     if behaviour == "fails once":

@@ -86,11 +86,24 @@ def test_a_reward_function_that_hangs(inputs: Path, tmp_path: Path) -> None:
     keys = [f'reward.terms=[{{"name": "{inputs}/rewards.py:hangs"}}]', "reward.timeout_s=0.5"]
     ended = run.run(keys=keys)
     assert 1 in ended.codes and 0 not in ended.codes, ended.text
-    errors = {line.split("ERROR ")[1] for line in ended.text.splitlines() if " ERROR " in line}
-    assert errors, ended.text
-    for error in errors:
-        assert "RewardError: reward function hangs of" in error
-        assert "took more than 0.5 s and was stopped" in error
+    (error,) = [line for line in ended.text.splitlines() if " ERROR " in line]
+    assert "RewardError: reward function hangs of" in error
+    assert "took more than 0.5 s and was stopped" in error
+
+
+def test_a_reward_function_that_raises_on_all_ranks_shows_one_traceback(
+    inputs: Path, tmp_path: Path
+) -> None:
+    run = Sequel(settings.ppo(inputs), tmp_path / "run")
+    ended = run.run(keys=[f'reward.terms=[{{"name": "{inputs}/rewards.py:fails"}}]'])
+    assert ended.codes == [1, 1], ended.text
+
+    (speaker,) = [output for output in ended.outputs if "Traceback" in output]
+    shown = speaker[speaker.index("RewardError: reward function fails of") :].splitlines()
+    assert "raised LookupError: no such answer (line " in shown[0]
+    assert shown[-1] == "LookupError: no such answer"
+    assert "lines are left out" in shown[20]
+    assert len(shown) <= 40
 
 
 def test_an_interrupt_from_the_keyboard(

@@ -26,6 +26,7 @@ def launch(
     *options: str,
     nodes: Sequence[str] = ("--standalone", f"--nproc-per-node={RANKS}"),
     worker: str = "stubborn_worker",
+    log_level: str = "INFO",
 ) -> subprocess.Popen[str]:
     """Start two workers that behave like this."""
     return subprocess.Popen(
@@ -40,7 +41,7 @@ def launch(
             behaviour,
         ],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LOGLEVEL": log_level},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -127,50 +128,28 @@ def test_a_signal_between_two_attempts_reaches_the_next_workers(tmp_path: Path) 
         assert notes(tmp_path, rank)[-3:] == ["started, attempt 1", "SIGTERM", "saved"]
 
 
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    process = launch(tmp_path, "hangs", worker="watched_worker")
+@pytest.mark.parametrize("kind", ["our launcher", "torchrun", "torchrun and a shell"])
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, kind: str) -> None:
+    program = ["tests.faults.watched_worker", str(tmp_path), "hangs"]
+    arguments = ["-m", *program]
+    if kind == "torchrun and a shell":
+        shell = f"{sys.executable} -m {' '.join(program)}; exit 1"
+        arguments = ["--no-python", "sh", "-c", shell]
+    launcher = ["launch/torchrun.py"] if kind == "our launcher" else ["-m", "torch.distributed.run"]
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "--standalone", f"--nproc-per-node={RANKS}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     wait_for_workers(tmp_path, process)
     assert process.stdout is not None
     process.stdout.close()  # the ranks end although nobody reads what they say
     process.kill()
     process.wait()
     wait_for_the_end_of_workers(tmp_path)
-
-
-def test_a_signal_ends_a_rank_whose_store_has_gone(tmp_path: Path) -> None:
-    store = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import torch.distributed as dist\n"
-            "store = dist.TCPStore('localhost', 0, is_master=True, wait_for_workers=False)\n"
-            "print(store.port, flush=True)\n"
-            "store.wait(['never'])",
-        ],
-        text=True,
-        stdout=subprocess.PIPE,
-    )
-    assert store.stdout is not None
-    port = store.stdout.readline().strip()
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-    agent = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.watched_worker", str(tmp_path), "sleeps"],
-        cwd=ROOT,
-        env={**os.environ, **place, **agent, "OMP_NUM_THREADS": "1"},
-        text=True,
-        stderr=subprocess.PIPE,
-    )
-    while not notes(tmp_path, 0):
-        assert worker.poll() is None, worker.communicate()
-        time.sleep(0.05)
-
-    store.kill()
-    store.communicate()
-    worker.send_signal(signal.SIGTERM)
-    _, errors = worker.communicate()
-    assert worker.returncode == 143, errors
-    assert "ended by SIGTERM; the job's store has gone" in errors
 
 
 def test_two_launchers_end_alike_when_one_gets_signals(tmp_path: Path) -> None:
@@ -232,6 +211,16 @@ def test_bad_input_of_one_worker_ends_the_others(tmp_path: Path) -> None:
     _, errors = process.communicate()
     assert process.returncode == 2, errors
     assert notes(tmp_path, 0) == ["started, attempt 0"]
+
+
+@pytest.mark.parametrize("redirected", [False, True])
+def test_what_a_worker_says_is_the_last_that_a_user_reads(tmp_path: Path, redirected: bool) -> None:
+    options = ("--redirects=3", f"--log-dir={tmp_path}/logs") if redirected else ()
+    process = launch(tmp_path, "tells and exits with 1", *options, log_level="WARNING")
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    # Where it went to a file, the launcher repeats it.
+    assert errors == ("error: the cause\n" if redirected else "the cause\n")
 
 
 def test_exit_code() -> None:

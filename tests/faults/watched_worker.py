@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mrlhf.device import init_distributed, pick_device
+from mrlhf.device import pick_device
 from mrlhf.errors import Interrupted
+from mrlhf.job import init_distributed
 from mrlhf.log import configure_logging
 from mrlhf.parallel.stop_points import StopPoints
+from mrlhf.run.leaving import end_with_launcher
 from mrlhf.run.watcher import Watcher
 
 TIMEOUT_S = 600.0
@@ -26,6 +28,7 @@ TIMEOUT_S = 600.0
 def main() -> None:
     directory = Path(sys.argv[1])
     behaviour = sys.argv[2]
+    end_with_launcher()
     job = init_distributed(pick_device("cpu", 0), TIMEOUT_S)
     configure_logging(job.rank)
     watcher = Watcher(job.store, job.rank, job.world_size, directory, TIMEOUT_S)
@@ -36,8 +39,6 @@ def main() -> None:
     note.write_text(f"process {os.getpid()}\n")
     if behaviour == "hangs":
         hang(job.rank)
-    while behaviour == "sleeps":
-        time.sleep(1.0)
     try:
         count(watcher.stops)
     except Interrupted:

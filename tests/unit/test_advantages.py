@@ -19,6 +19,7 @@ from mrlhf.rl.advantages import (
     length_adaptive_lam,
 )
 from mrlhf.rl.names import ESTIMATOR_TRAITS, AdvantageEstimator
+from mrlhf.rl.token_baselines import TokenProbabilities
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
@@ -33,6 +34,7 @@ BATCH = AdvantageInputs(
     prompt_groups=torch.tensor([8, 8, 8, 2]),
     values=torch.tensor([[0.5, 1.0], [0.0, NAN], [1.0, 0.5], [NAN, 3.0]]),
     greedy_scores=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    components=torch.tensor([[3.0, 1.0, 2.0, 4.0], [0.0, 0.0, 3.0, 1.0]]),
 )
 
 
@@ -145,10 +147,14 @@ def test_what_stands_in_padding_does_not_matter():
         ("reinforce_plus_plus", [[2.0, 2.0], [1.0, 0.0], [1.0, 2.0], [0.0, 4.0]]),
         ("reinforce_plus_plus_baseline", [[1.0, 1.0], [-1.0, 0.0], [0.0, 0.0], [0.0, 4.0]]),
         ("remax", [[2.0, 1.0], [-1.0, 0.0], [-1.0, -1.0], [0.0, 0.0]]),
+        # 1, -1, 0 and 4 alone; -1, -1, 2 and 1 alone, with the weight .5
+        ("gdpo", [[0.5, 0.5], [-1.5, 0.0], [1.0, 1.0], [0.0, 4.5]]),
     ],
 )
 def test_each_name_stands_for_its_estimator_with_its_options(name, expected):
-    options = AdvantageOptions(gamma=0.5, lam=0.5, norm_by_std=False, f_norm=4.0)
+    options = AdvantageOptions(
+        gamma=0.5, lam=0.5, norm_by_std=False, f_norm=4.0, component_weights=(1.0, 0.5)
+    )
     advantages, returns = estimate_advantages(ADVANTAGE_ESTIMATORS[name], BATCH, options)
     torch.testing.assert_close(advantages, torch.tensor(expected))
     to_go = torch.tensor([[3.0, 2.0], [1.0, 0.0], [2.0, 2.0], [0.0, 4.0]])
@@ -175,13 +181,24 @@ def test_grpo_passk_by_name():
 
 def test_options_default_to_those_of_the_field():
     assert AdvantageOptions() == AdvantageOptions(
-        gamma=1.0, lam=1.0, critic_lam=None, norm_by_std=True, f_norm=1.0
+        gamma=1.0,
+        lam=1.0,
+        critic_lam=None,
+        norm_by_std=True,
+        f_norm=1.0,
+        component_weights=None,
     )
 
 
 def test_what_an_estimator_lacks_is_named():
-    bare = replace(BATCH, values=None, greedy_scores=None)
-    for name, message in (("gae", "gae needs values"), ("remax", "remax needs greedy_scores")):
+    bare = replace(BATCH, values=None, greedy_scores=None, components=None)
+    for name, message in (
+        ("gae", "gae needs values"),
+        ("remax", "remax needs greedy_scores"),
+        ("gdpo", "gdpo needs components"),
+        ("optimal_token_baseline", "^optimal_token_baseline needs probabilities"),
+        ("tir_optimal_token_baseline", "^tir_optimal_token_baseline needs probabilities"),
+    ):
         with pytest.raises(ValueError, match=message):
             estimate_advantages(ADVANTAGE_ESTIMATORS[name], bare, AdvantageOptions())
     with pytest.raises(ValueError, match="grpo_passk needs at least 2"):
@@ -193,6 +210,8 @@ def test_inputs_that_do_not_fit_are_refused():
         replace(BATCH, mask=BATCH.mask[:, :1])
     with pytest.raises(AssertionError, match=r"\(3,\), \(4, 2\)"):
         replace(BATCH, prompt_groups=BATCH.prompt_groups[:3])
+    with pytest.raises(AssertionError, match=r"\(2, 3\) components, \(4,\) rows"):
+        replace(BATCH, components=BATCH.components[:, :3])
     with pytest.raises(AssertionError, match="bool"):
         estimate_advantages(
             ADVANTAGE_ESTIMATORS["rloo"], replace(BATCH, mask=BATCH.mask.long()), AdvantageOptions()
@@ -201,9 +220,9 @@ def test_inputs_that_do_not_fit_are_refused():
 
 def test_each_named_estimator_exists():
     assert set(ADVANTAGE_ESTIMATORS) == set(get_args(AdvantageEstimator))
-    assert len(ADVANTAGE_ESTIMATORS) == 9
+    assert len(ADVANTAGE_ESTIMATORS) == 12
     whitened = {name for name, traits in ESTIMATOR_TRAITS.items() if traits.whitened}
-    assert whitened == {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+    assert whitened == {"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
 
 
 @pytest.mark.parametrize("name", get_args(AdvantageEstimator))
@@ -217,6 +236,10 @@ def test_an_estimator_does_what_its_traits_say(name):
         prompt_groups=torch.tensor([0, 0, 1, 1]),
         values=torch.randn(4, 3, generator=generator),
         greedy_scores=torch.randn(4, generator=generator),
+        components=torch.randn(2, 4, generator=generator),
+        probabilities=TokenProbabilities(
+            -0.2 - torch.rand(4, 3, generator=generator), torch.full((4, 3), 0.9)
+        ),
     )
     result = torch.stack(estimate_advantages(estimator, inputs, AdvantageOptions()))
 
@@ -227,12 +250,18 @@ def test_an_estimator_does_what_its_traits_say(name):
         "lam_length_alpha": {"lam": torch.full((4,), 0.5)},
         "norm_adv_by_std_in_grpo": {"norm_by_std": False},
         "f_norm": {"f_norm": 2.0},
+        "gdpo_reward_weights": {"component_weights": (1.0, 0.5)},
     }
     for key, option in options.items():
         moved = estimate_advantages(estimator, inputs, AdvantageOptions(**option))
         assert (not torch.equal(torch.stack(moved), result)) == (key in traits.reads), key
 
-    needs = {"values": traits.needs_values, "greedy_scores": traits.needs_greedy_answer}
+    needs = {
+        "values": traits.needs_values,
+        "greedy_scores": traits.needs_greedy_answer,
+        "components": traits.compares_terms,
+        "probabilities": traits.needs_squared_probabilities,
+    }
     for field, needed in needs.items():
         without = replace(inputs, **{field: None})
         if needed:
@@ -244,10 +273,25 @@ def test_an_estimator_does_what_its_traits_say(name):
     differ = bool((result[0] != result[0][:, :1]).any())
     assert differ == (traits.needs_values or traits.sums_later_rewards)
 
+    equal = replace(
+        inputs,
+        rewards=torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 2.0], [0.0, 0.0, 5.0], [0.0, 0.0, 5.0]]),
+        components=torch.tensor([[2.0, 2.0, 5.0, 5.0], [1.0, 1.0, 0.0, 0.0]]),
+    )
+    advantages, _ = estimate_advantages(estimator, equal, AdvantageOptions())
+    nothing_to_learn = bool(advantages.abs().max() < 1e-6)
+    assert nothing_to_learn == traits.compares_within_prompt
+
 
 def _by_name(name, batch):
     inputs = AdvantageInputs(
-        batch.rewards, batch.mask, batch.prompt_groups, batch.values, batch.greedy_scores
+        batch.rewards,
+        batch.mask,
+        batch.prompt_groups,
+        batch.values,
+        batch.greedy_scores,
+        TokenProbabilities(-batch.values.abs(), 1 / (2 + batch.values.abs())),
+        torch.stack([batch.greedy_scores, batch.mask.sum(dim=1)]),
     )
     options = AdvantageOptions(gamma=0.9, lam=0.8, critic_lam=0.7, f_norm=2.5)
     return estimate_advantages(ADVANTAGE_ESTIMATORS[name], inputs, options)
@@ -270,7 +314,9 @@ def test_order_numbering_and_padding_change_nothing(name, batch):
         torch.testing.assert_close(other, result, rtol=1e-12, atol=1e-12)
 
     width = batch.mask.shape[1] + 2
-    columns = torch.arange(1, width - 1)  # one column of padding before, one after
+    # One column of padding before, one after; both after where the column is a token's place.
+    first = 0 if name == "optimal_token_baseline" else 1
+    columns = torch.arange(first, first + width - 2)
     spread = {
         name_of: torch.full(
             (len(batch.prompt_groups), width), filler, dtype=tensor.dtype
@@ -284,5 +330,5 @@ def test_order_numbering_and_padding_change_nothing(name, batch):
     for padded, result in zip(
         _by_name(name, replace(batch, **spread)), (advantages, returns), strict=True
     ):
-        torch.testing.assert_close(padded[:, 1:-1], result, rtol=1e-12, atol=1e-12)
-        assert not padded[:, [0, -1]].any()
+        torch.testing.assert_close(padded[:, columns], result, rtol=1e-12, atol=1e-12)
+        assert not padded[:, [first - 1, -1]].any()

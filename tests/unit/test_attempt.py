@@ -9,7 +9,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from mrlhf.device import _name_attempt
+from mrlhf.errors import HangError
+from mrlhf.job import Launch, _name_attempt
 
 WORLD_SIZE = 4
 
@@ -19,7 +20,8 @@ def names_of_attempt(store: dist.Store, order: list[int]) -> list[str]:
     names = [""] * WORLD_SIZE
 
     def find(rank: int) -> None:
-        names[rank] = _name_attempt(store, rank, WORLD_SIZE, timeout_s=30.0)
+        launch = Launch(rank, WORLD_SIZE, rank)
+        names[rank] = _name_attempt(store, launch, timeout_s=30.0, look=None)
 
     threads = [threading.Thread(target=find, args=[rank]) for rank in order]
     for thread in threads:
@@ -43,5 +45,5 @@ def test_all_ranks_find_one_new_name_in_each_attempt() -> None:
 
 
 def test_a_process_that_never_comes_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0 waited 0.1 s in vain for all 2 processes"):
-        _name_attempt(dist.HashStore(), rank=0, world_size=2, timeout_s=0.1)
+    with pytest.raises(HangError, match=r"rank 0 waited 0.1 s in vain for all 2 processes"):
+        _name_attempt(dist.HashStore(), Launch(0, 2, 0), timeout_s=0.1, look=None)

@@ -16,6 +16,10 @@ RULES = {
         Rule(("q", "k", "v"), dim=0, periods=4),
         {"q": (16, 6), "k": (8, 6), "v": (8, 6)},
     ),
+    "q, k and v in one tensor": (
+        Rule(("f", "f", "f"), dim=0, periods=4, intervals=((0, 16), (16, 24), (24, 32))),
+        {"f": (32, 5)},
+    ),
     "gate and up": (Rule(("gate", "up"), dim=0), {"gate": (12, 5), "up": (12, 5)}),
     "row-parallel": (Rule(("o",), dim=1), {"o": (5, 12)}),
     "padded vocabulary": (Rule(("embed",), dim=0), {"embed": (11, 3)}),

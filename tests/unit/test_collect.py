@@ -210,7 +210,10 @@ def test_the_greedy_baseline_is_one_more_response_a_prompt():
 
 def test_accuracy_needs_a_term_that_tells_it():
     collector = _collector(informative=2, enable=True, metric="acc")
-    with pytest.raises(ConfigError, match="no reward term tells right from wrong"):
+    with pytest.raises(
+        ConfigError, match=r"filter_groups\.metric acc .* let your function return acc"
+    ):
         _collect(collector)
+    assert len(collector.generator.calls) == 1  # the first batch says it
     collector.scorer.terms = ("exact_match",)
     assert _collect(collector).metrics["training/uninformative_groups"] == 0

@@ -25,7 +25,15 @@ def test_mix():
     [
         ({"a": [1.0]}, {"b": 1.0}, "give both for each term"),
         ({"a": [1.0], "b": []}, {"a": 1.0, "b": 1.0}, "different numbers of scores"),
-        ({"a": [0.0, math.nan]}, {"a": 0.0}, "term a has a score of nan for response 1"),
+        ({"a": [0.0, math.nan]}, {"a": 0.0}, "term a gives response 1 the score nan"),
+        ({"a": [1e16]}, {"a": 0.0}, r"term a gives response 0 the score 1e\+16; return a finite"),
+        ({"a": [1.0, 10.0]}, {"a": 2e14}, r"a, weighted, gives response 1 the score 2e\+15"),
+        (
+            {"a": [1e15], "b": [-1e15]},
+            {"a": 1e300, "b": 1e300},
+            "weighted, gives response 0 .* inf",
+        ),
+        ({"a": [8e14], "b": [8e14]}, {"a": 1.0, "b": 1.0}, r"sum of all terms .* 1.6e\+15"),
     ],
 )
 def test_mix_refuses(terms, weights, message):
@@ -59,6 +67,10 @@ def test_external_scores():
         reward.score(inputs("#### 18"))
     with pytest.raises(RewardError, match="different numbers"):
         reward.score(inputs("#### 18"), {"reward_model": [1.0, 2.0]})
+    with pytest.raises(
+        RewardError, match=r"term reward_model gives .* solution '#### 1', prompt 'q'"
+    ):
+        reward.score(inputs("#### 18", "#### 1"), {"reward_model": [1.0, math.inf]})
     with pytest.raises(RewardError, match="brought 1 scores for 2 responses"):
         RewardFunction([("reward_model", 1.0)]).score(inputs("a", "b"), {"reward_model": [1.0]})
 

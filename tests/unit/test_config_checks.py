@@ -1,15 +1,13 @@
 """Cross-field checks, the batch arithmetic and the command line."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
-from mrlhf.models.families import load_spec
-from mrlhf.preflight import check, check_model, check_models, describe, dry_run
+from mrlhf.preflight import check, check_models, describe, dry_run
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
@@ -48,8 +46,9 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"critic__micro_batch_tokens": 99},
-            "critic.micro_batch_tokens 99 is less than the longest sequence, 100 tokens; set "
-            "critic.micro_batch_tokens to at least 100 or lower the data's maximum lengths",
+            "critic.micro_batch_tokens 99 is less than the longest sequence, "
+            "data.max_prompt_length 40 + data.max_response_length 60 = 100 tokens; raise "
+            "micro_batch_tokens to at least 100 or lower the length",
         ),
         (
             {"critic__ppo_mini_batch_size": 48},
@@ -102,16 +101,18 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"trainer__test_freq": 5},
-            "trainer.test_freq is 5 but data.val_files is empty; give files or set test_freq to 0",
+            "trainer.test_freq 5 needs data to validate on, but data.val_files is empty; give "
+            "files, or leave the key out",
         ),
         (
             {"trainer__val_sampled": True},
-            "trainer.val_sampled is on but data.val_files is empty; give files or turn it off",
+            "trainer.val_sampled true needs data to validate on, but data.val_files is empty; give "
+            "files, or leave the key out",
         ),
         (
             {"trainer__val_n": 4},
-            "trainer.val_n 4 is of the sampled validation, but trainer.val_sampled is off; turn "
-            "that on or leave val_n at 1",
+            "trainer.val_n 4 has no effect, since trainer.val_sampled is false; leave it at 1, or "
+            "turn that on",
         ),
         (
             {
@@ -127,13 +128,13 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"trainer__critic_warmup": 11},
-            "trainer.critic_warmup 11 is beyond trainer.total_steps 10, so the actor would never "
-            "be trained; lower the first or raise the second",
+            "trainer.critic_warmup 11 would end after trainer.total_steps 10; lower the first or "
+            "raise the second",
         ),
         (
             {"critic__optim": {"lr_warmup_steps": 10}},
-            "critic.optim.lr_warmup_steps 10 is not below trainer.total_steps 10; lower the first "
-            "or raise the second",
+            "critic.optim.lr_warmup_steps 10 would end after trainer.total_steps 10; lower the "
+            "first or raise the second",
         ),
     ],
 )
@@ -144,7 +145,7 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"actor__kl_loss_type": "full", "reference__pp": 1},  # no KL in use
+        {"reference__pp": 1},  # no KL in use
         {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
         {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
@@ -189,7 +190,8 @@ def test_supervised_checks():
 
     pair = supervised(RewardModelConfig, model__micro_batch_tokens=255)
     assert problems(pair, 2)[0].startswith(
-        "model.micro_batch_tokens 255 is less than the longest pair of sequences, 256"
+        "model.micro_batch_tokens 255 is less than the longest pair of sequences, 2 x "
+        "data.max_length 128 = 256 tokens; "
     )
 
     check(supervised(SFTConfig, model__micro_batch_tokens=255), 2)
@@ -204,41 +206,7 @@ def test_supervised_checks():
     )
 
 
-def sized(**sizes):
-    """A model of these sizes."""
-    return replace(load_spec("configs/models/demo_llama", "lm"), **sizes)
-
-
-def test_check_model():
-    spec = sized(num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=96)
-    check_model("actor", 4, 3, spec)
-    with pytest.raises(ConfigError) as caught:
-        check_model("actor", 8, 4, replace(spec, ffn_size=100))
-    assert str(caught.value).splitlines() == [
-        "actor.pp 4 does not divide the model's layers 6; use one of 1, 2, 3",
-        "actor.tp 8 does not divide the model's key and value heads 4; use one of 1, 2, 4",
-        "actor.tp 8 does not divide the model's intermediate size 100; use one of 1, 2, 4, 5",
-    ]
-
-
-def test_an_engine_may_have_more_ranks_than_key_and_value_heads():
-    spec = sized(num_layers=6, num_heads=12, num_kv_heads=2, ffn_size=96)
-
-    for tp in (1, 2, 4, 6, 12):
-        check_model("rollout", tp, 1, spec, replicates_kv_heads=True)
-
-    with pytest.raises(ConfigError) as caught:
-        check_model("rollout", 3, 1, spec, replicates_kv_heads=True)
-    assert str(caught.value) == (
-        "rollout.tp 3 neither divides the model's key and value heads 2 nor is a multiple of "
-        "them; use one of 1, 2, 4, 6, 12"
-    )
-    with pytest.raises(ConfigError) as caught:
-        check_model("rollout", 8, 1, spec, replicates_kv_heads=True)
-    assert (
-        str(caught.value)
-        == "rollout.tp 8 does not divide the model's attention heads 12; use one of 1, 2, 3, 4, 6"
-    )
+WARM = {"lr_warmup_steps": 3}
 
 
 def model_dir(tmp_path, **changes):
@@ -259,18 +227,47 @@ def test_check_models_reads_config_json(tmp_path):
     assert unchecked(specs) == ["critic"]
     assert list(specs) == ["actor", "critic", "rollout"]
 
-    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not divide the model's layers 6"):
+    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not fit the model's 6 layers"):
         check_models(ppo(actor__path=path, actor__pp=4))
 
     assert unchecked(check_models(ppo(actor__path=path, rollout__tp=8))) == []
     with pytest.raises(
-        ConfigError, match=r"rollout\.tp 16 does not divide the model's attention heads 8"
+        ConfigError, match=r"rollout\.tp 16 does not fit the model's 8 attention heads"
     ):
         check_models(ppo(actor__path=path, rollout__tp=16))
     with pytest.raises(
         ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"
     ):
         check_models(ppo(actor__path=path, data__max_response_length=217))
+
+
+def test_one_mistake_is_reported_once(tmp_path):
+    """The reference inherits the actor's layout, and the engine runs the actor's model."""
+    path = model_dir(tmp_path, hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    config = ppo(
+        actor__path=path, actor__use_kl_loss=True, actor__tp=4, critic__tp=2, rollout__tp=2
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_models(config)
+    of_kv_heads = "3 key and value heads (it must divide them or be a multiple of them)"
+    assert str(caught.value).splitlines() == [
+        "actor.tp 4 does not fit the model's 6 attention heads; use one of 1, 3, 6",
+        f"critic.tp 2 does not fit the model's {of_kv_heads}; use one of 1, 3, 6",
+        f"rollout.tp 2 does not fit the model's {of_kv_heads}; use one of 1, 3, 6",
+    ]
+
+    config = ppo(
+        actor__path=path, actor__use_kl_loss=True, actor__tp=6, critic__tp=1, rollout__tp=2
+    )
+    with pytest.raises(ConfigError, match=r"^rollout\.tp 2 .*; use one of 1, 3, 6$"):
+        check_models(config)
+
+    fitting = {"actor__tp": 1, "critic__tp": 1, "rollout__tp": 1}
+    long = ppo(actor__path=path, actor__use_kl_loss=True, data__max_response_length=217, **fitting)
+    with pytest.raises(ConfigError) as caught:
+        check_models(long)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("actor: the data's longest sequence, 257 tokens, is beyond")
 
 
 def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
@@ -305,7 +302,7 @@ def test_config_json_without_key_and_value_heads(tmp_path):
         ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported are"),
         ({"model_type": "my_decoder"}, "my_decoder"),
         ({"hidden_act": "gelu"}, "only silu is supported"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not"),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers"),
     ],
 )
@@ -469,7 +466,7 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
     file.write_text("seed: 5\nactor: {tp: 2, pp: 3}\ncritic: {pp: 4}\n")
     config, dry = parse_args(PPOConfig, ["seed=6", "--config", str(file), *ARGUMENTS])
     assert (config.seed, dry) == (6, None)
-    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=-1"])[
+    assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--config", str(file), "seed=8"])[
         1
     ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)
@@ -498,3 +495,43 @@ def test_help_shows_defaults_and_where_they_come_from(capsys):
     assert "  critic.path = actor.path  (str)" in said
     assert "  actor.dtype = auto  (auto | float32 | bfloat16)" in said
     assert "  trainer.total_steps = null  (int | null)" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "expected"),
+    [
+        (
+            {"data__max_prompt_length": 9000},
+            8,
+            "actor.micro_batch_tokens 512 and critic.micro_batch_tokens 512 are less than the "
+            "longest sequence, data.max_prompt_length 9000 + data.max_response_length 60 = 9060",
+        ),
+        ({"data__train_batch_size": 65}, 8, "data.train_batch_size 65 is not divisible by actor."),
+        ({"actor__tp": 3, "rollout__tp": 1, "critic__tp": 1}, 8, "actor: world size 8 is not "),
+        (
+            {"actor__tp": 3, "critic__tp": 1, "rollout__tp": 1, "actor__use_kl_loss": True},
+            8,
+            "actor: world size 8 is not divisible",
+        ),
+        ({"critic__ppo_mini_batch_size": 4, "critic__tp": 3}, 8, "critic: world size 8 is not"),
+        (
+            {"trainer__total_steps": 1, "trainer__critic_warmup": 5, "actor__optim": WARM},
+            8,
+            "trainer.critic_warmup 5 and actor.optim.lr_warmup_steps 3 would end after "
+            "trainer.total_steps 1; ",
+        ),
+        (
+            {
+                "rollout__n": 1,
+                "algorithm__adv_estimator": "grpo",
+                "algorithm__reward_norm": "group",
+                "algorithm__filter_groups": {"enable": True},
+            },
+            8,
+            "algorithm.adv_estimator grpo compares the answers to a prompt, but rollout.n is 1",
+        ),
+    ],
+)
+def test_one_cause_is_one_line(changes, world_size, expected):
+    (line,) = problems(ppo(**changes), world_size)
+    assert line.startswith(expected)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mrlhf.config import PPOConfig, load_config
+from mrlhf.config import PPOConfig, SFTConfig, load_config, verl_names
+from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
 from tests.unit.config_files import PPO, load_text, message, write
 
@@ -70,9 +71,54 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
         ),
         (
             "actor_rollout_ref.model.path=m",
-            "unknown key 'actor_rollout_ref.model.path'; verl's 'actor_rollout_ref.actor', "
-            "'.rollout' and '.ref' are 'actor', 'rollout' and 'reference' here",
+            "unknown key 'actor_rollout_ref.model.path'; verl's 'actor_rollout_ref.model.path' is "
+            "'actor.path' here",
         ),
+        (
+            "trainer.default_local_dir=out",
+            "unknown key 'trainer.default_local_dir'; verl's 'trainer.default_local_dir' is "
+            "'trainer.output_dir' here",
+        ),
+        (
+            "trainer.logger=[wandb]",
+            "unknown key 'trainer.logger'; verl's 'trainer.logger' has no counterpart here: "
+            "metrics are written to metrics.jsonl in trainer.output_dir, and for TensorBoard with "
+            "trainer.tensorboard",
+        ),
+        (
+            "algorithm.filter_groups.max_inflight_gen_batches=2",
+            "unknown key 'algorithm.filter_groups.max_inflight_gen_batches'; verl's "
+            "'algorithm.filter_groups.max_inflight_gen_batches' has no counterpart here: all ranks "
+            "generate one batch after another and stop as soon as enough prompts are left, as with "
+            "1 there",
+        ),
+        (
+            "actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+            "unknown key 'actor_rollout_ref.actor.calculate_sum_pi_squared'; verl's "
+            "'actor_rollout_ref.actor.calculate_sum_pi_squared' has no counterpart here: it is "
+            "computed where algorithm.adv_estimator needs it",
+        ),
+        (
+            "n_gpus_per_node=8",
+            "unknown key 'n_gpus_per_node'; verl's 'n_gpus_per_node' has no counterpart here: the "
+            "launcher says how many processes run: torchrun --nnodes=... --nproc-per-node=...",
+        ),
+        (
+            "critic.ppo_micro_batch_size_per_gpu=4",
+            "unknown key 'critic.ppo_micro_batch_size_per_gpu'; verl's "
+            "'critic.ppo_micro_batch_size_per_gpu' is 'critic.micro_batch_tokens' here",
+        ),
+        (
+            "critic.model.lora.rank=4",
+            "unknown key 'critic.model.lora.rank'; verl's 'critic.model.lora.rank' has no "
+            "counterpart here: there is no LoRA",
+        ),
+        (
+            "actor={optim.lr: 1}",
+            "unknown key 'actor.optim.lr'; its name holds a dot: nest it, as actor: {optim: {lr: "
+            "...}}",
+        ),
+        ("actor={pth: m}", "unknown key 'actor.pth'; did you mean 'actor.path'?"),
     ],
 )
 def test_wrong_arguments(tmp_path, override, expected):
@@ -98,6 +144,22 @@ def test_wrong_arguments(tmp_path, override, expected):
 )
 def test_unknown_keys_in_the_file(tmp_path, old, new, expected):
     assert message(tmp_path, PPO.replace(old, new)) == f"{tmp_path / 'config.yaml'}: {expected}"
+
+
+def test_dots_in_the_keys_of_a_file(tmp_path):
+    dotted = PPO + "critic.tp: 2\ntrainer.save_frq: 3\n"
+    file = tmp_path / "config.yaml"
+    assert message(tmp_path, dotted).splitlines() == [
+        f"{file}: unknown key 'critic.tp'; its name holds a dot: nest it, as critic: {{tp: ...}}",
+        f"{file}: unknown key 'trainer.save_frq'; did you mean 'trainer.save_freq'?",
+    ]
+
+
+def test_each_key_of_verl_leads_to_one_that_exists():
+    known = [key.name for root in (PPOConfig, SFTConfig) for key in keys(root)]
+    names = [ours for entry in verl_names._ELSEWHERE.values() for ours in entry]
+    names += [f"actor.{ours}" for ours in verl_names._BELOW_A_ROLE.values()]
+    assert set(names) <= set(known)
 
 
 def test_verls_section_of_actor_rollout_and_reference_is_told(tmp_path):

@@ -7,6 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
+from mrlhf.config.algorithm import KlCtrlSection
 from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from tests.unit.config_files import PPO, SUPERVISED, load_text, message, write
@@ -142,16 +143,25 @@ def test_reference_is_built_only_for_a_kl(ppo_file, overrides, needed):
     [("1e-4", 1e-4), ("2.5E+3", 2500.0), ("1.e3", 1000.0), (".5e-1", 0.05), ("3", 3.0)],
 )
 def test_floats_as_people_write_them(tmp_path, text, number):
-    from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: {text}"))
-    from_argument = load_text(tmp_path, PPO, f"actor.optim.lr={text}")
-    assert from_file.actor.optim.lr == from_argument.actor.optim.lr == number
+    from_file = load_text(tmp_path, PPO.replace("lr: 1e-4", f"lr: 0, clip_grad: {text}"))
+    from_argument = load_text(tmp_path, PPO, f"actor.optim.clip_grad={text}")
+    assert from_file.actor.optim.clip_grad == from_argument.actor.optim.clip_grad == number
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("0", 0), ("-3", -3), ("+4", 4), ("0x1F", 31), ("120", 120)]
+    ("key", "text", "number"),
+    [
+        ("seed", "0", 0),
+        ("rollout.top_k", "-1", -1),
+        ("seed", "+4", 4),
+        ("seed", "0x1F", 31),
+        ("seed", "120", 120),
+    ],
 )
-def test_integers(tmp_path, text, number):
-    assert load_text(tmp_path, PPO, f"seed={text}").seed == number
+def test_integers(tmp_path, key, text, number):
+    value = flatten(load_text(tmp_path, PPO, f"{key}={text}"))[key]
+    assert value == number
+    assert isinstance(value, int)
 
 
 def test_a_list_given_as_an_argument_may_be_changed_by_a_later_one(ppo_file):
@@ -288,3 +298,89 @@ def test_a_root_built_from_sections_inherits_too(ppo_file):
 def test_steps_from_epochs(tmp_path, rows, batch, steps):
     assert load_text(tmp_path, PPO, "trainer.total_epochs=2").trainer.steps(rows, batch) == steps
     assert load_text(tmp_path, PPO, "trainer.total_steps=5").trainer.steps(rows, batch) == 5
+
+
+def test_what_a_later_source_switches_off_takes_its_numbers_with_it(tmp_path):
+    base = write(
+        tmp_path / "base.yaml",
+        PPO.replace("clip_ratio: 0.1", "use_kl_loss: true, kl_loss_coef: 0.3")
+        + "algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, kl_coef: 0.2}}\n",
+    )
+    second = write(
+        tmp_path / "second.yaml",
+        "actor: {use_kl_loss: false}\nalgorithm: {use_kl_in_reward: false}\n",
+    )
+    config = load_config(PPOConfig, [base, second])
+    assert (config.actor.kl_loss_coef, config.algorithm.kl_ctrl) == (0.001, KlCtrlSection())
+    assert load_config(PPOConfig, base, ["actor.use_kl_loss=false"]).actor.kl_loss_coef == 0.001
+
+    fixed = load_config(PPOConfig, base, ["algorithm.kl_ctrl.type=fixed"]).algorithm.kl_ctrl
+    assert fixed == KlCtrlSection(kl_coef=0.2)
+    both = ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.4"]
+    assert load_config(PPOConfig, base, both).actor.kl_loss_coef == 0.4  # the checks refuse it
+    steps = load_config(PPOConfig, base, ["trainer.total_epochs=3"])
+    assert steps.trainer.total_epochs == 3
+    assert load_config(PPOConfig, base, ["trainer.total_steps=3"]).trainer.total_epochs == 1
+
+
+def test_paths_are_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/data")
+    config = load_text(
+        tmp_path,
+        PPO,
+        "actor.path=~/policy",
+        'data.train_files=["${DATA}/a.jsonl", $DATA/b.jsonl]',
+        "data.chat_template=~/chat.jinja",
+        "trainer.output_dir=${DATA}/runs/$$",
+        "trainer.resume=~/runs/old",
+        "reward.terms=[{name: '~/rewards.py:score'}]",
+        "actor.policy_loss.loss_mode=${DATA}/loss.py:f",
+    )
+    assert config.actor.path == config.critic.path == config.data.tokenizer == "/home/me/policy"
+    assert config.data.train_files == ["/data/a.jsonl", "/data/b.jsonl"]
+    assert config.data.chat_template == "/home/me/chat.jinja"
+    assert config.trainer.output_dir == "/data/runs/$$"
+    assert config.trainer.resume == "/home/me/runs/old"
+    assert config.reward.terms[0].name == "/home/me/rewards.py:score"
+    assert config.actor.policy_loss.loss_mode == "/data/loss.py:f"
+    assert "/home/me/policy" in dump_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "trainer.output_dir=$NOWHERE/x",
+            "bad value '$NOWHERE/x' for 'trainer.output_dir': the environment variable NOWHERE is "
+            "not set",
+        ),
+        (
+            "data.val_files=${}/x",
+            "bad value '${}/x' for 'data.val_files.0': the environment variable ${} is not set",
+        ),
+        (
+            "actor.path=~nobody_of_this_name/x",
+            "bad value '~nobody_of_this_name/x' for 'actor.path': '~nobody_of_this_name' names no "
+            "user of this machine; write the path in full",
+        ),
+        (
+            "trainer.output_dir=''",
+            "bad value '' for 'trainer.output_dir': should be a path, and is",
+        ),
+        ("trainer.output_dir='  '", "bad value '  ' for 'trainer.output_dir': should be a path, "),
+        (
+            'data.tokenizer="a\\0b"',
+            "bad value 'a\\x00b' for 'data.tokenizer': should be a path, and holds characters",
+        ),
+        (
+            "actor.policy_loss.loss_mode=$NOWHERE/loss.py:f",
+            "bad value '$NOWHERE/loss.py:f' for 'actor.policy_loss.loss_mode': the environment",
+        ),
+    ],
+)
+def test_paths_that_cannot_be_expanded(tmp_path, monkeypatch, override, expected):
+    monkeypatch.delenv("NOWHERE", raising=False)
+    said = message(tmp_path, PPO, override)
+    assert said.startswith(expected)
+    assert "\n" not in said

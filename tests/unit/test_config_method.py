@@ -16,6 +16,17 @@ from mrlhf.rl.policy_losses import (
 from tests.unit.configurations import ppo, problems
 
 GRPO = {"algorithm__adv_estimator": "grpo"}
+GDPO = {"algorithm__adv_estimator": "gdpo"}
+OTB = {"algorithm__adv_estimator": "optimal_token_baseline"}
+SUM_ALONE = (
+    "{} has no effect with algorithm.adv_estimator gdpo, which compares the scores of single terms "
+    "and not their sum; turn it off, or use another estimator, such as grpo"
+)
+NOT_RIGHT = (
+    "{} needs to know which responses are right, but no reward term says whether a response is "
+    "right; add {{name: exact_match, weight: 0}}, gsm8k, or a function that returns acc, to "
+    "reward.terms"
+)
 CORRECTION = "algorithm__rollout_correction"
 ADAPTIVE = {"algorithm__use_kl_in_reward": True}
 GEO_MEAN = (
@@ -91,7 +102,89 @@ TRUNCATED = (
         (
             {"algorithm__norm_adv_by_std_in_grpo": False},
             "algorithm.norm_adv_by_std_in_grpo false has no effect with algorithm.adv_estimator "
-            "gae; leave it at true, or use grpo or grpo_passk",
+            "gae; leave it at true, or use grpo, grpo_passk or gdpo",
+        ),
+        (
+            {**GRPO, "algorithm__gdpo_reward_keys": ["gsm8k"]},
+            "algorithm.gdpo_reward_keys ['gsm8k'] has no effect with algorithm.adv_estimator grpo; "
+            "leave it at null, or use gdpo",
+        ),
+        (
+            {**GDPO, "rollout__n": 1},
+            "algorithm.adv_estimator gdpo compares the answers to a prompt, but rollout.n is 1; "
+            "set rollout.n to at least 2",
+        ),
+        (
+            {**GDPO, "algorithm__gdpo_reward_keys": ["gsm8k", "style"]},
+            "algorithm.gdpo_reward_keys names style, which no term of reward.terms reports (they "
+            "are gsm8k); name one of these, or add a function that returns style",
+        ),
+        (
+            {**GDPO, "algorithm__gdpo_reward_keys": ["gsm8k", "gsm8k"]},
+            "algorithm.gdpo_reward_keys names gsm8k 2 times; name it once and add the weights",
+        ),
+        (
+            {**GDPO, "algorithm__gdpo_reward_weights": [1.0]},
+            "algorithm.gdpo_reward_weights needs algorithm.gdpo_reward_keys, which says what is "
+            "weighted; set both",
+        ),
+        (
+            {
+                **GDPO,
+                "algorithm__gdpo_reward_keys": ["gsm8k"],
+                "algorithm__gdpo_reward_weights": [1.0, 2.0],
+            },
+            "algorithm.gdpo_reward_weights has 2 numbers for the 1 names in "
+            "algorithm.gdpo_reward_keys; give one for each",
+        ),
+        (
+            {
+                **GDPO,
+                "algorithm__gdpo_reward_keys": ["gsm8k"],
+                "algorithm__gdpo_reward_weights": [0.0],
+            },
+            "algorithm.gdpo_reward_weights is 0 for every term, so nothing could be learned; give "
+            "another weight",
+        ),
+        (
+            {**GDPO, "algorithm__use_kl_in_reward": True},
+            SUM_ALONE.format("algorithm.use_kl_in_reward true"),
+        ),
+        (
+            {**GDPO, "algorithm__reward_norm": "group"},
+            SUM_ALONE.format("algorithm.reward_norm group"),
+        ),
+        ({**GDPO, "algorithm__reward_clip": 5.0}, SUM_ALONE.format("algorithm.reward_clip 5")),
+        (
+            {**GDPO, "algorithm__missing_eos_penalty": 0.5},
+            SUM_ALONE.format("algorithm.missing_eos_penalty 0.5"),
+        ),
+        (
+            {**GDPO, "algorithm__overlong_buffer": {"enable": True, "len": 4}},
+            SUM_ALONE.format("algorithm.overlong_buffer.enable true"),
+        ),
+        (
+            {**OTB, CORRECTION: {"bypass_mode": True}},
+            "algorithm.adv_estimator optimal_token_baseline needs the probabilities of the whole "
+            "vocabulary, from the forward pass that algorithm.rollout_correction.bypass_mode "
+            "saves; turn bypass_mode off or use another estimator, such as rloo",
+        ),
+        (
+            {**OTB, "actor__policy_loss__loss_mode": "geo_mean"},
+            GEO_MEAN.format("optimal_token_baseline"),
+        ),
+        (
+            {"reward__terms": [{"name": "gsm8k", "weight": 0.0}, {"name": "format", "weight": 0}]},
+            "reward.terms gives every term the weight 0 (gsm8k, format), so every score would be 0 "
+            "and nothing could be learned; give at least one term another weight",
+        ),
+        (
+            {"trainer__keep_best": "val/x/acc@1", "reward__terms": [{"name": "format"}]},
+            NOT_RIGHT.format("trainer.keep_best val/x/acc@1"),
+        ),
+        (
+            {"trainer__export_best": "val/x/pass@4", "reward__terms": [{"name": "format"}]},
+            NOT_RIGHT.format("trainer.export_best val/x/pass@4"),
         ),
         (
             {**GRPO, "algorithm__f_norm": 2.0},
@@ -333,6 +426,75 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"actor__kl_loss_coef": 0.3},
+            "actor.kl_loss_coef 0.3 has no effect, since actor.use_kl_loss is false; leave it at "
+            "0.001, or turn that on",
+        ),
+        (
+            {"actor__kl_loss_type": "k2"},
+            "actor.kl_loss_type k2 has no effect, since actor.use_kl_loss is false; leave it at "
+            "low_var_kl, or turn that on",
+        ),
+        (
+            {"algorithm__kl_penalty": "k3"},
+            "algorithm.kl_penalty k3 has no effect, since algorithm.use_kl_in_reward is false; "
+            "leave it at kl, or turn that on",
+        ),
+        (
+            {"algorithm__kl_ctrl": {"horizon": 5}},
+            "algorithm.kl_ctrl.horizon 5 has no effect, since algorithm.use_kl_in_reward is "
+            "false; leave it at 10000, or turn that on",
+        ),
+        (
+            {**ADAPTIVE, "algorithm__kl_ctrl": {"horizon": 5}},
+            "algorithm.kl_ctrl.horizon 5 has no effect, since algorithm.kl_ctrl.type is fixed; "
+            "leave it at 10000, or use adaptive",
+        ),
+        (
+            {"algorithm__filter_groups": {"max_num_gen_batches": 3}},
+            "algorithm.filter_groups.max_num_gen_batches 3 has no effect, since "
+            "algorithm.filter_groups.enable is false; leave it at 10, or turn that on",
+        ),
+        (
+            {"algorithm__overlong_buffer": {"len": 9}},
+            "algorithm.overlong_buffer.len 9 has no effect, since "
+            "algorithm.overlong_buffer.enable is false; leave it at null, or turn that on",
+        ),
+        (
+            {"critic__optim": {"min_lr_ratio": 0.1}},
+            "critic.optim.min_lr_ratio 0.1 has no effect, since critic.optim.lr_decay_style is "
+            "constant; leave it at 0.0, or use linear or cosine",
+        ),
+        (
+            {"actor__optim": {"lr_decay_steps": 9}},
+            "actor.optim.lr_decay_steps 9 has no effect, since actor.optim.lr_decay_style is "
+            "constant; leave it at null, or use linear or cosine",
+        ),
+        (
+            {"trainer__total_epochs": 3},
+            "trainer.total_epochs 3 has no effect, since trainer.total_steps is set; leave it at "
+            "1, or set that to null",
+        ),
+        (
+            {"trainer__keep_best_mode": "min"},
+            "trainer.keep_best_mode min has no effect, since trainer.keep_best is null; leave it "
+            "at max, or name a metric there",
+        ),
+        (
+            {"reward__timeout_s": 5.0},
+            "reward.timeout_s 5.0 has no effect, since reward.terms holds no function of your "
+            "own; leave it at 60.0, or name one there",
+        ),
+    ],
+)
+def test_a_number_of_what_is_switched_off_is_refused(changes, expected):
+    assert problems(ppo(**changes), 8) == [expected]
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"algorithm__gamma": 0.9, "algorithm__lam": 0.9, "algorithm__lam_critic": 0.5},
@@ -347,6 +509,17 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         {"algorithm__adv_estimator": "rloo", "rollout__n": 1},
         {"algorithm__reward_norm": "batch", "rollout__n": 1},
         {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
+        {**GDPO, "reward__terms": [{"name": "my.py:f", "weight": 0.0}]},
+        {
+            **GDPO,
+            "reward__terms": [{"name": "my.py:f"}],
+            "algorithm__gdpo_reward_keys": ["style"],
+            "algorithm__gdpo_reward_weights": [-1.0],
+        },
+        {**GDPO, "actor__policy_loss__loss_mode": "geo_mean"},
+        {**OTB, "rollout__n": 1, CORRECTION: {"preset": "decoupled_token_is"}},
+        {"trainer__keep_best": "val/x/acc@1"},
+        {"trainer__keep_best": "val/x/reward_mean", "reward__terms": [{"name": "format"}]},
         {**GRPO, "actor__policy_loss__loss_mode": "geo_mean"},
         {**GRPO, "algorithm__use_kl_in_reward": True, "actor__policy_loss__loss_mode": "geo_mean"},
         {
@@ -361,8 +534,6 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
             "actor__policy_loss__loss_mode": "geo_mean",
         },
         {**ADAPTIVE, "algorithm__kl_ctrl": {"type": "adaptive", "horizon": 26}},
-        {"algorithm__kl_ctrl": {"type": "adaptive", "horizon": 1, "kl_coef": 0.0}},  # no KL in use
-        {**ADAPTIVE, "algorithm__kl_ctrl": {"horizon": 1, "kl_coef": 0.0}},  # fixed
         {"algorithm__whiten_rewards": True},
         {"algorithm__lam_length_alpha": 0.017},
         {"actor__clip_ratio": 0.1, "actor__clip_ratio_high": 0.28},
@@ -380,11 +551,9 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
             "actor__tau_pos": 2.0,
             "actor__clip_ratio_c": 10.0,
         },
-        # numbers of what a key of its own switches off
-        {"actor__kl_loss_coef": 0.3, "actor__kl_loss_type": "k2"},
-        {"algorithm__kl_penalty": "k3", "algorithm__kl_placement": "terminal"},
-        {"algorithm__filter_groups": {"metric": "acc", "max_num_gen_batches": 3}},
+        # numbers of a model that is not built
         {**GRPO, "critic": {"cliprange_value": 0.2, "loss_scale_factor": 5.0}},
+        {**GRPO, "critic": {"optim": {"min_lr_ratio": 0.1}}},
         {
             "actor__loss_agg_mode": "seq-mean-token-sum-norm",
             "actor__loss_scale_factor": 5.0,
@@ -393,18 +562,19 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
         },
         {CORRECTION: {"preset": "decoupled_token_icepop", "rollout_is": None}},
         {"algorithm__overlong_buffer": {"enable": True, "len": 59}},
-        {"algorithm__overlong_buffer": {"len": 60}},
         {CORRECTION: {"preset": "bypass_pg_geo_rs_token_tis", "rollout_is_batch_normalize": True}},
         {CORRECTION: {"preset": "bypass_ppo_clip"}, "actor__policy_loss__loss_mode": "gspo"},
         {CORRECTION: {"bypass_mode": True}, "algorithm__use_kl_in_reward": True},
-        {CORRECTION: {"bypass_mode": True}, "algorithm__kl_penalty": "full"},
         {"data__gen_batch_size": 96, "algorithm__filter_groups": {"enable": True, "metric": "acc"}},
         {
             "data__gen_batch_size": 16,
             "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 4},
         },
         {"reward__terms": [{"name": "my.py:score"}], "actor__positive_lm_coef": 0.1},
-        {"reward__terms": [{"name": "exact_match", "weight": 0.0}], "actor__positive_lm_coef": 0.1},
+        {
+            "reward__terms": [{"name": "exact_match", "weight": 0.0}, {"name": "format"}],
+            "actor__positive_lm_coef": 0.1,
+        },
         {"reward__terms": [{"name": "format"}], "algorithm__filter_groups": {"enable": True}},
     ],
 )

@@ -292,12 +292,17 @@ def test_bad_input_is_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
+    save_model("llama", tmp_path / "hf", torch.float32)
+    capsys.readouterr()  # transformers shows its progress
+    to_training = [str(tmp_path / "hf"), "--to", "training", "--out", str(tmp_path / "cut")]
     for arguments, message in (
         (["--inspect", str(tmp_path / "nowhere")], "nowhere is not a directory"),
         ([str(tmp_path / "empty"), "--to", "megatron", "--out", "x"], "is no Hugging Face model"),
         ([str(tmp_path / "empty"), "--to", "megatron"], "--out is missing; see --help"),
         (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         (["x", "--to", "megatron", "--tp", "0"], "argument --tp: 0 is not positive"),
+        ([*to_training, "--tp", "3"], "actor: tp 3 does not fit the model's 8 attention heads; "),
+        ([*to_training, "--pp", "5"], "actor: pp 5 does not fit the model's 4 layers; use one of "),
     ):
         try:
             code: Any = convert_checkpoint.main(arguments)
@@ -307,6 +312,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith("error: ") and message in said.err
+    assert not (tmp_path / "cut").exists()
 
 
 _MEASURE = """

@@ -1,6 +1,7 @@
 """Users' reward functions work, and whatever goes wrong in them is reported and stopped."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.errors import RewardError
-from mrlhf.rewards.custom import CustomReward, Limits, WorkerTraceback, load_custom
+from mrlhf.errors import RewardError, UserTraceback
+from mrlhf.rewards.custom import CustomReward, Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,18 @@ def starts_a_child(data_source, solution_str, ground_truth, extra_info):
 def crashes(data_source, solution_str, ground_truth, extra_info):
     os.abort()
 
+def is_killed(data_source, solution_str, ground_truth, extra_info):
+    os.kill(os.getpid(), 9)
+
+def hangs_up(data_source, solution_str, ground_truth, extra_info):
+    os.closerange(3, 100)
+    time.sleep(1000)
+
+def starts_threads(data_source, solution_str, ground_truth, extra_info):
+    import threading
+    for _ in range(1000):
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+
 def leaves(data_source, solution_str, ground_truth, extra_info):
     os._exit(3)
 
@@ -80,6 +93,15 @@ def returns_extra(data_source, solution_str, ground_truth, extra_info):
 
 def returns_complex(data_source, solution_str, ground_truth, extra_info):
     return 1j
+
+def returns_the_answer(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0, "pred": repr(ground_truth).strip("'")}
+
+def returns_huge(data_source, solution_str, ground_truth, extra_info):
+    return 10**400
+
+async def is_async(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
 
 def takes_two(solution_str, ground_truth):
     return 1
@@ -140,14 +162,12 @@ def test_scores_batches(load):
         Scored(1.0, {}),
     ]
     assert reward.score([]) == []
-    assert reward("sums", "7", "7", {}) == 1.0
 
 
 def test_dicts_give_metrics_and_extra_info_tells_the_length(load):
     score, further, answer = load("detailed").score(inputs("abc", level=3))[0]
     assert score == 0.5 and answer is None
     assert further == {"length": 3.0, "exact": 1.0, "tokens": 3.0, "keys": 3.0}
-    assert load("detailed")("sums", "abc", "7", {})["score"] == 0.5
 
 
 def test_an_answer_comes_back_as_the_text_it_is(load):
@@ -159,7 +179,6 @@ def test_an_answer_comes_back_as_the_text_it_is(load):
         "",
     ]
     assert reward.score(inputs("18")) == [Scored(1.0, {"acc": 1.0}, "18")]
-    assert reward("sums", "18", "7", {}) == {"score": 1.0, "pred": "18", "acc": 1.0}
     assert load("answers_a_number").score(inputs("1/2", "3")) == [
         Scored(1.0, {}, "1/2"),
         Scored(1.0, {}, "3"),
@@ -197,7 +216,7 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
         assert part in message
     assert "\n" not in message
 
-    assert isinstance(raised.value.__cause__, WorkerTraceback)
+    assert isinstance(raised.value.__cause__, UserTraceback)
     assert 'return {}["missing"]' in str(raised.value.__cause__)
     assert "worker.py" not in str(raised.value.__cause__)
 
@@ -235,14 +254,44 @@ def test_a_stopped_function_takes_its_children_with_it(load):
 
 
 @pytest.mark.parametrize(
-    ("name", "fate"), [("crashes", "signal SIGABRT"), ("leaves", "exit code 3")]
+    ("name", "fate", "memory_mb"),
+    [
+        ("crashes", "ended its process (signal SIGABRT)", None),
+        (
+            "crashes",
+            "ended its process (signal SIGABRT; reward.memory_mb = 2000 limits its memory)",
+            2000,
+        ),
+        ("leaves", "ended its process (exit code 3)", None),
+        (
+            "is_killed",
+            "ended its process (signal SIGKILL, which the kernel sends when memory runs out)",
+            None,
+        ),
+        ("hangs_up", "closed its connection to the trainer, and was stopped", None),
+    ],
 )
-def test_a_dying_process_is_told(load, name, fate):
-    reward = load(name)
-    with pytest.raises(
-        RewardError, match=rf"ended its process \({fate}\) on data_source 'sums', solution '7'"
-    ):
+def test_a_dying_process_is_told(load, name, fate, memory_mb):
+    reward = load(name, memory_mb=memory_mb)
+    message = re.escape(f"{fate} on data_source 'sums', solution '7'")
+    with pytest.raises(RewardError, match=message):
         reward.score(inputs("7"))
+
+
+def test_a_thread_that_the_limit_on_memory_refuses_names_the_limit(load):
+    reward = load("starts_threads", memory_mb=300)
+    limit = "reward.memory_mb = 300 limits its memory"
+    with pytest.raises(RewardError, match=rf"can't start new thread.*; {limit}"):
+        reward.score(inputs("7"))
+
+
+def test_a_long_traceback_keeps_its_head_and_its_tail():
+    text = "".join(f"line {number}\n" for number in range(100)) + "x" * 1000
+    lines = str(UserTraceback(text)).splitlines()
+    assert lines[:3] == ["", "line 0", "line 1"]
+    assert lines[20] == "  ... 64 lines are left out ..."
+    assert lines[-2:] == ["line 99", "x" * 300]
+    assert len(lines) == 39
 
 
 @pytest.mark.parametrize(
@@ -256,6 +305,14 @@ def test_a_dying_process_is_told(load, name, fate):
         ({"points": 1}, 'without "score"'),
         ({"score": None}, "is no number"),
         ({"score": float("-inf")}, "returned -inf"),
+        (1e30, "returned 1e\\+30; return a finite number from -1e\\+15 to 1e\\+15"),
+        ({"score": -2e15}, "returned -2e\\+15"),
+        ({"score": 1, "acc": 7}, "returned 7.0 as 'acc', .* return 1 or True"),
+        ({"score": 1, "acc": -0.5}, "returned -0.5 as 'acc'"),
+        ({"score": 1, "acc": float("nan")}, "returned nan as 'acc'"),
+        ({"score": 1, "acc": "yes"}, "returned 'yes' as 'acc'"),
+        ({"score": 1, "acc": [1]}, r"returned \[1\] as 'acc'"),
+        ({"score": 1, "f1": float("inf")}, "returned inf as 'f1'; return a finite number"),
     ],
 )
 def test_what_is_no_finite_number_is_refused(load, value, message):
@@ -263,11 +320,35 @@ def test_what_is_no_finite_number_is_refused(load, value, message):
     with pytest.raises(RewardError, match=message) as raised:
         reward.score(inputs("7", value=value))
     assert "returns_extra" in str(raised.value) and "solution '7'" in str(raised.value)
+    assert "prompt '3+4='" in str(raised.value) and "\n" not in str(raised.value)
     assert reward.score(inputs("7", value=2)) == [Scored(2.0, {})]
 
 
+def test_the_row_is_named_and_what_is_absent_is_left_out(load):
+    reward = load("returns_extra")
+    with pytest.raises(RewardError, match=r"solution '7', prompt '3\+4=', index 5 of split 'val'$"):
+        reward.score(inputs("7", value="x", index=5, split="val"))
+    value = {"score": True, "acc": None, "f1": float("nan"), "note": "text", "exact": 0.5}
+    assert reward.score(inputs("7", value=value)) == [Scored(1.0, {"exact": 0.5})]
+    assert reward.score(inputs("7", value={"score": 0, "acc": False})) == [Scored(0, {"acc": 0.0})]
+
+
+@pytest.mark.parametrize("answer", [None, "7", ["7", "seven"], {"min": 1}, True])
+def test_the_reference_answer_arrives_as_it_is(load, answer):
+    row = RewardInput("sums", "3+4=", "7", answer, {}, 1)
+    found = load("returns_the_answer").score([row])
+    assert found == [Scored(0.0, {}, str(answer))]
+
+
+def test_a_number_too_large_for_a_float_and_a_coroutine_are_no_numbers(load):
+    with pytest.raises(RewardError, match=r"returned 1000.*which is no number"):
+        load("returns_huge").score(inputs("7"))
+    with pytest.raises(RewardError, match=r"returned <coroutine .*which is no number"):
+        load("is_async").score(inputs("7"))
+
+
 def test_complex_is_refused(load):
-    with pytest.raises(RewardError, match="'1j', which is no number"):
+    with pytest.raises(RewardError, match="returned 1j, which is no number"):
         load("returns_complex").score(inputs("7"))
 
 
@@ -324,7 +405,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 from mrlhf.rewards.custom import Limits, load_custom
 from mrlhf.rewards.interface import RewardInput, Scored
-reward = load_custom({reference!r}, Limits(0.7))
+reward = load_custom({reference!r}, Limits(600.0))
 {before}
 print(reward._process._popen.pid, flush=True)
 {then}
@@ -336,12 +417,14 @@ print(reward._process._popen.pid, flush=True)
 @pytest.mark.parametrize("end", ["returns", "raises", "killed idle", "killed in a call"])
 def test_no_process_outlives_the_trainer(file, end, tmp_path):
     """A trainer script without `if __name__`, which ends in every way there is."""
-    before = "reward._process.send([('d', '7', '7', {})])" if end == "killed in a call" else ""
+    before = ""
+    if end == "killed in a call":
+        before = "reward._process.send([('d', '7', '7', {})]); time.sleep(0.2)"
     then = {"returns": "", "raises": "raise SystemExit(1)"}.get(end, "time.sleep(1000)")
 
     script = tmp_path / "trainer.py"
     script.write_text(
-        TRAINER.format(root=str(ROOT), reference=f"{file}:loops", before=before, then=then)
+        TRAINER.format(root=str(ROOT), reference=f"{file}:hangs_in_c", before=before, then=then)
     )
 
     with subprocess.Popen(

@@ -19,11 +19,11 @@ from mrlhf.device import (
     _Rewrite,
     peak_tflops,
     pick_device,
-    read_launch,
     resolve_dtype,
     seed_everything,
 )
 from mrlhf.errors import ConfigError
+from mrlhf.job import read_launch
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")

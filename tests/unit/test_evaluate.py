@@ -63,6 +63,28 @@ def test_a_function_may_call_a_response_partly_right() -> None:
     assert found == {"a/reward_mean": 0.0, "a/acc@1": 0.375, "a/pass@2": 0.5, "a/maj@2": 0.0}
 
 
+def test_responses_that_no_term_judges_count_in_no_share_and_are_counted() -> None:
+    nan = math.nan
+    total = [1.0, 2.0, 3.0, 4.0, 3e38, 3e38]
+    found = summarise(
+        scores(total, [1.0, nan, nan, nan, 0.0, 0.0], ["1", "2", "3", "4", "5", "6"]),
+        ["a", "a", "b"],
+        2,
+    )
+    assert found == {
+        "a/reward_mean": 2.5,
+        "a/acc_unknown": 3.0,
+        "a/acc@1": 1.0,
+        "a/pass@2": 1.0,  # the second prompt has no response of which anything is known
+        "a/maj@2": 1.0,
+        "b/reward_mean": pytest.approx(3e38),
+        "b/acc@1": 0.0,
+        "b/pass@2": 0.0,
+        "b/maj@2": 0.0,
+    }
+    assert summarise(scores([1.0], [nan]), ["a"], 1) == {"a/reward_mean": 1.0, "a/acc_unknown": 1.0}
+
+
 def test_scores_must_fit_the_prompts() -> None:
     with pytest.raises(AssertionError, match="3 scores of 2 prompts x 2"):
         summarise(scores([0.0, 1.0, 2.0]), ["a", "a"], 2)

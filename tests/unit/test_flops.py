@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mrlhf.models.flops import forward_flops, training_flops, visible_pairs
 from tests.engine_models import MODELS, hf_model, spec_of
+from tests.feature_models import FEATURE_MODELS
 
 LENGTH = 23
 
@@ -26,7 +27,7 @@ def test_visible_pairs(length: int, window: int | None) -> None:
     assert visible_pairs(length, window) == pairs_by_loop(length, window)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS))
 def test_equals_what_torch_counts(name: str) -> None:
     model = hf_model(name)
     spec = spec_of(model)
@@ -36,9 +37,9 @@ def test_equals_what_torch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
 
-    width = spec.num_layers * spec.num_heads * spec.head_dim
     # eager attention multiplies all pairs, masked or not
-    unseen = 4 * width * (LENGTH * LENGTH - pairs_by_loop(LENGTH, spec.sliding_window))
+    seen = sum(pairs_by_loop(LENGTH, window) for window in spec.windows)
+    unseen = 4 * spec.num_heads * spec.head_dim * (spec.num_layers * LENGTH * LENGTH - seen)
     assert forward_flops(spec, LENGTH) == forward.get_total_flops() - unseen
     both = forward.get_total_flops() + backward.get_total_flops()
     assert training_flops(spec, [LENGTH]) == both - 3 * unseen

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from mrlhf.rl.group_advantages import (
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -19,6 +20,7 @@ from mrlhf.rl.group_advantages import (
     remax,
     rloo,
 )
+from mrlhf.rl.masking import local_moments, whiten
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
@@ -61,6 +63,60 @@ def test_grpo_literal_numbers():
     ]
     _assert_tiled(grpo(REWARDS, MASK, PROMPT_GROUPS, norm_by_std=True), expected)
     _assert_tiled(grpo(REWARDS, MASK, PROMPT_GROUPS, norm_by_std=False), LESS_THE_MEAN)
+
+
+def test_gdpo_literal_numbers():
+    # Whitened, these are what verl 0.9.1's compute_gdpo_outcome_advantage prints for this batch.
+    mask = torch.arange(4) < torch.tensor([4, 3, 1, 2, 2])[:, None]
+    components = torch.tensor([[1.0, 0.0, 0.0, 1.0, 1.0], [0.2, 0.9, 0.4, 0.5, 0.5]])
+    prompts = torch.tensor([0, 0, 0, 1, 1])
+    rewards = torch.zeros(5, 4, dtype=torch.float64)
+    expected = {
+        (1.0, 1.0): [0.395608, 0.935935, -2.642411, -0.436956, -0.436956],
+        (1.0, 0.25): [1.283841, -0.822101, -1.407735, -0.315332, -0.315332],
+    }
+    for weights, numbers in expected.items():
+        advantages, returns = gdpo(components, weights, rewards, mask, prompts, norm_by_std=True)
+        assert advantages.equal(returns)
+        white = whiten(advantages, mask, local_moments(advantages, mask))
+        assert white[:, 0].tolist() == pytest.approx(numbers, abs=2e-6)
+
+    # 1/3 .. off the mean of the first prompt's first term, half of the second's.
+    advantages, _ = gdpo(components, (1.0, 0.5), rewards, mask, prompts, norm_by_std=False)
+    assert advantages[:, 0].tolist() == pytest.approx([0.51666667, -0.13333333, -0.38333333, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
+def test_rewards_of_any_type_are_not_cut(dtype):
+    # Scores 1, 0, 0 and 1: means 2/3 .. of 0, 1, 1 would be cut to 0 as whole numbers.
+    rewards = torch.tensor([[0, 1], [0, 0], [0, 0], [0, 1]]).to(dtype)
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    prompts = torch.tensor([0, 0, 0, 0])
+    half = [0.5, -0.5, -0.5, 0.5]
+    expected = {
+        "grpo": [x / (1 / 3**0.5 + 1e-6) for x in half],
+        "grpo, no std": half,
+        "rloo": [4 / 3 * x for x in half],
+        "opo": half,
+        "gpg": [4 / 2 / 4 * x for x in half],
+        "baseline": half,
+        "discounted": [0.25, 0.0, 0.0, 0.25],
+        "remax": [0.75, -0.25, -0.25, 0.75],
+    }
+    found = {
+        "grpo": grpo(rewards, mask, prompts, norm_by_std=True),
+        "grpo, no std": grpo(rewards, mask, prompts, norm_by_std=False),
+        "rloo": rloo(rewards, mask, prompts),
+        "opo": opo(rewards, mask, prompts),
+        "gpg": gpg(rewards, mask, prompts, f_norm=4.0),
+        "baseline": reinforce_plus_plus_baseline(rewards, mask, prompts),
+        "discounted": reinforce_plus_plus(rewards, mask, gamma=0.25),
+        "remax": remax(rewards, mask, torch.full((4,), 0.25)),
+    }
+    wanted_type = torch.float64 if dtype == torch.float64 else torch.float32
+    for name, (advantages, returns) in found.items():
+        assert advantages.dtype == returns.dtype == wanted_type, name
+        assert advantages[:, 0].tolist() == pytest.approx(expected[name], rel=1e-6), name
 
 
 def test_grpo_passk_literal_numbers():

@@ -1,6 +1,7 @@
 """What a run reads beside its models: it is checked before anything is built, and in a dry run."""
 
 import json
+import os
 
 import pytest
 
@@ -56,6 +57,9 @@ def place(tmp_path_factory):
     train_sentencepiece([*"0123456789+="], root / "tokenizer", vocab_size=32, byte_fallback=False)
     (root / "model").mkdir()
     (root / "model" / "config.json").write_text(json.dumps(MODEL))
+    for name, rows in (("small", 9), ("large", 96)):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(MODEL | {"vocab_size": rows}))
     for name, rows in ROWS.items():
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "rewards.py").write_text(REWARDS)
@@ -122,6 +126,20 @@ def test_the_inputs_of_each_program():
     assert (len(sft.examples), len(sft.held_out), sft.steps) == (8, 0, 6)
     pairs = read_reward_model_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
     assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
+
+
+def test_rows_need_an_answer_only_where_a_rule_compares_with_one(place):
+    (place / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
+    files = {"data__train_files": "prompts.jsonl", "data__val_files": "prompts.jsonl"}
+    inputs = read_ppo_inputs(ppo(**files))
+    inputs.reward.close()
+    assert inputs.prompts[0].ground_truth == [None]
+    assert (inputs.prompts[0].extra_info, inputs.held_out.extra_info[7]) == (
+        [{"split": "train", "index": 0}],
+        {"split": "val", "index": 7},
+    )
+    both = [{"name": "rewards.py:score"}, {"name": "exact_match"}]
+    assert "prompts.jsonl:1: no value for 'answer'" in refusal(ppo(**files, reward__terms=both))
 
 
 def test_a_dry_run_reads_all_that_is_there():
@@ -197,7 +215,24 @@ def test_what_is_here_is_checked_though_other_things_are_absent():
         ),
         ({"data__val_files": "rewards.py"}, "rewards.py: cannot read .py"),
         ({"data__train_batch_size": 16}, "data.train_files hold 8 prompts"),
-        ({"rollout__stop": "</s>"}, "rollout.stop holds '</s>'"),
+        ({"rollout__stop": "</a>"}, "rollout.stop holds '</a>'"),
+        ({"rollout__stop_token_ids": [3, 99]}, "rollout.stop_token_ids holds 99"),
+        ({"critic__path": "small", "algorithm__adv_estimator": "gae"}, "critic's vocab_size is 9"),
+        (
+            {
+                "reward_model__path": "small",
+                "reward__terms": [{"name": "reward_model"}],
+            },
+            "token ids go up to 16, and reward_model's vocab_size is 9; use the tokenizer that",
+        ),
+        (
+            {
+                "reference__path": "large",
+                "actor__use_kl_loss": True,
+                "actor__kl_loss_type": "full",
+            },
+            "vocab_size differs: actor's is 64 and reference's is 96",
+        ),
         ({"reward__terms": [{"name": "broken.py:score"}]}, "nothing_of_this_name"),
         ({"reward__terms": [{"name": "rewards.py:scores"}]}, "did you mean ['score']"),
         ({"reward__terms": [{"name": "rewards.py:old"}]}, "must accept data_source, "),
@@ -222,3 +257,43 @@ def test_an_inherited_path_is_told_once():
         )
     assert str(caught.value).startswith("actor.path away does not exist; ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "expected"),
+    [
+        ("train.jsonl", "is a file; name another directory"),
+        ("train.jsonl/a/b", "lies below {place}/train.jsonl, which is a file; name another"),
+        ("loose", "is a link to nothing; name another directory"),
+        ("/proc/x", "lies where no files can be; name another directory"),
+        ("a" * 256, "has a part of more than 255 bytes; name another directory"),
+        ("taken", "holds a file 'actor' where the run makes a directory; name another"),
+        ("mixed", "holds a directory 'metrics.jsonl' where the run writes a file; name another"),
+    ],
+)
+def test_an_output_directory_that_cannot_be_written(place, output_dir, expected):
+    if not (place / "loose").is_symlink():
+        (place / "loose").symlink_to("nowhere")
+        (place / "taken").mkdir()
+        (place / "taken" / "actor").write_text("")
+        (place / "mixed" / "metrics.jsonl").mkdir(parents=True)
+    before = sorted(place.rglob("*"))
+    said = refusal(ppo(trainer__output_dir=output_dir))
+    assert said.startswith(f"trainer.output_dir {output_dir} {expected.format(place=place)}")
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_directory_without_permission_to_write(place, monkeypatch):
+    """As another user than the superuser, who may write everywhere."""
+    allowed = os.access
+    closed = place / "closed"
+    closed.mkdir()
+
+    def access(path, mode):
+        return allowed(path, mode) and not (mode & os.W_OK and str(path) == str(closed))
+
+    monkeypatch.setattr(os, "access", access)
+    assert refusal(ppo(trainer__output_dir="closed/new/run")) == (
+        f"trainer.output_dir closed/new/run cannot be created: {closed} may not be written; name "
+        "another directory"
+    )

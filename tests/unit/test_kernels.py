@@ -11,9 +11,13 @@ from mrlhf.inference.native.operators import HostOperators, StepInputs, TorchOpe
 EPS = 1e-5
 
 
-def operators(dtype, dim, window=None):
+def tables(dim):
     angles = torch.outer(torch.arange(64.0), 1.0 / 100 ** (torch.arange(0, dim, 2) / dim))
-    arguments = (angles.cos(), angles.sin(), EPS, window)
+    return angles.cos(), angles.sin()
+
+
+def operators(dtype, scale=1.0):
+    arguments = (EPS, scale)
     compiled = kernels.load(dtype)
     assert compiled is not None, "this machine has no C++ compiler"
     return HostOperators(compiled, *arguments), TorchOperators(*arguments)
@@ -52,10 +56,11 @@ def history(block_size):
     [(2, 3, 32), (1, 1, 20), (3, 1, 64), (1, 4, 128), (2, 2, 10)],
 )
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "untouched"), [(False, 0), (True, 0), (True, 6)])
 def test_attention_from_a_paged_cache_equals_torch(
-    dtype, block_size, kv_heads, per_kv_head, dim, window, normed
+    dtype, block_size, kv_heads, per_kv_head, dim, window, normed, untouched
 ):
+    rotation = tables(dim - untouched)
     generator = torch.Generator().manual_seed(dim)
     step, blocks = inputs(block_size, generator)
     norms = None
@@ -82,11 +87,11 @@ def test_attention_from_a_paged_cache_equals_torch(
     )
     contexts = []
     queries = []
-    for ops in operators(dtype, dim, window):
+    for ops in operators(dtype, 0.8 * dim**-0.5):
         cache = tuple(torch.zeros(blocks, block_size, kv_heads, dim, dtype=dtype) for _ in range(2))
-        ops.rotate_store(before, norms, old, cache)
-        queries.append(ops.rotate_store(now, norms, step, cache))
-        contexts.append(ops.attend(queries[-1], cache, step))
+        ops.rotate_store(before, norms, rotation, old, cache)
+        queries.append(ops.rotate_store(now, norms, rotation, step, cache))
+        contexts.append(ops.attend(queries[-1], cache, step, window))
 
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(queries[0], queries[1], rtol=tolerance, atol=tolerance)
@@ -98,7 +103,7 @@ def test_attention_from_a_paged_cache_equals_torch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 7, 64, 100])
 def test_norms_and_gates_equal_torch(dtype, size):
-    host, reference = operators(dtype, 8)
+    host, reference = operators(dtype)
     hidden, delta = torch.randn(2, 300, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight = (1 + 0.1 * torch.arange(size) / size).to(dtype)
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2

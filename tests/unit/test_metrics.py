@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrlhf.batch import Experience, Prompts
+from mrlhf.batch import NO_VERSION, Experience, Prompts
 from mrlhf.metrics import PhaseTimer, Tally, data_metrics, explained_variance, throughput_metrics
 from tests.rollouts import make_rollout
 
@@ -116,6 +116,9 @@ def test_data_metrics_of_a_literal_batch():
         for kind, number in zip(("mean", "max", "min"), numbers, strict=True)
     }
     flat |= {"response_length/clip_ratio": 0.5, "prompt_length/clip_ratio": 0.5}
+    for kind in ("mean", "max", "min", "clip_ratio"):
+        flat[f"response_length_non_aborted/{kind}"] = flat[f"response_length/{kind}"]
+    flat["response/aborted_ratio"] = 0.0
     # returns - values: 0, 1, 2, -1 with variance 5/3; returns: 1, 3, 5, -1 with variance 20/3
     flat |= {"critic/vf_explained_var": 1 - (5 / 3) / (20 / 3 + 1e-5)}
 
@@ -140,6 +143,32 @@ def test_a_rejected_token_is_in_no_metric_of_tokens():
     assert metrics["critic/advantages/mean"] == pytest.approx(2 / 3)
     assert metrics["critic/values/max"] == 2.0
     assert metrics["response_length/mean"] == 2.0
+
+
+@pytest.mark.parametrize("all_empty", [False, True])
+def test_a_response_without_a_token_counts_as_aborted(all_empty):
+    whole = _experience()
+    rollout = whole.rollout
+    empty = torch.tensor([[all_empty] * 3, [True] * 3])
+    cut = replace(
+        rollout,
+        response_mask=rollout.response_mask & ~empty,
+        loss_mask=rollout.loss_mask & ~empty,
+        rollout_logprobs=rollout.rollout_logprobs.masked_fill(empty, 0),
+        versions=rollout.versions.masked_fill(empty, NO_VERSION),
+    )
+    metrics = data_metrics(
+        replace(whole, rollout=cut, loss_mask=whole.loss_mask & ~empty), max_prompt_length=3
+    )
+    names = ("mean", "max", "min", "clip_ratio")
+    found = [metrics[f"response_length_non_aborted/{name}"] for name in names]
+    if all_empty:
+        assert all(math.isnan(number) for number in found)
+        assert metrics["response/aborted_ratio"] == 1.0
+    else:
+        assert found == [3.0, 3.0, 3.0, float(not rollout.stopped[0])]
+        assert metrics["response/aborted_ratio"] == 0.5
+        assert metrics["response_length/mean"] == 1.5
 
 
 def test_explained_variance_of_a_perfect_and_of_a_constant_critic():

@@ -33,6 +33,7 @@ from tests.engine_models import (
     make_prompts,
     tight,
 )
+from tests.feature_models import FEATURE_MODELS
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
@@ -42,8 +43,8 @@ def hf_logprobs(model, prompt: list[int], response: list[int], temperature: floa
     return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
 
 
-def hf_greedy(model, prompt: list[int]) -> list[int]:
-    """The 14 tokens that transformers generates."""
+def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
+    """The 14 tokens that transformers generates, or fewer if one of `end` comes before."""
     ids = torch.tensor([prompt])
     mask = torch.ones_like(ids)
     output = model.generate(
@@ -51,13 +52,14 @@ def hf_greedy(model, prompt: list[int]) -> list[int]:
         attention_mask=mask,
         do_sample=False,
         max_new_tokens=14,
-        eos_token_id=None,
+        eos_token_id=end,
+        suppress_tokens=never,
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS))
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
@@ -149,6 +151,26 @@ def test_greedy_stops_after_the_first_stop_token():
         assert after.logprobs == pytest.approx(before.logprobs[: len(after.token_ids)], abs=1e-5)
 
     assert len(stopped[0].token_ids) == 1
+
+
+def test_several_end_tokens_and_tokens_never_drawn_equal_transformers():
+    """Each token that is likeliest somewhere is either an end or never drawn."""
+    model = hf_model("llama")
+    free = [hf_greedy(model, prompt) for prompt in PROMPTS]
+    never = sorted({tokens[3] for tokens in free})
+    end = sorted({tokens[6] for tokens in free} - set(never))
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=14, seed=0, stop_token_ids=(*end, VOCABULARY + 9)
+    )
+
+    samples = answer(make_engine(model, never=never), PROMPTS, UIDS, sampling)
+    for prompt, before, sample in zip(PROMPTS, free, samples, strict=True):
+        assert sample.token_ids == hf_greedy(model, prompt, end, never) != before
+        assert sample.stopped == (sample.token_ids[-1] in end)
+        logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
+        wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert {sample.stopped for sample in samples} == {True, False}
 
 
 def test_responses_longer_than_the_first_cache_equal_transformers():

@@ -62,9 +62,12 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         pairs = encode_preferences(data, tokenizer, max_length=6)
     assert (len(pairs), pairs.dropped) == (1, 1)
-    assert "dropped 1 of 2 pairs" in caplog.text
+    assert (
+        "dropped 1 of 2 rows (50.0%) of p.jsonl, whose sequences have more than 6 tokens"
+        in caplog.text
+    )
     with pytest.raises(
-        DataError, match=r"p\.jsonl:2: the pair has 7 tokens, more than max_length 6"
+        DataError, match=r"p\.jsonl:2: the pair has 7 tokens, more than data.max_length 6"
     ):
         encode_preferences(data, tokenizer, max_length=6, overlong="error")
     with pytest.raises(DataError, match="none of 2"):
@@ -87,12 +90,47 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
             {"chosen": [USER, GOOD], "rejected": [{**USER, "content": "?"}, BAD]},
             "differ in the last message only",
         ),
-        ({"prompt": [BAD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "are not those of"),
+        (
+            {"prompt": [{**USER, "content": "?"}], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "are not those of",
+        ),
+        (
+            {"chosen": [USER, GOOD, GOOD], "rejected": [USER, GOOD, BAD]},
+            "last message of 'chosen' is the assistant's",
+        ),
+        ({"prompt": [], "chosen": "2", "rejected": "3"}, "'prompt' is an empty list"),
+        (
+            {"chosen": [{"role": "user"}, GOOD], "rejected": [{"role": "user"}, BAD]},
+            "message 1 of 'chosen' has no \"content\"",
+        ),
     ],
 )
 def test_malformed_rows(tokenizer, row, message):
     with pytest.raises(DataError, match=message):
         encode_preferences(rows(row), tokenizer, max_length=20)
+
+
+def test_pairs_that_teach_nothing_are_counted(tokenizer, caplog):
+    data = rows(
+        {"prompt": "1+1=", "chosen": "2", "rejected": "2"},
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": "3", "rejected": "2"},
+        {"prompt": "1+1=", "chosen": "2", "rejected": ""},
+        {"prompt": "1+1=", "chosen": "2", "rejected": ""},
+    )
+    with caplog.at_level(logging.INFO):
+        assert len(encode_preferences(data, tokenizer, max_length=6)) == 5
+    assert (
+        "the same tokens in 1 of 5 rows (20.0%) of p.jsonl; there is nothing to learn"
+        in caplog.text
+    )
+    assert "the other way round in 2 of 5 rows (40.0%)" in caplog.text
+    assert "'chosen' or 'rejected' is empty in 2 of 5 rows (40.0%)" in caplog.text
+    assert "the pair of an earlier row stands in 1 of 5 rows (20.0%)" in caplog.text
+    with pytest.raises(
+        DataError, match=r"p\.jsonl:1: 'chosen' and 'rejected' are the same.* all 1"
+    ):
+        encode_preferences(data[:1], tokenizer, max_length=6)
 
 
 def repeated():

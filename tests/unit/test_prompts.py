@@ -2,6 +2,7 @@
 
 import json
 import logging
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -12,6 +13,10 @@ from mrlhf.data.rows import read_rows
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import DataError
+from mrlhf.rewards.rules import answer_rules
+
+EXACT = answer_rules(["exact_match", "format", "mine.py:f"])
+GSM8K = answer_rules(["gsm8k", "gsm8k_flexible"])
 
 VERL_ROW = {
     "data_source": "openai/gsm8k",
@@ -53,7 +58,10 @@ def test_plain_rows(tokenizer, tmp_path):
     assert prompts.uid == [1, 0]
     assert prompts.data_source == ["add", "sums"]
     assert prompts.ground_truth == ["12", "2"]
-    assert prompts.extra_info == [{"a": 10}, {}]
+    assert prompts.extra_info == [
+        {"a": 10, "split": "train", "index": 1},
+        {"split": "train", "index": 0},
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -71,7 +79,7 @@ def test_verl_rows(suffix, directory, tmp_path):
     assert prompts.text == ["user:2+2?;assistant:"]
     assert prompts.token_ids == [tokenizer.encode("user:2+2?;assistant:")]
     assert (prompts.ground_truth, prompts.data_source) == (["4"], ["openai/gsm8k"])
-    assert prompts.extra_info == [{"split": "train", "index": 0}]
+    assert prompts.extra_info == [{"split": "train", "index": 0, "ability": "math"}]
 
 
 def test_chat_rows_without_a_template(tokenizer, tmp_path):
@@ -90,7 +98,10 @@ def test_uids_run_over_files_and_past_dropped_rows(tokenizer, tmp_path, caplog):
         data = PromptDataset([first, second], tokenizer, max_prompt_length=8, overlong="drop")
     assert (len(data), data.dropped) == (2, 1)
     assert data.batch([0, 1]).uid == [0, 2]
-    assert "dropped 1 of 3 prompts" in caplog.text
+    assert (
+        f"dropped 1 of 3 rows (33.3%) of {first} and 1 more files, whose prompts have more than 8 "
+        "tokens" in caplog.text
+    )
 
 
 def test_overlong_is_an_error_with_both_numbers(tokenizer, tmp_path):
@@ -113,18 +124,168 @@ def test_overlong_is_an_error_with_both_numbers(tokenizer, tmp_path):
         ({"promt": "1", "answer": "1"}, "no value for 'prompt'; did you mean 'promt'"),
         ({"prompt": "1"}, "no value for 'answer'"),
         ({"prompt": 3, "answer": "1"}, '"prompt" must be a string or a list'),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, '"prompt" must be a string or a list'),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "message 1 of 'prompt' has no \"content\""),
+        ({"prompt": {"role": "user"}, "answer": "1"}, '"prompt" must be a string or a list'),
+        ({"prompt": [], "answer": "1"}, "'prompt' is an empty list"),
+        ({"prompt": ["1"], "answer": "1"}, "message 1 of 'prompt' must be an object .* found str"),
+        ({"prompt": None, "answer": "1"}, "'prompt' is null"),
+        ({"prompt": "1", "answer": None}, "no value for 'answer'"),
+        ({"prompt": "1", "answer": ["1"]}, r"'answer' is a list \(\['1'\]\), but exact_match"),
+        ({"prompt": "1", "answer": {"x": 1}}, "'answer' is an object .* give a string or a number"),
+        ({"prompt": "1", "answer": True}, r"'answer' is a boolean \(True\)"),
+        ({"prompt": "1", "answer": float("nan")}, "'answer' is nan, which is no answer"),
+        ({"prompt": "1", "answer": float("-inf")}, "'answer' is -inf, which is no answer"),
+        ({"prompt": "1", "answer": " "}, "'answer' is empty"),
+        (
+            {"prompt": "1", "reward_model": {"ground_truth": [1]}},
+            "'reward_model.ground_truth' is a",
+        ),
+        ({"prompt": "1", "reward_model": "rule"}, "must be an object .* found str"),
+        ({"prompt": "1", "answer": "1", "data_source": ["a"]}, "'data_source' must be a string"),
         ({"prompt": "", "answer": "1"}, "the prompt is empty"),
-        ({"prompt": "1", "reward_model": {"style": "rule"}}, 'with a "ground_truth"'),
+        ({"prompt": "1", "reward_model": {"style": "rule"}}, "no value for 'reward_model.ground_"),
         ({"prompt": "1", "answer": "1", "extra_info": [1]}, "extra_info must be an object"),
     ],
 )
 def test_malformed_rows_are_named(tokenizer, tmp_path, row, message):
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "1"}, row])
     with pytest.raises(DataError, match=message) as raised:
-        PromptDataset([file], tokenizer, max_prompt_length=8)
+        PromptDataset([file], tokenizer, max_prompt_length=8, answer_rules=EXACT)
     assert str(raised.value).startswith(f"{file}:2: ")
     assert "\n" not in str(raised.value)
+
+
+def test_numbers_become_the_text_that_a_response_has(tokenizer, tmp_path):
+    answers = [12, 12.0, 0.5, -3, 1e-7, 10**20, "012"]
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": answer} for answer in answers])
+    for rules in ({}, EXACT):
+        data = PromptDataset([file], tokenizer, max_prompt_length=8, answer_rules=rules)
+        assert data.batch(range(7)).ground_truth == [
+            *("12", "12", "0.5", "-3", "0.0000001", "1" + "0" * 20, "012"),
+        ]
+
+    columns = {
+        "prompt": ["1", "1"],
+        "answer": pyarrow.array([Decimal("18.00"), Decimal("2.50")], pyarrow.decimal128(6, 2)),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    data = PromptDataset([tmp_path / "a.parquet"], tokenizer, max_prompt_length=8)
+    assert data.batch([0, 1]).ground_truth == ["18", "2.50"]
+
+
+def test_rows_need_no_answer_where_no_rule_compares_with_one(tokenizer, tmp_path):
+    listed = {"prompt": "1", "answer": ["a", 1], "hint": "b", "extra_info": {"hint": "c"}}
+    rows = [{"prompt": "1"}, {"prompt": "2", "reward_model": {"style": "model"}}, listed]
+    rows += [{"prompt": "3", "answer": True}, {"prompt": "4", "split": "dev", "index": None}]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    prompts = PromptDataset([file], tokenizer, max_prompt_length=8, split="val").batch(range(5))
+    assert prompts.ground_truth == [None, None, ["a", 1], True, None]
+    assert prompts.extra_info == [
+        {"split": "val", "index": 0},
+        {"split": "val", "index": 1},
+        {"split": "val", "index": 2, "hint": "c"},
+        {"split": "val", "index": 3},
+        {"split": "dev", "index": 4},
+    ]
+    jsonl(file, [{"prompt": "1", "answer": [float("nan")]}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: 'answer' is a list .* cannot be handed"):
+        PromptDataset([file], tokenizer, max_prompt_length=8)
+
+
+def test_answers_that_no_response_can_give(tokenizer, tmp_path, caplog):
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "work #### 18"}] * 2)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: gsm8k finds no response right .* every row"):
+        PromptDataset([file], tokenizer, max_prompt_length=8, answer_rules=GSM8K)
+    jsonl(file, [{"prompt": str(i), "answer": a} for i, a in enumerate(["18", "1,000", "$2", "x"])])
+    PromptDataset([file], tokenizer, max_prompt_length=8, answer_rules=GSM8K)
+    assert f"{file}:4: gsm8k finds no response right if the answer is 'x'" in caplog.text
+    assert "so it is in 1 of 4 rows (25.0%)" in caplog.text
+
+
+def test_prompts_that_stand_twice_are_counted(tokenizer, tmp_path, caplog):
+    rows = [{"prompt": "1", "answer": "2"}, {"prompt": "1", "answer": "3"}]
+    file = jsonl(tmp_path / "a.jsonl", [*rows, rows[0]])
+    with caplog.at_level(logging.INFO):
+        PromptDataset([file], tokenizer, max_prompt_length=8)
+    assert "a prompt of an earlier row stands in 2 of 3 rows (66.7%)" in caplog.text
+    assert f"1 of 3 rows (33.3%) of {file}; the first is {file}:2, which contradicts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "human", "content": "1"}], "role 'human', .* did you mean 'user'"),
+        ([{"role": "User", "content": "1"}], "role 'User', .* did you mean 'user'"),
+        ([{"role": "referee", "content": "1"}], "role 'referee', .* use one of system"),
+        ([{"role": 3, "content": "1"}], 'a name as "role", found 3'),
+        ([{"from": "user", "value": "1"}], r"no \"role\"; it has \['from', 'value'\]"),
+        ([{"role": "user", "content": None}], r"no \"content\"; it has \['role'\]"),
+        ([{"role": "user", "content": 3}], 'must have text as "content"'),
+        ([{"role": "user", "content": [{"type": "image"}]}], 'must have text as "content"'),
+        ([{"role": "system", "content": ""}], "all messages of 'prompt' are empty"),
+        ([{"role": "assistant", "content": "1"}], "last message of 'prompt' is the assistant's"),
+        (
+            [{"role": "system", "content": "1/0"}],
+            "the chat template refuses the messages: division",
+        ),
+    ],
+)
+def test_messages_that_are_no_prompt(directory, tmp_path, messages, message):
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'judge' %}J{% endif %}"
+        "{% if m.content == '1/0' %}{{ 1/0 }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(directory, chat_template=tmp_path / "chat.jinja")
+    good = [
+        {"role": "judge", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "3"}]}
+    ]
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": good}, {"prompt": messages}])
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
+        PromptDataset([file], tokenizer, max_prompt_length=99)
+    jsonl(file, [{"prompt": good}])
+    assert PromptDataset([file], tokenizer, max_prompt_length=99)[0].text == ["J23"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a\\ud800", "response": "b"}', r"'prompt' holds \\ud800, which is half of a"),
+        (b'{"prompt": "a", "response": "\\uDFFFb"}', r"'response' holds \\udfff"),
+        (b'{"prompt": "a", "extra_info": {"k": ["\\ud83d"]}}', r"'extra_info' holds \\ud83d"),
+        (b'{"prompt": [{"role": "user", "content": "\\ud800"}]}', r"'prompt' holds \\ud800"),
+        (b'{"pro\\udc00": 1}', r"holds \\udc00"),
+        (b'{"prompt": "a\xff"}', "byte 14 of the line is not UTF-8"),
+        (b'{"prompt": "\xed\xa0\x80"}', "byte 13 of the line is not UTF-8"),
+        (b'{"prompt": "a\x00"}', "not a JSON object a line: Invalid control character"),
+        (b"[" * 100_000, "not a JSON object a line: .*recursion"),
+    ],
+)
+def test_text_that_cannot_be_encoded(tmp_path, line, message):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"prompt": "\\ud83d\\ude00"}\n' + line)
+    with pytest.raises(DataError, match=message) as raised:
+        read_rows([file])
+    assert str(raised.value).startswith(f"{file}:2: ") and "\n" not in str(raised.value)
+    str(raised.value).encode()
+
+
+def test_other_encodings(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(
+        "\ufeff".encode() + b'{"prompt": "1"}\n' + "\ufeff".encode() + b'{"prompt": "2"}'
+    )
+    assert [row.fields["prompt"] for row in read_rows([file])] == ["1", "2"]
+    file.write_text('{"prompt": "1"}\n', encoding="utf-16")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the file is UTF-16; save it as UTF-8"):
+        read_rows([file])
+    jsonl(file, [{"prompt": "1\0"}])  # a character like any other
+    assert PromptDataset([file], tokenizer, max_prompt_length=9)[0].text == ["1\0"]
+
+    letters = pyarrow.array([b"ok", b"\xff\xfe"], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, letters.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet:2: cannot read 'prompt': 'utf-8' codec"):
+        read_rows([tmp_path / "a.parquet"])
 
 
 def test_malformed_files(tmp_path):

@@ -142,6 +142,8 @@ def test_every_number_arrives_once_and_none_needlessly(
         ("qwen3", 8, 2, 4),
         ("qwen2_tied", 2, 4, 2),
         ("llama", 1, 4, 1),
+        ("llama", 32, 1, 16),
+        ("qwen2_tied", 32, 1, 32),
     ],
 )
 def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
@@ -166,12 +168,29 @@ def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
 def test_coinciding_layouts_share_everything() -> None:
     for model in MODELS:
         actor = ParallelLayout.for_world("actor", 4, 2, 1)
-        source, target = _sides(tiny_spec(model), actor, EngineLayout.inside(actor, 2))
+        spec = replace(tiny_spec(model), num_kv_heads=4)
+        source, target = _sides(spec, actor, EngineLayout.inside(actor, 2))
         reshard_plan = plan(source, target, 4)
         assert not reshard_plan.moves and not reshard_plan.copies
         assert reshard_plan.bytes_minimum == 0
-        names = parameter_names(tiny_spec(model), actor, 0)
+        names = parameter_names(spec, actor, 0)
         assert [alias.parameter for alias in reshard_plan.aliases if alias.rank == 3] == names
+
+
+def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
+    """Two KV heads of 4 rows on four ranks: a rank has 2 rows of its head, of k and of v."""
+    spec = tiny_spec("qwen2_tied")
+    actor = ParallelLayout.for_world("actor", 4, 4, 1)
+    source, target = _sides(spec, actor, EngineLayout.inside(actor, 4))
+    reshard_plan = plan(source, target, 4)
+    assert reshard_plan.minimum == dict.fromkeys(range(4), 4 * 2 * 2 * (32 + 1) * spec.num_layers)
+    assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
+    pairs = {(move.source_rank, move.target_rank) for move in reshard_plan.moves}
+    assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
+
+    own = [alias.parameter for alias in reshard_plan.aliases if alias.rank == 3]
+    names = [name for name in parameter_names(spec, actor, 0) if "linear_qkv" not in name]
+    assert own == names
 
 
 def test_a_fused_norm_is_shared_under_its_other_name() -> None:

@@ -6,6 +6,7 @@ sides from full tensors in which all numbers differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -65,19 +66,25 @@ class Model:
             "proj": Rule(("o",), 1),
         }
 
-    def parameters(self, tp_rank: int, tp: int, interleaved: bool) -> Arrays:
-        """The parameters of tensor-parallel rank `tp_rank`, with padding as -1."""
+    def parameters(self, tp_rank: int, tp: int, interleaved: bool, whole_heads: bool) -> Arrays:
+        """The parameters of tensor-parallel rank `tp_rank`, with padding as -1.
+
+        With more ranks than KV heads, a rank has a whole KV head or an equal share of all rows.
+        """
         full = self.tensors()
         rows = -(-self.vocabulary // tp)
         padding = np.full((rows * tp - self.vocabulary, self.hidden), -1)
         padded = np.concatenate([full["e"], padding])
 
-        # The query rows of the rank, and the KV heads that they attend to.
+        # The query rows of the rank, and the KV heads that they attend to, or its share of them.
         q = np.split(full["q"], tp)[tp_rank]
         first_head = tp_rank * self.kv_heads // tp
         heads = range(first_head, max(first_head + 1, (tp_rank + 1) * self.kv_heads // tp))
         k = [np.split(full["k"], self.kv_heads)[head] for head in heads]
         v = [np.split(full["v"], self.kv_heads)[head] for head in heads]
+        if tp > self.kv_heads and not whole_heads:
+            k = [np.split(full["k"], tp)[tp_rank]]
+            v = [np.split(full["v"], tp)[tp_rank]]
         if interleaved:
             blocks: list[np.ndarray] = []
             for q_of_head, k_of_head, v_of_head in zip(np.split(q, len(heads)), k, v, strict=True):
@@ -111,11 +118,11 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    actor_sizes = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    tp = draw(st.sampled_from(actor_sizes))
-    engine_sizes = [n for n in range(1, 9) if kv_heads % n == 0 or n % kv_heads == 0]
-    engine_tp = draw(st.sampled_from(engine_sizes))
-    ranks_per_head = -(-engine_tp // kv_heads)
+    sizes = [n for n in range(1, 9) if kv_heads % n == 0 or n % kv_heads == 0]
+    tp = draw(st.sampled_from(sizes))
+    engine_tp = draw(st.sampled_from(sizes))
+    ranks_per_head = -(-tp // kv_heads)
+    engine_ranks_per_head = -(-engine_tp // kv_heads)
     size = st.integers(1, 3)
 
     return Case(
@@ -123,8 +130,8 @@ def cases(draw: st.DrawFn) -> Case:
             vocabulary=draw(st.integers(1, 23)),
             hidden=draw(st.integers(1, 5)),
             kv_heads=kv_heads,
-            queries=ranks_per_head * draw(size),
-            head=draw(size),
+            queries=math.lcm(ranks_per_head, engine_ranks_per_head) * draw(size),
+            head=ranks_per_head * draw(size),
             ffn=tp * engine_tp * draw(size),
         ),
         tp=tp,
@@ -163,18 +170,22 @@ class Ranks:
             tp_rank = rank % case.tp
             stage = rank // (case.tp * case.dp)
             names = [name for number, name in enumerate(PARAMETERS) if number % case.pp == stage]
-            arrays = model.parameters(tp_rank, case.tp, interleaved=True)
+            arrays = model.parameters(tp_rank, case.tp, interleaved=True, whole_heads=False)
             self.have[rank] = {name: arrays[name] for name in names}
             self.source[rank] = []
             for name in names:
-                self.source[rank] += pieces_of(name, actor_rules[name], shapes, tp_rank, case.tp)
+                rule = actor_rules[name]
+                self.source[rank] += pieces_of(name, rule, shapes, tp_rank, case.tp)
+                assert local_shape(rule, shapes, case.tp) == arrays[name].shape
 
         engine_rules = model.rules(case.interleaved, model.kv_heads)
         self.target: dict[int, list[Piece]] = {}
         self.want: dict[int, Arrays] = {}
         for rank in range(case.engine_ranks):
             tp_rank = rank % case.engine_tp
-            self.want[rank] = model.parameters(tp_rank, case.engine_tp, case.interleaved)
+            self.want[rank] = model.parameters(
+                tp_rank, case.engine_tp, case.interleaved, whole_heads=True
+            )
             self.target[rank] = []
             for name, array in self.want[rank].items():
                 rule = engine_rules[name]

@@ -218,3 +218,45 @@ def test_sample_leaves_the_logits_alone():
 def test_impossible_sampling_is_refused(changes, named):
     with pytest.raises(ConfigError, match=named):
         params(**changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"temperature": 0.3}, {"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.7, "top_k": 400}],
+)
+def test_tokens_that_are_never_drawn_stay_in_the_log_probabilities(changes, dtype):
+    """Whole blocks of 128, single tokens, and one that is likelier than all others together."""
+    generator = torch.Generator().manual_seed(2)
+    logits = (3 * torch.randn(300, 700, generator=generator)).to(dtype)
+    logits[:150, 140] = 150.0
+    never = [0, 17, *range(128, 256), 300, *range(650, 700)]
+    allowed = torch.ones(700, dtype=torch.bool)
+    allowed[never] = False
+    uniform = torch.rand(300, generator=generator, dtype=torch.float64)
+    sampling = params(**changes)
+    scaled = logits.double() / (sampling.temperature or 1.0)
+
+    alone = TensorParallel(None)
+    for compiled in (kernels.load(dtype), None):
+        draw = Sampler(alone, compiled, never).draw
+        tokens, logprobs = draw(logits.clone(), 0, uniform, sampling)
+        assert allowed[tokens].all()
+        wanted = scaled.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        assert logprobs.tolist() == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-4)
+
+        # The tokens are those that are drawn where the vocabulary has no others.
+        others = Sampler(alone, compiled).draw(
+            logits[:, allowed].contiguous(), 0, uniform, sampling
+        )
+        assert torch.equal(allowed.nonzero()[:, 0][others[0]], tokens)
+
+
+def test_a_never_drawn_logit_that_is_no_number_is_seen():
+    logits = torch.zeros(2, 5)
+    logits[1, 4] = math.nan
+    uniform = torch.full((2,), 0.5, dtype=torch.float64)
+    for compiled in (kernels.load(torch.float32), None):
+        sampler = Sampler(TensorParallel(None), compiled, [4])
+        _, logprobs = sampler.draw(logits.clone(), 0, uniform, params())
+        assert logprobs.isfinite().tolist() == [True, False]

@@ -26,7 +26,7 @@ def test_the_first_sample_of_each_prompt_is_shown() -> None:
         uid=[0, 1],
         text=["line 1\nline 2", "x" * 700],
         data_source=["sums", "essays"],
-        ground_truth=["4", ""],
+        ground_truth=[4, None],
         extra_info=[{}, {}],
     )
     mask = torch.tensor([[True, True], [True, False]]).repeat_interleave(2, dim=0)

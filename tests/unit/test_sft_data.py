@@ -43,12 +43,16 @@ def test_response_is_preferred_to_answer(tokenizer):
 def test_overlong(tokenizer, caplog):
     data = rows({"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "22"})
     with pytest.raises(
-        DataError, match=r"s\.jsonl:2: prompt and response have 7 tokens, more than max_length 6"
+        DataError,
+        match=r"s\.jsonl:2: prompt and response have 7 tokens, more than data.max_length 6",
     ):
         encode_sft(data, tokenizer, max_length=6)
     with caplog.at_level(logging.WARNING):
         assert len(encode_sft(data, tokenizer, max_length=6, overlong="drop")) == 1
-    assert "dropped 1 of 2 rows" in caplog.text
+    assert (
+        "dropped 1 of 2 rows (50.0%) of s.jsonl, whose prompts and responses have more than 6 "
+        "tokens" in caplog.text
+    )
     with pytest.raises(DataError, match="none of 2"):
         encode_sft(data, tokenizer, max_length=5, overlong="drop")
 
@@ -56,5 +60,23 @@ def test_overlong(tokenizer, caplog):
 def test_malformed(tokenizer):
     with pytest.raises(DataError, match=r"s\.jsonl:1: no value for 'response'"):
         encode_sft(rows({"prompt": "1"}), tokenizer, max_length=6)
+    with pytest.raises(DataError, match=r"s\.jsonl:1: 'response' is null; give a value"):
+        encode_sft(rows({"prompt": "1", "response": None}), tokenizer, max_length=6)
     with pytest.raises(DataError, match="'answer' must be a string, found int"):
         encode_sft(rows({"prompt": "1", "answer": 2}), tokenizer, max_length=6)
+
+
+def test_empty_responses_and_copies_are_counted(tokenizer, caplog):
+    data = rows(
+        {"prompt": "1", "response": ""},
+        {"prompt": "1", "response": "2"},
+        {"prompt": "1", "response": "2"},
+    )
+    with caplog.at_level(logging.INFO):
+        assert len(encode_sft(data, tokenizer, max_length=6)) == 3
+    assert "the response is empty in 1 of 3 rows (33.3%) of s.jsonl" in caplog.text
+    assert "prompt and response of an earlier row stand in 1 of 3 rows" in caplog.text
+    with pytest.raises(DataError, match=r"s\.jsonl:1: the response is empty, and so in all 1 rows"):
+        encode_sft(data[:1], tokenizer, max_length=6)
+    with pytest.raises(DataError, match=r"s\.jsonl:1: the prompt is empty"):
+        encode_sft(rows({"prompt": "", "response": "1"}), tokenizer, max_length=6)

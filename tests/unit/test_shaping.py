@@ -101,12 +101,6 @@ def test_overlong_penalty_literal_numbers():
     ]
 
 
-def test_overlong_penalty_keeps_scores_as_they_were_typed():
-    for dtype in (torch.float32, torch.float64):
-        scores = torch.ones(1, dtype=dtype)
-        assert (scores + overlong_penalty(torch.tensor([20]), 20, 4, 1.0)).dtype == dtype
-
-
 @pytest.mark.parametrize("buffer", [0, 21])
 def test_an_overlong_buffer_that_does_not_fit_is_refused(buffer):
     with pytest.raises(AssertionError, match=f"buffer of {buffer} tokens does not fit into 20"):

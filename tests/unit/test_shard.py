@@ -161,40 +161,57 @@ def test_kv_heads_are_shared_by_neighbouring_ranks(
         assert local_shape(rule, QKV, tp) == ((32 if tp == 1 else {2: 16, 4: 10}[tp]), 2)
 
 
-def test_only_an_engine_shares_kv_heads() -> None:
+def test_only_an_engine_holds_a_kv_head_twice() -> None:
     spec = replace(tiny_spec("qwen2"), num_kv_heads=2)
     engine = EngineLayout(4, ((0, 1, 2, 3),))
-    held = []
+    training = ParallelLayout(4, 1, 1)
+    held: dict[str, list[tuple[int, int]]] = {"engine": [], "training": []}
     for rank in range(4):
-        for piece in engine_pieces(spec, engine, rank):
-            if piece.name == "model.layers.0.self_attn.v_proj.bias":
-                held.append((piece.start, piece.stop))
-    assert held == [(0, 4), (0, 4), (4, 8), (4, 8)]
+        pieces = {
+            "engine": engine_pieces(spec, engine, rank),
+            "training": role_pieces(spec, training, rank),
+        }
+        for side, own in pieces.items():
+            name = "model.layers.0.self_attn.v_proj.bias"
+            held[side] += [(piece.start, piece.stop) for piece in own if piece.name == name]
+    assert held == {
+        "engine": [(0, 4), (0, 4), (4, 8), (4, 8)],
+        "training": [(0, 2), (2, 4), (4, 6), (6, 8)],
+    }
 
-    with pytest.raises(
-        WeightError,
-        match="in 2 blocks do not divide over tensor-parallel size 4; use a tp that divides 2",
-    ):
-        role_pieces(spec, ParallelLayout(4, 1, 1), 0)
+
+@pytest.mark.parametrize(("kv_heads", "tp"), [(2, 4), (1, 2), (1, 4), (2, 8)])
+def test_ranks_of_one_kv_head_hold_shares_of_it(kv_heads: int, tp: int) -> None:
+    spec = replace(tiny_spec("qwen2"), num_kv_heads=kv_heads)
+    tensors = full_tensors(spec)
+    prefix = "model.layers.0.self_attn"
+    for kind in ("weight", "bias"):
+        rule = _rule_of(spec, f"decoder.layers.0.self_attention.linear_qkv.{kind}")
+        for tp_rank in range(tp):
+            shares = [tensors[f"{prefix}.{name}_proj.{kind}"].chunk(tp)[tp_rank] for name in "qkv"]
+            parameter = torch.cat(shares)
+            assert local_shape(rule, tensor_shapes(spec), tp) == parameter.shape
+            for piece in pieces_of("qkv", rule, tensor_shapes(spec), tp_rank, tp):
+                assert torch.equal(
+                    _read(parameter, piece, piece.start, piece.stop),
+                    tensors[piece.name][piece.start : piece.stop],
+                )
 
 
 def test_what_does_not_divide_is_refused() -> None:
     spec = tiny_spec("llama")
     qkv = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight")
+    remedy = "use a tp that divides 4, or a multiple of 4 that divides the rows"
 
-    with pytest.raises(
-        WeightError,
-        match=r"k_proj.weight \(16 rows\), .* 4 blocks do not divide .* size 8; use a tp that",
-    ):
-        pieces_of("qkv", qkv, tensor_shapes(spec), 0, 8)
-
-    with pytest.raises(
-        WeightError,
-        match="size 6; use a tp that divides 4, or a multiple of 4 that divides the rows",
-    ):
-        pieces_of("qkv", replace(qkv, shared_kv_heads=4), tensor_shapes(spec), 0, 6)
-    with pytest.raises(WeightError, match="size 64; use a tp that divides 4, or a multiple of 4"):
-        local_shape(replace(qkv, shared_kv_heads=4), tensor_shapes(spec), 64)
+    for rule in (qkv, replace(qkv, shared_kv_heads=4)):
+        for tp in (6, 3, 64):
+            with pytest.raises(
+                WeightError,
+                match=rf"k_proj.weight \(16 rows\), .* 4 blocks do not divide .* {tp}; {remedy}",
+            ):
+                pieces_of("qkv", rule, tensor_shapes(spec), 0, tp)
+            with pytest.raises(WeightError, match=f"size {tp}; {remedy}"):
+                local_shape(rule, tensor_shapes(spec), tp)
 
     fc1 = _rule_of(spec, "decoder.layers.0.mlp.linear_fc1.weight")
     with pytest.raises(WeightError, match="tensor-parallel size 16; use a smaller tp"):

@@ -223,3 +223,91 @@ def test_missing_tokenizer(tmp_path):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(DataError, match="cannot load a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def broken(text, **changes):
+    return json.dumps({**json.loads(text), **changes})
+
+
+BROKEN_MODELS = {
+    "no file at all": (lambda text: "", r"tokenizer\.json: not readable as JSON"),
+    "cut": (lambda text: text[:500], r"tokenizer\.json: not readable as JSON"),
+    "empty": (lambda text: "{}", r'tokenizer\.json: no "model"'),
+    "list": (lambda text: "[]", r"tokenizer\.json: a JSON object is needed, not list"),
+    "null": (lambda text: "null", r"tokenizer\.json: a JSON object is needed, not NoneType"),
+    "no model": (lambda text: broken(text, model=None), r'tokenizer\.json: no "model"'),
+    "unknown model": (lambda text: broken(text, model={"type": "x"}), "cannot load a tokenizer"),
+    "other version": (lambda text: broken(text, version="9"), "Unknown tokenizer version '9'"),
+    "odd tokens": (lambda text: broken(text, added_tokens="x"), "cannot load a tokenizer"),
+    "odd decoder": (lambda text: broken(text, decoder={"type": "x"}), "cannot load a tokenizer"),
+    "no text": (
+        lambda text: broken(text, model={"type": "BPE", "vocab": {}, "merges": []}),
+        "has no tokens for text; its files are damaged",
+    ),
+}
+BROKEN_CONFIGS = {
+    "nothing": (lambda text: "", r"tokenizer_config\.json: not readable as JSON"),
+    "list": (lambda text: "[1]", r"tokenizer_config\.json: a JSON object is needed, not list"),
+    "class": (lambda text: broken(text, tokenizer_class=3), "cannot load a tokenizer"),
+    "eos": (lambda text: broken(text, eos_token=2), "Special token eos_token has to be"),
+    "no eos": (lambda text: broken(text, eos_token=None), "has no eos token"),
+    "added": (lambda text: broken(text, added_tokens_decoder=[]), "cannot load a tokenizer"),
+    "length": (lambda text: broken(text, model_max_length="x"), "cannot load a tokenizer"),
+    "template": (lambda text: broken(text, chat_template=[1]), "cannot load a tokenizer"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [("tokenizer.json", *case) for case in BROKEN_MODELS.values()]
+    + [("tokenizer_config.json", *case) for case in BROKEN_CONFIGS.values()],
+    ids=[*BROKEN_MODELS, *(f"config {name}" for name in BROKEN_CONFIGS)],
+)
+def test_a_broken_tokenizer_is_one_line(name, change, expected, directory, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((directory / file).read_bytes())
+    (tmp_path / name).write_text(change((directory / name).read_text()))
+    with pytest.raises(DataError, match=expected) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"{}", bytes(100)])
+@pytest.mark.parametrize("config", [None, {"tokenizer_class": "LlamaTokenizer"}])
+def test_a_broken_sentencepiece_model_is_one_line(content, config, tmp_path):
+    (tmp_path / MODEL_FILE).write_bytes(content)
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=r"not a sentencepiece model|no tokens for text") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_chat_templates_are_one_line(directory, tmp_path):
+    file = tmp_path / "chat.jinja"
+    for content, expected in (
+        (b"\xff\xfe", "cannot read the chat template"),
+        (b"{% for m in messages %}", r"chat\.jinja is no jinja: "),
+        (b"{{ messages[ }}", r"chat\.jinja is no jinja: "),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=expected) as caught:
+            load_tokenizer(directory, chat_template=file)
+        assert "\n" not in str(caught.value)
+
+    # These fail with some messages, or with all, but only when they are run.
+    for template, expected in (
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ({"other": "x"}, "multiple chat templates with no default"),
+        (3, "Can't compile non template nodes"),
+    ):
+        tokenizer = load_tokenizer(chat_directory(directory, tmp_path, template))
+        with pytest.raises(DataError, match=f"the chat template refuses .*{expected}") as caught:
+            tokenizer.encode_prompt([{"role": "user", "content": "hi"}])
+        assert "\n" not in str(caught.value)
+
+
+def test_text_that_cannot_be_encoded_is_one_line(directory):
+    with pytest.raises(DataError, match=r"cannot encode the text that begins 'a\\udc00'") as caught:
+        load_tokenizer(directory).encode("a\udc00")
+    assert "\n" not in str(caught.value)

@@ -15,7 +15,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
-from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, config_of
+from mrlhf.checkpoint.conversion.megatron_arguments import (
+    MEGATRON_FAMILIES,
+    arguments_of,
+    config_of,
+)
 from mrlhf.checkpoint.conversion.megatron_names import find_homes
 from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_place, read_common
 from mrlhf.checkpoint.conversion.model_source import TensorForm
@@ -23,9 +27,12 @@ from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.torch_dist_writer import TorchDistWriter
 from mrlhf.checkpoint.streamed_file import StreamedFile
 from mrlhf.errors import CheckpointError, WeightError
-from mrlhf.models.families import spec_of
+from mrlhf.models.families import FAMILIES, spec_of
 from mrlhf.weights.boxes import Box
 from tests.checkpoint_models import save_model
+from tests.engine_models import hf_model
+from tests.engine_models import spec_of as spec_of_model
+from tests.feature_models import FEATURE_MODELS
 from tests.shards import tiny_spec
 
 
@@ -255,3 +262,18 @@ def test_a_damaged_safetensors_file_is_refused(header: bytes, message: str, tmp_
     with pytest.raises(WeightError) as refusal:
         StreamedFile(file)
     assert message in str(refusal.value) and str(file) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", FEATURE_MODELS)
+def test_a_model_that_megatron_does_not_describe_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        arguments_of(spec_of_model(hf_model(name)), vocab_divisible_by=1)
+    assert "Megatron-LM's arguments do not describe it" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(MEGATRON_FAMILIES)))
+def test_a_family_that_megatron_does_not_describe_is_refused(family: str) -> None:
+    arguments = arguments_of(tiny_spec("llama"), vocab_divisible_by=1)
+    with pytest.raises(CheckpointError, match=f"do not describe a {family} model; known are"):
+        config_of(arguments, 37, family)

@@ -130,7 +130,6 @@ def test_an_estimator_that_returns_one_tensor_is_refused(file):
     [
         ("methods_of_mine.py:doubbled", "has no function 'doubbled'; did you mean ['doubled']?"),
         ("methods_of_mine.py:of_one", "of_one in {file} must accept inputs, options: too many"),
-        ("method_of_mine.py:doubled", "there is no file {directory}/method_of_mine.py; did you"),
         (
             "broken.py:f",
             "broken.py cannot be imported: ZeroDivisionError: division by zero (line 2)",
@@ -150,21 +149,18 @@ def test_what_cannot_be_loaded_is_one_line_of_the_dry_run(tmp_path, file, name, 
             dry_run(config, 8)
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"bad value '{reference}' for '{LOSS}': ")
-        assert message.format(file=file, directory=tmp_path) in line
+        assert message.format(file=file) in line
 
 
-def test_every_function_that_cannot_be_loaded_has_a_line():
+def test_every_function_that_cannot_be_loaded_has_a_line(file):
     config = ppo(
-        actor__policy_loss__loss_mode="none/a.py:f", algorithm__adv_estimator="none/b.py:g"
+        actor__policy_loss__loss_mode=f"{file}:f", algorithm__adv_estimator=f"{file}:of_one"
     )
     with pytest.raises(ConfigError) as caught:
         dry_run(config, 8)
-    assert str(caught.value).splitlines() == [
-        f"bad value 'none/a.py:f' for '{LOSS}': there is no file none/a.py; the path is "
-        "relative to the working directory",
-        f"bad value 'none/b.py:g' for '{ESTIMATOR}': there is no file none/b.py; the path is "
-        "relative to the working directory",
-    ]
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"bad value '{file}:f' for '{LOSS}': {file} has no function 'f'; ")
+    assert second.startswith(f"bad value '{file}:of_one' for '{ESTIMATOR}': of_one in {file} must")
 
 
 def test_a_users_estimator_may_read_every_number():

@@ -7,26 +7,36 @@ import torch
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes, vllm_pieces
+from mrlhf.inference.vllm.pieces import (
+    parameter_pieces,
+    parameter_shapes,
+    unsupported_feature,
+    vllm_pieces,
+)
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.plan import plan
 from mrlhf.weights.shard import Slot
-from tests.shards import MODELS, full_tensors, tiny_spec
+from tests.engine_models import hf_model, spec_of
+from tests.feature_models import FEATURE_MODELS
+from tests.shards import full_tensors, tiny_spec
+
+MODELS = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3")
 
 
 def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
     """The parameters of one rank as vLLM has them.
 
-    The tiny models have 4 KV heads and a vocabulary of 37.
+    The tiny models have a vocabulary of 37.
     """
 
     def rows(name: str) -> Tensor:
         return full[name].chunk(tp)[rank]
 
     def shared(name: str) -> Tensor:
-        return full[name].chunk(4)[rank * 4 // tp] if tp > 4 else rows(name)
+        heads = spec.num_kv_heads
+        return full[name].chunk(heads)[rank * heads // tp] if tp > heads else rows(name)
 
     held = {}
     padded = torch.zeros(64, spec.hidden_size)
@@ -103,6 +113,17 @@ def test_replicas_of_consecutive_ranks() -> None:
 
 
 def test_what_does_not_divide_is_refused() -> None:
-    spec = tiny_spec("llama")
-    with pytest.raises(WeightError, match=r"attention heads 8 does not divide over rollout\.tp 3"):
-        parameter_pieces(spec, 0, 3)
+    with pytest.raises(WeightError) as refusal:
+        parameter_pieces(tiny_spec("llama"), 0, 3)
+    assert str(refusal.value) == (
+        "vLLM: rollout.tp 3 does not fit the model's 8 attention heads and vocabulary 37 (vLLM "
+        "pads it to 64 rows); use one of 1, 2, 4, 8"
+    )
+
+
+@pytest.mark.parametrize("name", FEATURE_MODELS)
+def test_a_model_with_other_features_is_refused(name: str) -> None:
+    spec = spec_of(hf_model(name))
+    assert unsupported_feature(spec) is not None
+    with pytest.raises(WeightError, match=r"vLLM is not supported for a model with .*native$"):
+        parameter_pieces(spec, 0, 1)

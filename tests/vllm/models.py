@@ -63,14 +63,27 @@ def spec_of(model: Any) -> ModelSpec:
 
 
 @torch.no_grad()
-def hf_greedy(model: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """The likeliest continuations."""
+def hf_greedy(
+    model: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    end: list[int] | None = None,
+    never: list[int] | None = None,
+) -> list[list[int]]:
+    """What transformers generates, up to a token of `end`, without those of `never`."""
     answers = []
     for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(max_tokens):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        answers.append(tokens[len(prompt) :])
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            eos_token_id=end,
+            suppress_tokens=never,
+            pad_token_id=0,
+        )
+        answers.append(output[0, len(prompt) :].tolist())
     return answers
 
 

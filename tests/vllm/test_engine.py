@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -46,7 +47,7 @@ def _decode(tokens: Any) -> str:
     return "".join(f"<{token}>" for token in tokens)
 
 
-def _make(model: Any, **limits: Any) -> VllmEngine:
+def _make(model: Any, never: Sequence[int] = (), **limits: Any) -> VllmEngine:
     changed = dataclasses.replace(LIMITS, **limits)
     return VllmEngine(
         spec_of(model),
@@ -55,6 +56,7 @@ def _make(model: Any, **limits: Any) -> VllmEngine:
         torch.float32,
         changed,
         decode=_decode,
+        never=never,
     )
 
 
@@ -255,6 +257,27 @@ def _preempts(model: Any) -> None:
     assert finished.stats.cache_bytes == 8 * one
 
 
+def _leaves_tokens_out(model: Any) -> None:
+    """Ends and tokens never drawn equal transformers; log-probs are over the whole vocabulary."""
+    free = hf_greedy(model, PROMPTS, 8)
+    never = sorted({tokens[2] for tokens in free})
+    end = sorted({tokens[5] for tokens in free} - set(never))
+    engine = _make(model, never=never)
+    fill(engine.weight_slots(), model.state_dict())
+    engine.commit(1)
+
+    greedy = answer(engine, PROMPTS, UIDS, dataclasses.replace(GREEDY, stop_token_ids=tuple(end)))
+    assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8, end, never) != free
+    assert [s.stopped for s in greedy] == [s.token_ids[-1] in end for s in greedy]
+    assert hf_difference(model, PROMPTS, greedy) < 1e-4
+
+    for changes in ({"temperature": 1.5}, {"temperature": 0.9, "top_k": 20}):
+        sampling = SamplingParams(n=10, max_tokens=8, seed=1, **changes)
+        samples = answer(engine, PROMPTS, UIDS, sampling)
+        assert not {token for sample in samples for token in sample.token_ids} & set(never)
+        assert hf_difference(model, PROMPTS, samples, changes["temperature"]) < 1e-4
+
+
 def _body(rank: int, world_size: int) -> None:
     before = _host_environment()
 
@@ -280,6 +303,7 @@ def _body(rank: int, world_size: int) -> None:
         del engine
 
     _preempts(hf_model("llama"))
+    _leaves_tokens_out(hf_model("llama"))
 
 
 def test_one_rank_against_transformers() -> None:

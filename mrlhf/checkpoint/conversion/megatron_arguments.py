@@ -13,6 +13,9 @@ from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""The families that a checkpoint of Megatron-LM alone can be said to be of."""
+
 SHAPE_ARGUMENTS = (
     "num_layers",
     "hidden_size",
@@ -59,8 +62,16 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         vocab_divisible_by: what the number of embedding rows is rounded up to.
 
     Raises:
-        CheckpointError: Megatron-LM has no arguments for the model's rotary embedding.
+        CheckpointError: Megatron-LM has no arguments for the model's rotary embedding, or for
+            another feature of it.
     """
+    feature = _beyond_megatron(spec)
+    if feature is not None:
+        raise CheckpointError(
+            f"a {spec.family} model with {feature} cannot be converted to or from Megatron-LM: "
+            f"Megatron-LM's arguments do not describe it; keep it as a Hugging Face model"
+        )
+
     rotary_base = int(spec.rope_theta) if spec.rope_theta.is_integer() else spec.rope_theta
     window = None if spec.sliding_window is None else (spec.sliding_window - 1, 0)
     return {
@@ -85,7 +96,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "squared_relu": False,
         "add_bias_linear": False,
         "add_qkv_bias": spec.qkv_bias,
-        "qk_layernorm": spec.qk_norm,
+        "qk_layernorm": spec.qk_norm == "head",
         "normalization": "RMSNorm",
         "norm_epsilon": spec.norm_eps,
         "layernorm_epsilon": spec.norm_eps,
@@ -99,6 +110,27 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "padded_vocab_size": padded_vocab(spec, vocab_divisible_by),
         "num_experts": None,
     }
+
+
+def _beyond_megatron(spec: ModelSpec) -> str | None:
+    """What the model has that Megatron-LM's layers or arguments have not, in words, or None."""
+    features = {
+        "norms after attention and MLP": spec.norms_after,
+        "a norm over all heads of q and k": spec.qk_norm == "projection",
+        "multipliers of embeddings, residuals, attention or logits": (
+            spec.embedding_multiplier,
+            spec.residual_multiplier,
+            spec.attention_multiplier,
+            spec.logits_divisor,
+        )
+        != (1.0, 1.0, None, 1.0),
+        "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
+        "q, k and v in one tensor": spec.fused_tensors,
+        "layers that do not rotate": None in spec.ropes,
+        "heads that rotate in part": spec.rotary_dim != spec.head_dim,
+        "a window on some layers only": len(set(spec.windows)) > 1,
+    }
+    return next((feature for feature, is_there in features.items() if is_there), None)
 
 
 def padded_vocab(spec: ModelSpec, divisor: int) -> int:
@@ -155,6 +187,11 @@ def config_of(
     Raises:
         CheckpointError: an argument is missing, or no family has what it asks for.
     """
+    if model_type is not None and model_type not in MEGATRON_FAMILIES:
+        raise CheckpointError(
+            f"the arguments of Megatron-LM do not describe a {model_type} model; known are "
+            f"{', '.join(MEGATRON_FAMILIES)}"
+        )
     for name, (default, needed) in _NEEDED.items():
         if arguments.get(name, default) != needed:
             raise CheckpointError(

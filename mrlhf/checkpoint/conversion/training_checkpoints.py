@@ -35,8 +35,9 @@ from mrlhf.checkpoint.manifest import (
 from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.state_tree import StateCopy
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
-from mrlhf.errors import CheckpointError
+from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import family_of, spec_of
+from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
@@ -296,6 +297,10 @@ def _write_model(
 ) -> tuple[list[WrittenFile], StoredModel]:
     """Write a model's slices, one file for each rank of a replica, and describe them."""
     spec = model_spec(model)
+    for problem in (tp_problem("tp", layout.tp, spec), pp_problem("pp", layout.pp, spec)):
+        if problem is not None:
+            raise WeightError(f"{role}: {problem}")
+
     (directory / role).mkdir()
     files: list[WrittenFile] = []
     slices: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}

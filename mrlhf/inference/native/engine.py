@@ -16,12 +16,13 @@ from mrlhf.errors import EngineError, WeightError
 from mrlhf.inference.base import EngineLimits, EngineStats, Finished, Request
 from mrlhf.inference.cache_size import NATIVE_CPU_BLOCK, CacheShape
 from mrlhf.inference.checks import check_complete, committed
+from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.batch import Batch
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
 from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.native.model import Decoder, make_operators
+from mrlhf.inference.native.model import Decoder, make_operators, tables_of_layers
 from mrlhf.inference.native.operators import PAGE
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.runner import Runner
@@ -43,6 +44,7 @@ class NativeEngine:
         dtype: torch.dtype,
         limits: EngineLimits,
         decode: Decode | None = None,
+        never: Sequence[int] = (),
     ) -> None:
         """Describe the engine; memory is taken when weights come and when requests come.
 
@@ -54,6 +56,7 @@ class NativeEngine:
             dtype: the dtype of the parameters.
             limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
+            never: token ids that are never drawn.
 
         Raises:
             WeightError: the model's heads, MLP or vocabulary do not divide over the group.
@@ -66,7 +69,9 @@ class NativeEngine:
         self._dtype = compute_dtype(dtype, device)
 
         self._parallel = TensorParallel(tp_group)
-        _check_vocabulary(spec, self._parallel.size)
+        problem = engine_tp_problem("native", self._parallel.size, spec)
+        if problem is not None:
+            raise WeightError(problem)
         default_block = PAGE if device.type == "cuda" else NATIVE_CPU_BLOCK
         self._cache_shape = CacheShape.on_rank(
             spec,
@@ -75,9 +80,10 @@ class NativeEngine:
             limits.block_size or default_block,
         )
         self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
-        self._operators = make_operators(spec, self._dtype, device, limits.max_length)
+        self._operators = make_operators(spec, self._dtype, device)
+        self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
         compiled = kernels.load(self._dtype) if device.type == "cpu" else None
-        self._sampler = Sampler(self._parallel, compiled)
+        self._sampler = Sampler(self._parallel, compiled, never)
 
         # These are None while the engine does not have them: the weights laid out for this machine,
         # the cache, the runner that uses both, and the samples that are being decoded.
@@ -132,7 +138,12 @@ class NativeEngine:
         self._in_flight.require_none("commit")
         check_complete(self._parameters.missing)
         self._decoder = Decoder(
-            self._spec, self._parameters, self._parallel, self._operators, self._dtype
+            self._spec,
+            self._parameters,
+            self._parallel,
+            self._operators,
+            self._tables,
+            self._dtype,
         )
         self._runner = None
         self._version = version
@@ -252,17 +263,3 @@ class NativeEngine:
             assert self._cache is not None
             self._runner = Runner(decoder, self._cache, self._parallel, self._limits, self._device)
         return self._runner
-
-
-def _check_vocabulary(spec: ModelSpec, tp: int) -> None:
-    """Refuse a vocabulary whose equal parts leave the last of `tp` ranks without a row.
-
-    Raises:
-        WeightError: they do.
-    """
-    rows = -(-spec.vocab_size // tp)
-    if (tp - 1) * rows >= spec.vocab_size:
-        raise WeightError(
-            f"a vocabulary of {spec.vocab_size} in parts of {rows} leaves nothing to the last of "
-            f"{tp} ranks; use a smaller rollout.tp"
-        )

@@ -99,11 +99,11 @@ void gated(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads) 
     }
 }
 
-// Normalises one head, if there is a norm, and rotates it.
+// Normalises one head, if there is a norm, and rotates its first `rotary` dimensions.
 template <typename T>
 inline void rotate_head(const T* x, const T* norm, float eps, const float* cos, const float* sin, T* out, int64_t dim,
-                        float* scratch) {
-    const int64_t half = dim / 2;
+                        int64_t rotary, float* scratch) {
+    const int64_t half = rotary / 2;
     if (norm) {
         float squares = 0.0f;
 #pragma omp simd reduction(+ : squares)
@@ -120,6 +120,7 @@ inline void rotate_head(const T* x, const T* norm, float eps, const float* cos, 
         store(out + i, scratch[i] * cos[i] - scratch[i + half] * sin[i]);
         store(out + i + half, scratch[i + half] * cos[i] + scratch[i] * sin[i]);
     }
+    for (int64_t i = rotary; i < dim; ++i) store(out + i, scratch[i]);
 }
 
 // Takes qkv [tokens, kv_heads, per_kv_head + 2, dim] apart: rotated q goes to q [tokens, kv_heads,
@@ -129,21 +130,21 @@ inline void rotate_head(const T* x, const T* norm, float eps, const float* cos, 
 template <typename T>
 void rotate_store(const T* qkv, const T* q_norm, const T* k_norm, float eps, const float* cos, const float* sin,
                   const int64_t* positions, const int64_t* slots, T* q, T* keys, T* values, int64_t tokens,
-                  int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t block_size, int threads) {
+                  int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t block_size, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> scratch(dim);
         std::vector<T> key(dim);
 #pragma omp for
         for (int64_t t = 0; t < tokens; ++t) {
-            const float* c = cos + positions[t] * (dim / 2);
-            const float* s = sin + positions[t] * (dim / 2);
+            const float* c = cos + positions[t] * (rotary / 2);
+            const float* s = sin + positions[t] * (rotary / 2);
             for (int64_t g = 0; g < kv_heads; ++g) {
                 const T* in = qkv + (t * kv_heads + g) * (per_kv_head + 2) * dim;
                 for (int64_t h = 0; h < per_kv_head; ++h)
                     rotate_head(in + h * dim, q_norm, eps, c, s, q + ((t * kv_heads + g) * per_kv_head + h) * dim, dim,
-                                scratch.data());
-                rotate_head(in + per_kv_head * dim, k_norm, eps, c, s, key.data(), dim, scratch.data());
+                                rotary, scratch.data());
+                rotate_head(in + per_kv_head * dim, k_norm, eps, c, s, key.data(), dim, rotary, scratch.data());
                 const int64_t block = slots[t] / block_size, place = slots[t] % block_size;
                 for (int64_t i = 0; i < dim; ++i)
                     keys[((block * kv_heads + g) * dim + i) * block_size + place] = key[i];
@@ -499,9 +500,9 @@ void draw(const T* logits, float scale, const double* uniform, int64_t* tokens, 
     extern "C" void rotate_store_##SUFFIX(const T* qkv, const T* q_norm, const T* k_norm, float eps, const float* cos, \
                                           const float* sin, const int64_t* positions, const int64_t* slots, T* q,      \
                                           T* keys, T* values, int64_t tokens, int64_t kv_heads, int64_t per_kv_head,   \
-                                          int64_t dim, int64_t block_size, int threads) {                              \
+                                          int64_t dim, int64_t rotary, int64_t block_size, int threads) {              \
         rotate_store<T>(qkv, q_norm, k_norm, eps, cos, sin, positions, slots, q, keys, values, tokens, kv_heads,       \
-                        per_kv_head, dim, block_size, threads);                                                        \
+                        per_kv_head, dim, rotary, block_size, threads);                                                \
     }                                                                                                                  \
     extern "C" void attend_##SUFFIX(const T* q, const T* keys, const T* values, const int32_t* tables,                 \
                                     int64_t table_stride, const int32_t* query_starts, const int32_t* lengths, T* out, \

@@ -50,7 +50,7 @@ _TYPES: dict[str, Any] = {
 _SIGNATURES = {
     "add_rms_norm": "pppp ii fn",
     "gated": "pp ii n",
-    "rotate_store": "ppp f ppppppp iiiii n",
+    "rotate_store": "ppp f ppppppp iiiiii n",
     "attend": "pppp i ppp iiiiii fn",
     "logit_blocks": "p f ppp ii n",
     "pick": "p f pppppp ii n",
@@ -138,7 +138,8 @@ class Kernels:
             norms: the weights of the q norm and of the k norm, [head_dim] each; None where the
                 model has no such norms.
             eps: added to the mean square in those norms.
-            tables: cosines and sines, float32 [positions, head_dim / 2] each.
+            tables: cosines and sines, float32 [positions, rotary_dim / 2] each; only the first
+                `rotary_dim` dimensions of a head are rotated.
             positions: the position of each token in its sequence, int64 [tokens].
             cache_places: where each token's k and v go: block number x block_size + place in the
                 block, int64 [tokens].
@@ -162,7 +163,8 @@ class Kernels:
             qkv.data_ptr(), q_norm, k_norm, eps,
             cosines.data_ptr(), sines.data_ptr(), positions.data_ptr(), cache_places.data_ptr(),
             q.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            tokens, kv_heads, per_kv_head, dim, keys.shape[1], _threads(qkv.numel()),
+            tokens, kv_heads, per_kv_head, dim, 2 * cosines.shape[1], keys.shape[1],
+            _threads(qkv.numel()),
         )  # fmt: skip
         return q
 
@@ -174,6 +176,7 @@ class Kernels:
         query_starts: Tensor,
         lengths: Tensor,
         window: int | None,
+        scale: float,
     ) -> Tensor:
         """Causal attention: the queries of each sequence see the sequence's cached tokens.
 
@@ -186,6 +189,7 @@ class Kernels:
             query_starts: where each sequence begins in `q`, int32 [sequences + 1].
             lengths: how many tokens of each sequence are cached, int32 [sequences].
             window: how many tokens a token sees, itself included; None for all.
+            scale: products of queries and keys are multiplied by it.
 
         Returns:
             The weighted values, shaped as `q`.
@@ -200,7 +204,7 @@ class Kernels:
             block_tables.data_ptr(), block_tables.stride(0),
             query_starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
             len(lengths), kv_heads, heads // kv_heads, dim, block_size, window or 0,
-            dim**-0.5, _threads(64 * q.numel()),
+            scale, _threads(64 * q.numel()),
         )  # fmt: skip
         return out
 

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mrlhf.device import processes_on_this_machine
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.cache_size import CacheShape
 from mrlhf.inference.native.operators import Layer
+from mrlhf.job import processes_on_this_machine
 
 
 class KVCache:

@@ -6,7 +6,7 @@ One pass takes `StepInputs` and returns logits. This file knows neither sampling
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,25 +21,36 @@ from mrlhf.inference.native.operators import (
     Layer,
     Operators,
     StepInputs,
+    Tables,
     TorchOperators,
 )
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
-from mrlhf.models.rope import inverse_frequencies
+from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: norms as tensors, products as functions; `qk_norms` where the model has them."""
+    """One layer: norms and biases as tensors, where the model has them; products as functions.
 
-    input_norm: Tensor
+    A bias is added, and an output normalised, after the ranks' shares have been summed.
+    """
+
+    input_norm: Tensor | None
     qkv: Linear
-    qk_norms: tuple[Tensor, Tensor] | None
+    head_norms: tuple[Tensor, Tensor] | None
+    projection_norms: tuple[Tensor, Tensor] | None
+    tables: Tables
+    window: int | None
     proj: Linear
-    mlp_norm: Tensor
+    proj_bias: Tensor | None
+    proj_norm: Tensor | None
+    mlp_norm: Tensor | None
     fc1: Linear
     fc2: Linear
+    fc2_bias: Tensor | None
+    fc2_norm: Tensor | None
 
 
 class Decoder:
@@ -51,6 +62,7 @@ class Decoder:
         parameters: Parameters,
         parallel: TensorParallel,
         operators: Operators,
+        tables: Sequence[Tables],
         dtype: torch.dtype,
     ) -> None:
         """Lay the weights out for this machine.
@@ -62,6 +74,7 @@ class Decoder:
             parameters: this rank's weights.
             parallel: the ranks of the replica.
             operators: the steps of a layer besides its matrix products.
+            tables: by what each layer rotates.
             dtype: in which to compute.
         """
         self._parallel = parallel
@@ -69,12 +82,18 @@ class Decoder:
         self._head_dim = spec.head_dim
         self._kv_heads = kv_heads_on_rank(spec, parallel.size)
         self._heads_per_kv_head = spec.num_heads // parallel.size // self._kv_heads
+        self._norm_eps = spec.norm_eps
+        self._embedding_multiplier = spec.embedding_multiplier
+        self._residual_multiplier = spec.residual_multiplier
+        self._logits_divisor = spec.logits_divisor
 
         def tensor(name: str) -> Tensor:
             return parameters[name].to(dtype)
 
         self._embedding = tensor("embedding.word_embeddings.weight")
-        self._layers = [_layer(spec, number, tensor) for number in range(spec.num_layers)]
+        self._layers = [
+            _layer(spec, number, tables[number], tensor) for number in range(spec.num_layers)
+        ]
         self._final_norm = tensor("decoder.final_layernorm.weight")
         self._output = linear(
             self._embedding if spec.output_is_embedding else tensor("output_layer.weight")
@@ -96,72 +115,149 @@ class Decoder:
             [rows, vocab_shard]: this rank's columns, without those of padding.
         """
         operators = self._operators
-        parallel = self._parallel
         shape = (len(inputs.tokens), self._kv_heads, self._heads_per_kv_head + 2, self._head_dim)
 
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
         for layer, store in zip(self._layers, cache, strict=True):
-            qkv = layer.qkv(operators.add_norm(hidden, delta, layer.input_norm)).view(shape)
-            q = operators.rotate_store(qkv, layer.qk_norms, inputs, store)
-            context = operators.attend(q, store, inputs)
-            delta = parallel.sum(layer.proj(context.flatten(1)))
-            gate_up = layer.fc1(operators.add_norm(hidden, delta, layer.mlp_norm))
-            delta = parallel.sum(layer.fc2(operators.gated(gate_up)))
+            qkv = layer.qkv(self._enter(hidden, delta, layer.input_norm)).view(shape)
+            if layer.projection_norms is not None:
+                self._norm_projections(qkv, layer.projection_norms)
+            q = operators.rotate_store(qkv, layer.head_norms, layer.tables, inputs, store)
+            context = operators.attend(q, store, inputs, layer.window)
+            delta = self._leave(layer.proj(context.flatten(1)), layer.proj_bias, layer.proj_norm)
+
+            gate_up = layer.fc1(self._enter(hidden, delta, layer.mlp_norm))
+            delta = self._leave(layer.fc2(operators.gated(gate_up)), layer.fc2_bias, layer.fc2_norm)
 
         assert delta is not None
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]
             delta = delta[inputs.last]
         logits = self._output(operators.add_norm(hidden, delta, self._final_norm))
+        if self._logits_divisor != 1.0:
+            logits = logits / self._logits_divisor
         if logits.shape[1] == self._vocab_rows:
             return logits
         return logits[:, : self._vocab_rows].contiguous()
 
+    def _enter(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Add `delta` to `hidden` in place, and return what attention or the MLP takes."""
+        if norm is not None:
+            return self._operators.add_norm(hidden, delta, norm)
+        if delta is not None:
+            hidden += delta
+        return hidden
+
+    def _leave(self, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
+        """What is added to the residual stream, of this rank's share of a product."""
+        delta = self._parallel.sum(share)
+        if bias is not None:
+            delta = delta + bias
+        if norm is not None:
+            delta = self._operators.add_norm(delta, None, norm)
+        if self._residual_multiplier != 1.0:
+            delta = delta * self._residual_multiplier
+        return delta
+
+    def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
+        """Normalise the q of all heads of all ranks together, and their k, in place.
+
+        Args:
+            qkv: [tokens, kv_heads, heads per KV head + 2, head_dim].
+            norms: this rank's part of the weights.
+        """
+        q = qkv[:, :, :-2]
+        k = qkv[:, :, -2:-1]
+        squares = [part.float().square().sum(dim=(1, 2, 3)) for part in (q, k)]
+        sums = self._parallel.sum(torch.stack(squares, dim=-1))
+
+        for part, weight, total in zip((q, k), norms, sums.unbind(-1), strict=True):
+            mean = total / (part[0].numel() * self._parallel.size)
+            scale = torch.rsqrt(mean + self._norm_eps)[:, None, None, None]
+            part.copy_(part.float() * scale * weight.float().view(part.shape[1:]))
+
     def _embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of `tokens` [tokens], [tokens, hidden]; each rank looks up its rows."""
         if self._parallel.size == 1:
-            return F.embedding(tokens, self._embedding)
+            return self._scaled(F.embedding(tokens, self._embedding))
         local = tokens - self.vocab_start
         absent = (local < 0) | (local >= len(self._embedding))
         partial = F.embedding(local.masked_fill(absent, 0), self._embedding)
-        return self._parallel.sum(partial.masked_fill_(absent[:, None], 0))
+        return self._scaled(self._parallel.sum(partial.masked_fill_(absent[:, None], 0)))
+
+    def _scaled(self, embeddings: Tensor) -> Tensor:
+        if self._embedding_multiplier == 1.0:
+            return embeddings
+        return embeddings * self._embedding_multiplier
 
 
-def _layer(spec: ModelSpec, number: int, tensor: Callable[[str], Tensor]) -> DecoderLayer:
+def _layer(
+    spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor]
+) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
-    norms = None
-    if spec.qk_norm:
-        q_norm = tensor(attention + "q_layernorm.weight")
-        k_norm = tensor(attention + "k_layernorm.weight")
-        norms = (q_norm, k_norm)
-    bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
+    mlp = prefix + "mlp."
 
+    def optional(exists: bool, name: str) -> Tensor | None:
+        return tensor(name) if exists else None
+
+    norms = None
+    if spec.qk_norm != "none":
+        norms = (
+            tensor(attention + "q_layernorm.weight"),
+            tensor(attention + "k_layernorm.weight"),
+        )
+    before = not spec.norms_after
+    after = spec.norms_after
     return DecoderLayer(
-        input_norm=tensor(prefix + "input_layernorm.weight"),
-        qkv=linear(tensor(attention + "linear_qkv.weight"), bias),
-        qk_norms=norms,
+        input_norm=optional(before, prefix + "input_layernorm.weight"),
+        qkv=linear(
+            tensor(attention + "linear_qkv.weight"),
+            optional(spec.qkv_bias, attention + "linear_qkv.bias"),
+        ),
+        head_norms=norms if spec.qk_norm == "head" else None,
+        projection_norms=norms if spec.qk_norm == "projection" else None,
+        tables=tables,
+        window=spec.windows[number],
         proj=linear(tensor(attention + "linear_proj.weight")),
-        mlp_norm=tensor(prefix + "pre_mlp_layernorm.weight"),
-        fc1=linear(tensor(prefix + "mlp.linear_fc1.weight")),
-        fc2=linear(tensor(prefix + "mlp.linear_fc2.weight")),
+        proj_bias=optional(spec.o_bias, attention + "linear_proj.bias"),
+        proj_norm=optional(after, attention + "linear_proj.output_norm.weight"),
+        mlp_norm=optional(before, prefix + "pre_mlp_layernorm.weight"),
+        fc1=linear(
+            tensor(mlp + "linear_fc1.weight"), optional(spec.mlp_bias, mlp + "linear_fc1.bias")
+        ),
+        fc2=linear(tensor(mlp + "linear_fc2.weight")),
+        fc2_bias=optional(spec.mlp_bias, mlp + "linear_fc2.bias"),
+        fc2_norm=optional(after, mlp + "linear_fc2.output_norm.weight"),
     )
 
 
-def make_operators(
+def tables_of_layers(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_length: int
-) -> Operators:
-    """The fastest operators that this machine has for a model in `dtype`.
+) -> list[Tables]:
+    """The cosines and sines by which each layer rotates; layers that rotate alike share them.
 
-    The cosines and sines of positions are rounded to `dtype`, as in transformers.
+    They are rounded to `dtype`, as in transformers. A layer that does not rotate has cosines of 1
+    and sines of 0, which leave every number as it is.
     """
-    frequencies = inverse_frequencies(spec).to(device=device, dtype=torch.float32)
-    angles = torch.outer(torch.arange(max_length, dtype=torch.float32, device=device), frequencies)
-    cosines = angles.cos().to(dtype).float()
-    sines = angles.sin().to(dtype).float()
+    by_kind: dict[str | None, Tables] = {}
+    for kind in set(spec.ropes):
+        frequencies = torch.zeros(spec.rotary_dim // 2)
+        scale = 1.0
+        if kind is not None:
+            frequencies, scale = rope_of(spec, kind)
+        positions = torch.arange(max_length, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, frequencies.to(device=device, dtype=torch.float32))
+        cosines = (angles.cos() * scale).to(dtype).float()
+        sines = (angles.sin() * scale).to(dtype).float()
+        by_kind[kind] = (cosines, sines)
+    return [by_kind[kind] for kind in spec.ropes]
 
+
+def make_operators(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Operators:
+    """The fastest operators that this machine has for a model in `dtype`."""
     compiled = kernels.load(dtype) if device.type == "cpu" else None
     if compiled is None:
-        return TorchOperators(cosines, sines, spec.norm_eps, spec.sliding_window)
-    return HostOperators(compiled, cosines, sines, spec.norm_eps, spec.sliding_window)
+        return TorchOperators(spec.norm_eps, spec.attention_scale)
+    return HostOperators(compiled, spec.norm_eps, spec.attention_scale)

@@ -22,6 +22,9 @@ from mrlhf.inference.native.kernels import Kernels
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each."""
 
+Tables = tuple[Tensor, Tensor]
+"""Cosines and sines of a layer's rotation, float32 [positions, rotary_dim / 2] each."""
+
 # The page size that torch's variable-length attention (FlashAttention 2) works with.
 PAGE = 256
 
@@ -62,11 +65,11 @@ class Operators(Protocol):
         """Add `delta` to `hidden` in place, and return the RMSNorm of the sum."""
 
     def rotate_store(
-        self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer
+        self, qkv: Tensor, norms: Layer | None, tables: Tables, inputs: StepInputs, layer: Layer
     ) -> Tensor:
         """Rotate q and k, write k and v into the cache, and return q."""
 
-    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs, window: int | None) -> Tensor:
         """Causal attention to the cached tokens of the same sequence."""
 
     def gated(self, gate_up: Tensor) -> Tensor:
@@ -103,6 +106,7 @@ def attend_paged(
     layer: Layer,
     inputs: StepInputs,
     window: int | None,
+    scale: float,
 ) -> Tensor:
     """Causal attention through torch's `varlen_attn`; the result is shaped as `q`.
 
@@ -120,6 +124,7 @@ def attend_paged(
         numbers * inputs.longest,
         inputs.most_queries,
         inputs.longest,
+        scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=True,
         seqused_k=inputs.lengths,
@@ -131,19 +136,15 @@ def attend_paged(
 class TorchOperators:
     """The steps of a layer of one model."""
 
-    def __init__(self, cosines: Tensor, sines: Tensor, eps: float, window: int | None) -> None:
+    def __init__(self, eps: float, scale: float) -> None:
         """Keep the model's constants.
 
         Args:
-            cosines: float32 [positions, head_dim / 2].
-            sines: float32 [positions, head_dim / 2].
             eps: added to the mean square in every norm.
-            window: how many tokens a token sees, itself included; None for all.
+            scale: products of q and k are multiplied by it.
         """
-        self._cosines = cosines
-        self._sines = sines
         self._eps = eps
-        self._window = window
+        self._scale = scale
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
@@ -152,13 +153,15 @@ class TorchOperators:
         return self._norm(hidden, weight)
 
     def rotate_store(
-        self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer
+        self, qkv: Tensor, norms: Layer | None, tables: Tables, inputs: StepInputs, layer: Layer
     ) -> Tensor:
         """Write rotated k and plain v into the cache, and return rotated q [tokens, heads, dim].
 
         Args:
             qkv: [tokens, kv_heads, heads per KV head + 2, head_dim].
-            norms: the weights of the q norm and of the k norm, where the model has them.
+            norms: the weights of the q norm and of the k norm of each head, where the model has
+                them.
+            tables: cosines and sines; the dimensions of a head beyond theirs are not rotated.
             inputs: the pass.
             layer: keys and values of the layer.
         """
@@ -170,17 +173,21 @@ class TorchOperators:
             k = self._norm(k, norms[1])
 
         keys, values = layer
-        keys.flatten(0, 1).index_copy_(0, inputs.cache_places, self._rotate(k, inputs)[:, :, 0])
+        rotated_k = _rotate(k, tables, inputs.positions)[:, :, 0]
+        keys.flatten(0, 1).index_copy_(0, inputs.cache_places, rotated_k)
         values.flatten(0, 1).index_copy_(0, inputs.cache_places, v)
-        return self._rotate(q, inputs).flatten(1, 2)
+        return _rotate(q, tables, inputs.positions).flatten(1, 2)
 
-    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
-        """Causal attention of `q` [tokens, heads, head_dim] to the cache; shaped as `q`."""
+    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs, window: int | None) -> Tensor:
+        """Causal attention of `q` [tokens, heads, head_dim] to the cache; shaped as `q`.
+
+        `window` is how many tokens a token sees, itself included; None for all.
+        """
         if q.is_cuda and (paged := _paged_attention(q, layer[0].shape[1])):
-            return attend_paged(paged, q, layer, inputs, self._window)
+            return attend_paged(paged, q, layer, inputs, window, self._scale)
         if inputs.most_queries == 1:
             return self._attend_gathered(
-                q[:, None], layer, inputs.block_tables, inputs.lengths, inputs.longest
+                q[:, None], layer, inputs.block_tables, inputs.lengths, inputs.longest, window
             )[:, 0]
 
         # Sequences with one query are computed together. A chunk of a prompt is computed alone:
@@ -202,12 +209,18 @@ class TorchOperators:
             rows = torch.tensor([range(starts[s], starts[s + 1]) for s in part], device=q.device)
             longest = max(lengths[s] for s in part)
             context[rows] = self._attend_gathered(
-                q[rows], layer, inputs.block_tables[part], inputs.lengths[part], longest
+                q[rows], layer, inputs.block_tables[part], inputs.lengths[part], longest, window
             )
         return context
 
     def _attend_gathered(
-        self, q: Tensor, layer: Layer, tables: Tensor, lengths: Tensor, longest: int
+        self,
+        q: Tensor,
+        layer: Layer,
+        tables: Tensor,
+        lengths: Tensor,
+        longest: int,
+        window: int | None,
     ) -> Tensor:
         """Attention to copies of the blocks of each sequence, side by side.
 
@@ -217,6 +230,7 @@ class TorchOperators:
             tables: the blocks of each sequence, [sequences, blocks].
             lengths: how many tokens of each sequence are cached, [sequences].
             longest: the largest of `lengths`.
+            window: how many tokens a token sees; None for all.
         """
         used = tables[:, : -(-longest // layer[0].shape[1])].long()
         keys, values = (store[used].flatten(1, 2).transpose(1, 2) for store in layer)
@@ -225,11 +239,16 @@ class TorchOperators:
         positions = lengths[:, None, None] - q.shape[1] + queries
         places = torch.arange(keys.shape[2], device=q.device)
         visible = places <= positions
-        if self._window is not None:
-            visible &= places > positions - self._window
+        if window is not None:
+            visible &= places > positions - window
 
         context = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=visible[:, None], enable_gqa=True
+            q.transpose(1, 2),
+            keys,
+            values,
+            attn_mask=visible[:, None],
+            scale=self._scale,
+            enable_gqa=True,
         )
         return context.transpose(1, 2)
 
@@ -242,43 +261,47 @@ class TorchOperators:
         """RMSNorm as in transformers: the normalised value is rounded to its dtype, then scaled."""
         return F.rms_norm(x, x.shape[-1:], eps=self._eps) * weight
 
-    def _rotate(self, x: Tensor, inputs: StepInputs) -> Tensor:
-        """Rotate x [tokens, kv_heads, heads, head_dim] by the angles of its positions."""
-        cosines = self._cosines[inputs.positions][:, None, None]
-        sines = self._sines[inputs.positions][:, None, None]
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = [first * cosines - second * sines, second * cosines + first * sines]
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+
+def _rotate(x: Tensor, tables: Tables, positions: Tensor) -> Tensor:
+    """Rotate x [tokens, kv_heads, heads, head_dim] by the angles of its positions."""
+    cosines, sines = (table[positions][:, None, None] for table in tables)
+    turned = x[..., : 2 * cosines.shape[-1]].float()
+    first, second = turned.chunk(2, dim=-1)
+    rotated = [first * cosines - second * sines, second * cosines + first * sines]
+    return torch.cat([*(part.to(x.dtype) for part in rotated), x[..., turned.shape[-1] :]], dim=-1)
 
 
 class HostOperators:
     """The same as `TorchOperators` on compiled kernels; tensors are contiguous, on the host."""
 
-    def __init__(
-        self, kernels: Kernels, cosines: Tensor, sines: Tensor, eps: float, window: int | None
-    ) -> None:
+    def __init__(self, kernels: Kernels, eps: float, scale: float) -> None:
         """Keep the model's constants, as `TorchOperators`; `kernels` are for the model's dtype."""
         self._kernels = kernels
-        self._tables = (cosines.contiguous(), sines.contiguous())
         self._eps = eps
-        self._window = window
+        self._scale = scale
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
         return self._kernels.add_rms_norm(hidden, delta, weight, self._eps)
 
     def rotate_store(
-        self, qkv: Tensor, norms: Layer | None, inputs: StepInputs, layer: Layer
+        self, qkv: Tensor, norms: Layer | None, tables: Tables, inputs: StepInputs, layer: Layer
     ) -> Tensor:
         """Write rotated k and plain v into the cache, and return rotated q [tokens, heads, dim]."""
         return self._kernels.rotate_store(
-            qkv, norms, self._eps, self._tables, inputs.positions, inputs.cache_places, layer
+            qkv, norms, self._eps, tables, inputs.positions, inputs.cache_places, layer
         )
 
-    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs) -> Tensor:
+    def attend(self, q: Tensor, layer: Layer, inputs: StepInputs, window: int | None) -> Tensor:
         """Causal attention of `q` [tokens, heads, head_dim] to the cache; shaped as `q`."""
         return self._kernels.attend(
-            q, layer, inputs.block_tables, inputs.query_starts, inputs.lengths, self._window
+            q,
+            layer,
+            inputs.block_tables,
+            inputs.query_starts,
+            inputs.lengths,
+            window,
+            self._scale,
         )
 
     def gated(self, gate_up: Tensor) -> Tensor:

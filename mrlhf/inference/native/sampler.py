@@ -23,6 +23,9 @@ from mrlhf.inference.native.tensor_parallel import TensorParallel
 Words = NDArray[np.uint64]
 
 _COLUMNS = 128
+# Stands for the logits of tokens that are never drawn. Divided by a temperature it stays finite,
+# and its difference to any other logit is beyond what exp does not round to zero.
+_NEVER = -1e30
 # At most so many logits are worked on at once: a float32 copy of them must fit the device.
 _ELEMENTS = 2**27
 
@@ -70,24 +73,29 @@ class Sampler:
     All ranks draw the same tokens.
     """
 
-    def __init__(self, parallel: TensorParallel, kernels: Kernels | None) -> None:
+    def __init__(
+        self, parallel: TensorParallel, kernels: Kernels | None, never: Sequence[int] = ()
+    ) -> None:
         """Draw for the ranks of one replica.
 
         Args:
             parallel: the ranks of the replica.
             kernels: compiled kernels for logits on the host, of their dtype; None to use torch's
                 operators.
+            never: token ids that are never drawn.
         """
         self._parallel = parallel
         self._kernels = kernels
+        self._never = torch.tensor(list(never), dtype=torch.int64)
 
     def draw(
         self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
     ) -> tuple[Tensor, Tensor]:
-        """Draw one token for each row.
+        """Draw one token for each row, none of those that are never drawn.
 
         Args:
-            logits: [batch, vocab_shard], any float dtype; left as they are.
+            logits: [batch, vocab_shard], any float dtype; those of tokens that are never drawn are
+                overwritten, the others are left as they are.
             vocab_start: the token id of the first column.
             uniform: the numbers that pick, in [0, 1), float64 [batch]; not used if greedy.
             sampling: its temperature, top_k and top_p are used.
@@ -96,6 +104,52 @@ class Sampler:
             The tokens, int64 [batch], and their log-probabilities over the whole vocabulary at the
             temperature, float32 [batch].
         """
+        if not len(self._never):
+            return self._draw_any(logits, vocab_start, uniform, sampling)
+
+        here = (self._never >= vocab_start) & (self._never < vocab_start + logits.shape[-1])
+        columns = (self._never[here] - vocab_start).to(logits.device)
+        scale = 1.0 / (sampling.temperature or 1.0)
+        excluded = (logits[:, columns].float() * scale).logsumexp(dim=-1).double()
+        logits.index_fill_(1, columns, max(_NEVER, torch.finfo(logits.dtype).min))
+        tokens, logprobs = self._draw_any(logits, vocab_start, uniform, sampling)
+        return tokens, self._over_all(logits, vocab_start, tokens, logprobs, excluded, scale)
+
+    def _over_all(
+        self,
+        logits: Tensor,
+        vocab_start: int,
+        tokens: Tensor,
+        logprobs: Tensor,
+        excluded: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Log-probabilities over the whole vocabulary, from those over the tokens that are drawn.
+
+        Args:
+            logits: [batch, vocab_shard].
+            vocab_start: the token id of the first column.
+            tokens: [batch].
+            logprobs: the log-probability of each token among those that may be drawn, [batch].
+            excluded: logarithm of the sum of exp(logit) over this rank's columns that are never
+                drawn, float64 [batch].
+            scale: every logit is multiplied by it.
+        """
+        columns = tokens - vocab_start
+        is_mine = (columns >= 0) & (columns < logits.shape[-1])
+        places = columns.clamp(0, logits.shape[-1] - 1)[:, None]
+        chosen = logits.gather(-1, places)[:, 0].double() * scale
+        chosen = chosen.masked_fill(~is_mine, -torch.inf)
+
+        all_excluded, all_chosen = self._parallel.gather(torch.stack([excluded, chosen])).unbind(1)
+        allowed = all_chosen.amax(dim=0) - logprobs
+        ratio = all_excluded.logsumexp(dim=0) - allowed
+        return (logprobs - ratio.logaddexp(torch.zeros_like(ratio))).float()
+
+    def _draw_any(
+        self, logits: Tensor, vocab_start: int, uniform: Tensor, sampling: SamplingParams
+    ) -> tuple[Tensor, Tensor]:
+        """As `draw`, among all tokens."""
         if sampling.temperature > 0 and (sampling.top_k != -1 or sampling.top_p < 1):
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
 

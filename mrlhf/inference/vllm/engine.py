@@ -43,6 +43,7 @@ class VllmEngine:
         dtype: torch.dtype,
         limits: EngineLimits,
         decode: Decode | None = None,
+        never: Sequence[int] = (),
     ) -> None:
         """Build the engine with placeholder weights, and take its memory.
 
@@ -56,6 +57,7 @@ class VllmEngine:
             dtype: the dtype of parameters and cache.
             limits: how much the engine may take; on a CPU a block has a multiple of 32 tokens.
             decode: token ids to text; needed for stop strings.
+            never: token ids that are never drawn.
 
         Raises:
             ConfigError: vLLM is not installed, or cannot run this model or layout.
@@ -103,6 +105,7 @@ class VllmEngine:
             self._cache_shape.block_bytes,
             self._in_flight,
             decode,
+            never,
         )
 
     @property

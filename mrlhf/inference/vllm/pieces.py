@@ -5,7 +5,8 @@
     gate_up_proj    all gate rows of the rank, then its up rows
     embed_tokens    the vocabulary, padded to a multiple of 64, in equal shares of rows
 
-All dense families have these parameters in vLLM. A family with other layers needs a map of its own.
+The families in FAMILIES have these parameters in vLLM. A model with other features needs a map
+of its own.
 
 This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 """
@@ -13,12 +14,14 @@ This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 from __future__ import annotations
 
 from mrlhf.errors import WeightError
+from mrlhf.inference.engine_sizes import engine_tp_problem, vllm_vocabulary
 from mrlhf.models.families import family_of
+from mrlhf.models.rope import rope_type_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
-VOCABULARY_UNIT = 64
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 Interval = tuple[int, int]
 
 
@@ -40,9 +43,18 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
         tp_size: how many ranks there are.
 
     Raises:
-        WeightError: the model's heads, MLP or padded vocabulary do not divide over the ranks.
+        WeightError: the model has a feature that is not supported here, or its heads, MLP or padded
+            vocabulary do not divide over the ranks.
     """
-    _check(spec, tp_size)
+    feature = unsupported_feature(spec)
+    if feature is not None:
+        raise WeightError(
+            f"vLLM is not supported for a model with {feature}; set rollout.engine=native"
+        )
+    problem = engine_tp_problem("vllm", tp_size, spec)
+    if problem is not None:
+        raise WeightError(f"vLLM: {problem}")
+
     q = _share(spec.num_heads * spec.head_dim, tp_rank, tp_size)
     # If there are more ranks than KV heads, each KV head is a part that several ranks hold.
     kv_parts = min(tp_size, spec.num_kv_heads)
@@ -62,7 +74,7 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
                 f"{attention}v_proj.{kind}": kv,
             }
             maker.fused(f"{attention}qkv_proj.{kind}", qkv, dim=0)
-        if spec.qk_norm:
+        if spec.qk_norm != "none":
             maker.whole(attention + "q_norm.weight")
             maker.whole(attention + "k_norm.weight")
         maker.fused(attention + "o_proj.weight", {attention + "o_proj.weight": q}, dim=1)
@@ -75,6 +87,19 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
     if not spec.tied_embeddings:
         maker.vocabulary("lm_head.weight", tp_rank, tp_size)
     return maker.pieces
+
+
+def unsupported_feature(spec: ModelSpec) -> str | None:
+    """What the model has that our use of vLLM does not know, in words; None if there is nothing."""
+    rope_types = {rope_type_of(spec, kind) for kind in spec.ropes if kind is not None}
+    features = {
+        f"the family {spec.family}": spec.family not in FAMILIES,
+        "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
+        "biases on q, k and v": spec.qkv_bias and spec.family != "qwen2",
+        "windows on some layers only": len(set(spec.windows)) > 1,
+        "yarn rotation": "yarn" in rope_types,
+    }
+    return next((feature for feature, is_there in features.items() if is_there), None)
 
 
 def parameter_shapes(spec: ModelSpec, tp_size: int) -> dict[str, Shape]:
@@ -116,7 +141,7 @@ class _Maker:
     def vocabulary(self, name: str, tp_rank: int, tp_size: int) -> None:
         """Add this rank's rows of the vocabulary; padding rows belong to no piece."""
         rows = self._shapes[name][0]
-        share = _padded(rows) // tp_size
+        share = vllm_vocabulary(rows) // tp_size
         start = min(rows, tp_rank * share)
         stop = min(rows, (tp_rank + 1) * share)
         piece = Piece(name, self._shapes[name], 0, start, stop, name, 0, stop - start, share)
@@ -125,27 +150,3 @@ class _Maker:
 
 def _share(size: int, part: int, parts: int) -> Interval:
     return part * size // parts, (part + 1) * size // parts
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // VOCABULARY_UNIT) * VOCABULARY_UNIT
-
-
-def _check(spec: ModelSpec, tp: int) -> None:
-    sizes = {
-        "attention heads": spec.num_heads,
-        "MLP width": spec.ffn_size,
-        "padded vocabulary": _padded(spec.vocab_size),
-    }
-    for what, size in sizes.items():
-        if size % tp:
-            raise WeightError(
-                f"vLLM: the model's {what} {size} does not divide over rollout.tp {tp}; use a "
-                f"smaller tp"
-            )
-
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        raise WeightError(
-            f"vLLM: rollout.tp {tp} is neither a divisor nor a multiple of the model's "
-            f"{spec.num_kv_heads} KV heads; use such a tp"
-        )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrlhf.errors import EngineError
@@ -61,6 +62,7 @@ class Requests:
         block_bytes: int,
         in_flight: InFlight,
         decode: Decode | None,
+        never: Sequence[int],
     ) -> None:
         """Watch the engine's scheduler and take over what its sampler reports.
 
@@ -71,10 +73,13 @@ class Requests:
             block_bytes: size of one block, in bytes.
             in_flight: the requests and samples of the engine, which this class fills.
             decode: token ids to text; needed for stop strings.
+            never: token ids that are never drawn.
         """
         assert sampler.logprobs_mode == "raw_logprobs", sampler.logprobs_mode
         self._engine = llm_engine
         self._sampler = sampler
+        if never:
+            sampler.sample = _sample_without(sampler.sample, torch.tensor(list(never)))
         self._in_flight = in_flight
         self._decode = decode
         self._cache_bytes = blocks * block_bytes
@@ -262,6 +267,19 @@ def _logprobs_at(temperature: float) -> Callable[[Tensor], Tensor]:
         return (logits.float() / temperature).log_softmax(dim=-1)
 
     return compute_logprobs
+
+
+def _sample_without(draw: Callable[..., Any], never: Tensor) -> Callable[..., Any]:
+    """vLLM's function `draw` from logits to tokens, which then draws none of the ids `never`.
+
+    vLLM takes the log-probs before it draws, so they are over the whole vocabulary.
+    """
+
+    def draw_others(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = logits.index_fill(-1, never.to(logits.device), -torch.inf)
+        return draw(logits, *args, **kwargs)
+
+    return draw_others
 
 
 def _sample(running: _Running, answer: Any, end: int | None) -> Sample:

@@ -15,12 +15,19 @@ from transformers import AutoConfig
 
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
+from mrlhf.models.families.ministral import MINISTRAL
 from mrlhf.models.families.mistral import MISTRAL
+from mrlhf.models.families.olmo2 import OLMO2
+from mrlhf.models.families.olmo3 import OLMO3
+from mrlhf.models.families.phi3 import PHI3
 from mrlhf.models.families.qwen2 import QWEN2
 from mrlhf.models.families.qwen3 import QWEN3
+from mrlhf.models.families.seed_oss import SEED_OSS
+from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
-from mrlhf.models.rope import inverse_frequencies
+from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.stored import are_equal, survey
 
@@ -36,7 +43,11 @@ __all__ = [
 ]
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family
+    for family in (
+        *(GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
+        *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+    )
 }
 
 _MOST_PARAMETERS = 10**13
@@ -86,7 +97,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
 
     try:
         spec = FAMILIES[config["model_type"]].read_config(config, head)
-        frequencies = inverse_frequencies(spec)
+        _check_frequencies(spec)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
@@ -94,16 +105,33 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
-    if not bool(frequencies.isfinite().all()):
-        raise ConfigError(f"{file}: the rope parameters give frequencies that are not finite")
+    _check_size(file, spec)
+    return spec
 
+
+def _check_frequencies(spec: ModelSpec) -> None:
+    """Refuse rotary parameters whose numbers together make no sense.
+
+    Raises:
+        ConfigError: a frequency would not be finite.
+    """
+    for kind in set(spec.ropes) - {None}:
+        if not bool(rope_of(spec, str(kind)).frequencies.isfinite().all()):
+            raise ConfigError("config.json: rope_parameters give frequencies that are not finite")
+
+
+def _check_size(file: Path, spec: ModelSpec) -> None:
+    """Refuse sizes that would only fail when memory runs out.
+
+    Raises:
+        ConfigError: the model would have more parameters than any has.
+    """
     shapes = family_of(spec).tensor_shapes(spec)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     if parameters > _MOST_PARAMETERS:
         raise ConfigError(
             f"{file}: the sizes make {parameters:.0e} parameters, which is more than any model has"
         )
-    return spec
 
 
 def stores_own_output(path: str | Path, spec: ModelSpec) -> bool:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from mrlhf.models.families.dense import dense_family, dense_spec
+from mrlhf.models.families.dense import dense_family, dense_spec, with_window
 from mrlhf.models.spec import Head, ModelSpec
 
 
 def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     """The spec of a Mistral `config.json`."""
-    return dense_spec(
-        config, head, qkv_bias=False, qk_norm=False, sliding_window=config.get("sliding_window")
-    )
+    return with_window(dense_spec(config, head))
 
 
 MISTRAL = dense_family("mistral", "Mistral", read_config)

@@ -1,0 +1,60 @@
+"""Reads a path as it is written in a configuration: `~` and `${VARIABLE}` stand for what the shell
+would put there.
+
+It does not know whether there is anything at the path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from mrlhf.user_code import check_name, is_reference
+
+_VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")
+
+
+def expand_path(text: str) -> str:
+    """`text` with a `~` at its start and the environment's variables in it replaced.
+
+    Raises:
+        ValueError: it is empty or no path, or names a user or a variable that does not exist.
+    """
+    if not text.strip():
+        raise ValueError("should be a path, and is empty")
+    if not text.isprintable():
+        raise ValueError("should be a path, and holds characters that cannot be printed")
+
+    path = _VARIABLE.sub(_value, text)
+    if path.startswith("~"):
+        path = os.path.expanduser(path)
+        if path.startswith("~"):
+            user = path.split("/")[0]
+            raise ValueError(f"'{user}' names no user of this machine; write the path in full")
+    if not path.strip():
+        raise ValueError("should be a path, and is empty once its variables are replaced")
+    return path
+
+
+def expand_name(name: object, known: Sequence[str]) -> str:
+    """`name` if it is a known one, else the reference "path/to/file.py:function" with its path
+    expanded.
+
+    Raises:
+        ValueError: it is neither, or its path cannot be expanded.
+    """
+    text = check_name(name, known)
+    if not is_reference(text):
+        return text
+    path, _, function = text.rpartition(":")
+    return f"{expand_path(path)}:{function}"
+
+
+def _value(match: re.Match[str]) -> str:
+    """The value of the environment variable that `match` names."""
+    name = match[1].strip("{}")
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(f"the environment variable {name or match[0]} is not set")
+    return value

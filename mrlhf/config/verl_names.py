@@ -1,0 +1,241 @@
+"""What verl's configuration keys are called here, for the message about an unknown key.
+
+It knows names only. A key that verl and we name alike does not stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+ValueT = TypeVar("ValueT")
+
+# verl's sections around ours
+_SECTIONS = (
+    ("actor_rollout_ref.actor", "actor"),
+    ("actor_rollout_ref.rollout", "rollout"),
+    ("actor_rollout_ref.ref", "reference"),
+    ("actor_rollout_ref.model", "actor.model"),
+    ("reward.reward_model", "reward_model"),
+)
+_ROLES = ("actor", "critic", "reference", "reward_model", "model")
+
+# below a role
+_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
+    {
+        "model.path": "path",
+        "model_path": "path",
+        "partial_pretrain": "path",
+        "model": "path",
+        "ppo_micro_batch_size": "micro_batch_tokens",
+        "ppo_micro_batch_size_per_gpu": "micro_batch_tokens",
+        "ppo_max_token_len_per_gpu": "micro_batch_tokens",
+        "log_prob_micro_batch_size": "micro_batch_tokens",
+        "log_prob_micro_batch_size_per_gpu": "micro_batch_tokens",
+        "log_prob_max_token_len_per_gpu": "micro_batch_tokens",
+        "forward_micro_batch_size": "micro_batch_tokens",
+        "forward_micro_batch_size_per_gpu": "micro_batch_tokens",
+        "forward_max_token_len_per_gpu": "micro_batch_tokens",
+        "tensor_model_parallel_size": "tp",
+        "megatron.tensor_model_parallel_size": "tp",
+        "megatron.pipeline_model_parallel_size": "pp",
+        "megatron.sequence_parallel": "sequence_parallel",
+        "megatron.dtype": "dtype",
+        "model.enable_gradient_checkpointing": "recompute",
+        "enable_gradient_checkpointing": "recompute",
+        "grad_clip": "optim.clip_grad",
+        "optim.betas": "optim.adam_beta1",
+        "optim.lr_scheduler_type": "optim.lr_decay_style",
+        "optim.warmup_style": "optim.lr_decay_style",
+        "optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps",
+        "optim.total_training_steps": "optim.lr_decay_steps",
+    }
+)
+# whole keys, or sections; the first of ours that exists is meant
+_ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "actor.model.tokenizer_path": ("data.tokenizer",),
+        "actor.model.custom_chat_template": ("data.chat_template",),
+        "rollout.name": ("rollout.engine",),
+        "rollout.tensor_model_parallel_size": ("rollout.tp",),
+        "rollout.max_num_batched_tokens": ("rollout.max_prefill_tokens",),
+        "rollout.prompt_length": ("data.max_prompt_length",),
+        "rollout.response_length": ("data.max_response_length",),
+        "rollout.dtype": ("actor.dtype",),
+        "rollout.seed": ("seed",),
+        "rollout.log_prob_micro_batch_size": ("actor.micro_batch_tokens",),
+        "rollout.log_prob_micro_batch_size_per_gpu": ("actor.micro_batch_tokens",),
+        "rollout.log_prob_max_token_len_per_gpu": ("actor.micro_batch_tokens",),
+        "rollout.val_kwargs.n": ("trainer.val_n",),
+        "rollout.val_kwargs.do_sample": ("trainer.val_sampled",),
+        "critic.kl_ctrl": ("algorithm.kl_ctrl",),
+        "data.seed": ("seed",),
+        "data.filter_overlong_prompts": ("data.overlong_prompts",),
+        "data.truncation": ("data.overlong_prompts", "data.overlong"),
+        "data.train_batch_size": ("data.batch_size",),
+        "data.micro_batch_size": ("model.micro_batch_tokens",),
+        "data.micro_batch_size_per_gpu": ("model.micro_batch_tokens",),
+        "data.max_token_len_per_gpu": ("model.micro_batch_tokens",),
+        "optim.betas": ("optim.adam_beta1",),
+        "optim.lr_scheduler": ("optim.lr_decay_style",),
+        "optim.lr_scheduler_type": ("optim.lr_decay_style",),
+        "optim.lr_warmup_steps_ratio": ("optim.lr_warmup_steps",),
+        "optim.warmup_steps_ratio": ("optim.lr_warmup_steps",),
+        "custom_reward_function": ("reward.terms",),
+        "reward.custom_reward_function": ("reward.terms",),
+        "reward.reward_manager": ("reward.terms",),
+        "reward_model.reward_manager": ("reward.terms",),
+        "trainer.default_local_dir": ("trainer.output_dir",),
+        "trainer.device": ("distributed.device",),
+        "trainer.esi_redundant_time": ("trainer.save_by_minutes",),
+        "trainer.max_actor_ckpt_to_keep": ("trainer.max_to_keep",),
+        "trainer.max_critic_ckpt_to_keep": ("trainer.max_to_keep",),
+        "trainer.max_ckpt_to_keep": ("trainer.max_to_keep",),
+        "trainer.resume_mode": ("trainer.resume",),
+        "trainer.resume_from_path": ("trainer.resume",),
+        "trainer.rollout_data_dir": ("rollout.dump_freq",),
+        "trainer.seed": ("seed",),
+        "trainer.total_training_steps": ("trainer.total_steps",),
+    }
+)
+
+_RANKS = "the launcher says how many processes run: torchrun --nnodes=... --nproc-per-node=..."
+_METRICS = (
+    "metrics are written to metrics.jsonl in trainer.output_dir, and for TensorBoard with "
+    "trainer.tensorboard"
+)
+_COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
+_MEGATRON = "models run on megatron-core, with tp and pp alone"
+_PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
+_NO_CODE = "code that stands beside a model or a tokenizer is never run"
+_NO_LORA = "there is no LoRA"
+_NO_TURNS = "a prompt has one response, and there are no tools"
+_NO_RAY = "there is no Ray"
+_NO_MODALITIES = "models read text alone"
+_MISSING: Mapping[str, str] = MappingProxyType(
+    {
+        "trainer.nnodes": _RANKS,
+        "trainer.n_gpus_per_node": _RANKS,
+        "trainer.logger": _METRICS,
+        "trainer.project_name": _METRICS,
+        "trainer.experiment_name": _METRICS,
+        "trainer.ray_wait_register_center_timeout": _NO_RAY,
+        "trainer.balance_batch": "batches are always balanced over the ranks",
+        "trainer.default_hdfs_dir": "files are local",
+        "ray_init": _NO_RAY,
+        "ray_kwargs": _NO_RAY,
+        "data.prompt_key": _COLUMNS,
+        "data.response_key": _COLUMNS,
+        "data.messages_key": _COLUMNS,
+        "data.reward_fn_key": _COLUMNS,
+        "data.trust_remote_code": _NO_CODE,
+        "data.image_key": _NO_MODALITIES,
+        "data.video_key": _NO_MODALITIES,
+        "data.audio_key": _NO_MODALITIES,
+        "data.tool_config_path": _NO_TURNS,
+        "rollout.multi_turn": _NO_TURNS,
+        "rollout.agent": _NO_TURNS,
+        "rollout.mode": "ranks generate and train in turns",
+        "rollout.val_kwargs": (
+            "validation is greedy, and with trainer.val_sampled also with the settings of rollout"
+        ),
+        "rollout.free_cache_engine": "the cache is always given back while models train",
+        "rollout.calculate_log_probs": "they are always computed",
+        "algorithm.filter_groups.max_inflight_gen_batches": (
+            "all ranks generate one batch after another and stop as soon as enough prompts are "
+            "left, as with 1 there"
+        ),
+        "algorithm.use_pf_ppo": "",
+        "algorithm.pf_ppo": "",
+        "actor.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
+        "reward_model.enable": "a reward model is in use if reward_model.path is set",
+        "trainer.val_only": "",
+        "trainer.log_val_generations": "",
+        "trainer.validation_data_dir": "",
+    }
+)
+_MISSING_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
+    {
+        "strategy": _MEGATRON,
+        "fsdp_config": _MEGATRON,
+        "fsdp": _MEGATRON,
+        "megatron": _MEGATRON,
+        "ulysses_sequence_parallel_size": _MEGATRON,
+        "use_dynamic_bsz": _PACKED,
+        "log_prob_use_dynamic_bsz": _PACKED,
+        "use_remove_padding": _PACKED,
+        "model.use_remove_padding": _PACKED,
+        "model.trust_remote_code": _NO_CODE,
+        "model.lora": _NO_LORA,
+        "model.lora_rank": _NO_LORA,
+        "model.lora_alpha": _NO_LORA,
+        "lora_rank": _NO_LORA,
+        "lora_alpha": _NO_LORA,
+        "rollout": "the reward model scores in the run's own processes",
+    }
+)
+
+
+def verl_hint(name: str, known: Collection[str]) -> str | None:
+    """What `name`, a key of verl's, is called here, or that it has no counterpart.
+
+    Args:
+        name: an unknown key.
+        known: our keys.
+
+    Returns:
+        The hint; None if we do not know it for a key of verl's.
+    """
+    here = _without_verls_section(name)
+    for theirs in (here, *_with_sections(here)):
+        ours = _counterpart(theirs, known)
+        if ours is not None:
+            return f"verl's '{name}' is '{ours}' here"
+        reason = _reason(theirs)
+        if reason is not None:
+            return f"verl's '{name}' has no counterpart here{': ' if reason else ''}{reason}"
+    return None
+
+
+def _without_verls_section(name: str) -> str:
+    for theirs, ours in _SECTIONS:
+        if name == theirs or name.startswith(f"{theirs}."):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _with_sections(word: str) -> list[str]:
+    """The keys of the tables that end with `word`, which stands without its section."""
+    if "." in word:
+        return []
+    keys = (*_ELSEWHERE, *_MISSING)
+    return [key for key in keys if key.partition(".")[2] == word]
+
+
+def _counterpart(name: str, known: Collection[str]) -> str | None:
+    if name in known:
+        return name
+    role, _, rest = name.partition(".")
+    candidates = list(_longest(_ELSEWHERE, name) or ())
+    if role in _ROLES and rest in _BELOW_A_ROLE:
+        candidates.append(f"{role}.{_BELOW_A_ROLE[rest]}")
+    return next((key for key in candidates if key in known), None)
+
+
+def _reason(name: str) -> str | None:
+    """Why `name` has no counterpart; "" if there is nothing to say; None if it is not known."""
+    reason = _longest(_MISSING, name)
+    role, _, rest = name.partition(".")
+    if reason is None and role in _ROLES:
+        reason = _longest(_MISSING_BELOW_A_ROLE, rest)
+    return reason
+
+
+def _longest(table: Mapping[str, ValueT], name: str) -> ValueT | None:
+    """The entry of `name`, or of the nearest section around it that the table holds."""
+    while name:
+        if name in table:
+            return table[name]
+        name = name.rpartition(".")[0]
+    return None

@@ -1,0 +1,251 @@
+"""The place of this process in the job: who started it, which store it shares, how it joins.
+
+This is the one file that reads the environment variables of the launcher. It knows neither models
+nor layouts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mrlhf.device import Device
+from mrlhf.errors import ConfigError, HangError
+
+STORE_S = 10.0  # for the store to answer, where nothing has to be waited for
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process in the job, as the launcher gave it.
+
+    Attributes:
+        rank: number of the process in the whole job.
+        world_size: processes in the whole job.
+        local_rank: number of the process on its machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def read_launch() -> Launch:
+    """The place of this process, from the environment variables that torchrun sets.
+
+    Raises:
+        ConfigError: the process was not started by torchrun.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"environment variables {', '.join(missing)} are not set; "
+            f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
+        )
+    for name in (*names[:3], "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise ConfigError(f"environment variable {name} is {os.environ[name]!r}, no number")
+    rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
+    return Launch(rank, world_size, local_rank)
+
+
+def end_of_allocation() -> float | None:
+    """When Slurm ends the job, in seconds since 1970; None if Slurm does not say."""
+    end = os.environ.get("SLURM_JOB_END_TIME")
+    return None if end is None else float(end)
+
+
+def processes_on_this_machine() -> int:
+    """Number of processes of the job on this machine; 1 if no launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def write_error_file(message: str, moment: float) -> None:
+    """Leave the message for the summary of torchrun, if it has started this process.
+
+    Args:
+        message: why this process fails.
+        moment: when it failed, in seconds since 1970; the summary shows the earliest failure.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    details = {"py_callstack": message, "timestamp": str(int(moment))}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
+
+
+@dataclass(frozen=True)
+class Starts:
+    """What started this process, and whether it has started it before.
+
+    Attributes:
+        job: the scheduler's number of the job; None if there is no scheduler.
+        names: of the job and of the launcher's run, which are the same when they start again.
+        again: those of the names that have started again.
+    """
+
+    job: str | None
+    names: tuple[str, ...]
+    again: tuple[str, ...]
+
+
+def read_starts() -> Starts:
+    """What started this process, from the environment variables of Slurm and torchrun."""
+    job = os.environ.get("SLURM_JOB_ID")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    launcher = f"torchrun {run}" if run != "none" else f"torchrun process {os.getppid()}"
+    names = (launcher,) if job is None else (launcher, f"Slurm job {job}")
+
+    again = []
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        again.append(launcher)
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and job is not None:
+        again.append(names[-1])
+    return Starts(job, names, tuple(again))
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that this process has joined.
+
+    Attributes:
+        rank: number of this process.
+        world_size: processes of the job.
+        store: keys and values that all processes of this attempt share, over a connection that
+            nothing else uses.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+
+
+def is_store_of_launcher() -> bool:
+    """Whether the launcher holds the job's store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect(timeout_s: float) -> dist.Store:
+    """A new connection to the store of this attempt of the job, which nothing else uses.
+
+    Args:
+        timeout_s: seconds to wait for the store, and for each key that is asked for.
+
+    Raises:
+        ConfigError: the process was not started by torchrun.
+        HangError: there is no store within the time.
+    """
+    launch = read_launch()
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=launch.rank == 0 and not is_store_of_launcher(),
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise HangError(
+            f"rank {launch.rank} does not reach the job's store at {host}:{port} within "
+            f"{timeout_s:g} s; has its launcher ended?"
+        ) from error
+
+
+def connect_before_start(timeout_s: float) -> dist.Store:
+    """A connection whose keys the processes share before they have joined the job; see `connect`.
+
+    torchrun's count of restarts keeps the keys of two attempts apart.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"mrlhf before start {attempt}", connect(timeout_s))
+
+
+def init_distributed(
+    device: Device, timeout_s: float, look: Callable[[], None] | None = None
+) -> Job:
+    """Join the job's process group: gloo for host tensors, and NCCL for tensors on a GPU.
+
+    Args:
+        device: the device of this process.
+        timeout_s: seconds after which a collective gives up.
+        look: called again and again while this process waits for the others; it may raise.
+
+    Raises:
+        ConfigError: the process was not started by torchrun.
+        HangError: another process does not come in time.
+    """
+    launch = read_launch()
+    timeout = timedelta(seconds=timeout_s)
+    connections = []
+    for _ in range(2):
+        connection = connect(max(timeout_s, STORE_S))
+        connection.set_timeout(timeout)
+        connections.append(connection)
+    name = _name_attempt(connections[0], launch, timeout_s, look)
+
+    own, for_groups = (dist.PrefixStore(f"mrlhf {name}", store) for store in connections)
+    backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("process groups", for_groups),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timeout,
+    )
+    return Job(launch.rank, launch.world_size, dist.PrefixStore("job", own))
+
+
+def _name_attempt(
+    store: dist.Store, launch: Launch, timeout_s: float, look: Callable[[], None] | None
+) -> str:
+    """A name that all processes of this attempt share, and that no earlier attempt has had.
+
+    torchrun may keep its store when it starts the processes again; keys of the last attempt, such
+    as the addresses of its processes, are then still there. Its count of restarts is no name, since
+    it may differ from machine to machine. So each process shows a fresh number of its own, and rank
+    0 tells all others whom it has seen.
+
+    Raises:
+        HangError: a process did not come in time.
+    """
+    rank = launch.rank
+    mine = secrets.token_hex(8)
+    store.set(f"number of rank {rank}", mine)
+    numbers = [f"number of rank {other}" for other in range(launch.world_size)]
+    latest = time.monotonic() + timeout_s
+
+    while time.monotonic() < latest:
+        # A number may be that of a process of the last attempt, until the new one replaces it.
+        if rank == 0 and store.check(numbers):
+            store.set("seen", b" ".join(store.multi_get(numbers)).decode())
+        if rank == 0:
+            others = range(1, launch.world_size)
+            if store.check([f"{mine} is known to rank {other}" for other in others]):
+                return mine
+        elif store.check(["seen"]):
+            seen = store.get("seen").decode().split()
+            if mine in seen:
+                store.set(f"{seen[0]} is known to rank {rank}", "1")
+                return seen[0]
+        if look is not None:
+            look()
+        time.sleep(0.02)
+    raise HangError(
+        f"rank {rank} waited {timeout_s:g} s in vain for all {launch.world_size} processes of the "
+        "job; if none has died, raise distributed.timeout_s"
+    )

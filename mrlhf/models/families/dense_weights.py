@@ -1,0 +1,229 @@
+"""The weight map of dense Llama-like models: named tensors, parameters, and how they correspond.
+
+Which tensors there are follows from the features that the spec states. This file knows no family by
+name and no ranks: `weights.shard` cuts the tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from mrlhf.models.families.base import Chunk
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Rule, Shape
+
+EMBEDDING = "model.embed_tokens.weight"
+LANGUAGE_HEAD = "lm_head.weight"
+SCALAR_HEAD = "score.weight"
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Hugging Face name and full shape of every tensor of the model, in checkpoint order."""
+    hidden = spec.hidden_size
+
+    shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        if not spec.norms_after:
+            shapes[prefix + "input_layernorm.weight"] = (hidden,)
+        shapes.update(_attention_shapes(spec, prefix + "self_attn."))
+        shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        if spec.norms_after:
+            shapes[prefix + "post_feedforward_layernorm.weight"] = (hidden,)
+        shapes.update(_mlp_shapes(spec, prefix + "mlp."))
+
+    shapes["model.norm.weight"] = (hidden,)
+    if spec.head == "scalar":
+        shapes[SCALAR_HEAD] = (1, hidden)
+    elif not spec.tied_embeddings:
+        shapes[LANGUAGE_HEAD] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
+    """The names of a chunk's parameters, in the order of `GPTModel.named_parameters()`.
+
+    The last of several chunks has an output layer even where embeddings are tied: a copy of the
+    embedding.
+    """
+    names = []
+    if chunk.is_first:
+        names.append("embedding.word_embeddings.weight")
+    for layer in range(len(chunk.layers)):
+        names += [f"decoder.layers.{layer}.{name}" for name in _layer_parameters(spec)]
+    if chunk.is_last:
+        names.append("decoder.final_layernorm.weight")
+        if not (spec.output_is_embedding and chunk.is_first):
+            names.append("output_layer.weight")
+    return names
+
+
+def rule_of(spec: ModelSpec, chunk: Chunk, parameter: str) -> Rule:
+    """The named tensors that a chunk's parameter holds, and how they are cut.
+
+    Args:
+        spec: the model.
+        chunk: the part of the model that the parameter belongs to.
+        parameter: its name in `GPTModel.named_parameters()`, with the local layer number.
+    """
+    match = _LAYER.fullmatch(parameter)
+    if match is None:
+        return _outer_rules(spec)[parameter]
+    layer = chunk.layers[int(match[1])]
+    return _layer_rules(spec, f"model.layers.{layer}.")[match[2]]
+
+
+def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
+    kv_rows = spec.num_kv_heads * spec.head_dim
+    return spec.num_heads * spec.head_dim, kv_rows, kv_rows
+
+
+def _attention_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    rows = _qkv_rows(spec)
+    if spec.fused_tensors:
+        yield prefix + "qkv_proj.weight", (sum(rows), spec.hidden_size)
+    else:
+        for letter, count in zip("qkv", rows, strict=True):
+            yield f"{prefix}{letter}_proj.weight", (count, spec.hidden_size)
+            if spec.qkv_bias:
+                yield f"{prefix}{letter}_proj.bias", (count,)
+
+    if spec.qk_norm != "none":
+        together = spec.qk_norm == "projection"
+        yield prefix + "q_norm.weight", (rows[0] if together else spec.head_dim,)
+        yield prefix + "k_norm.weight", (rows[1] if together else spec.head_dim,)
+
+    yield prefix + "o_proj.weight", (spec.hidden_size, rows[0])
+    if spec.o_bias:
+        yield prefix + "o_proj.bias", (spec.hidden_size,)
+
+
+def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
+    if spec.fused_tensors:
+        yield prefix + "gate_up_proj.weight", (2 * spec.ffn_size, spec.hidden_size)
+    else:
+        for name in ("gate_proj", "up_proj"):
+            yield f"{prefix}{name}.weight", (spec.ffn_size, spec.hidden_size)
+            if spec.mlp_bias:
+                yield f"{prefix}{name}.bias", (spec.ffn_size,)
+
+    yield prefix + "down_proj.weight", (spec.hidden_size, spec.ffn_size)
+    if spec.mlp_bias:
+        yield prefix + "down_proj.bias", (spec.hidden_size,)
+
+
+def _layer_parameters(spec: ModelSpec) -> list[str]:
+    attention = ["linear_proj.weight"]
+    if spec.norms_after:
+        attention.append("linear_proj.output_norm.weight")
+    if spec.o_bias:
+        attention.append("linear_proj.bias")
+    attention.append("linear_qkv.weight")
+    if spec.qkv_bias:
+        attention.append("linear_qkv.bias")
+    if spec.qk_norm != "none":
+        attention += ["q_layernorm.weight", "k_layernorm.weight"]
+
+    mlp = ["linear_fc1.weight", "linear_fc2.weight"]
+    if spec.mlp_bias:
+        mlp = ["linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"]
+
+    if spec.norms_after:
+        mlp.append("linear_fc2.output_norm.weight")
+    names = [f"self_attention.{name}" for name in attention]
+    if not spec.norms_after:
+        names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
+    return [*names, *(f"mlp.{name}" for name in mlp)]
+
+
+def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
+    embedding = Rule((EMBEDDING,), dim=0)
+    if spec.head == "scalar":
+        output = Rule((SCALAR_HEAD,), dim=None)
+    elif spec.tied_embeddings:
+        output = embedding
+    else:
+        output = Rule((LANGUAGE_HEAD,), dim=0)
+
+    return {
+        "embedding.word_embeddings.weight": embedding,
+        "decoder.final_layernorm.weight": Rule(("model.norm.weight",), dim=None),
+        "output_layer.weight": output,
+    }
+
+
+def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
+    """The rules of all parameters that a layer has in either build."""
+    return {
+        **_norm_rules(spec, prefix),
+        **_attention_rules(spec, prefix + "self_attn."),
+        **_mlp_rules(spec, prefix + "mlp."),
+    }
+
+
+def _norm_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
+    after_attention = Rule((prefix + "post_attention_layernorm.weight",), dim=None)
+    if spec.norms_after:
+        after_mlp = Rule((prefix + "post_feedforward_layernorm.weight",), dim=None)
+        return {
+            "self_attention.linear_proj.output_norm.weight": after_attention,
+            "mlp.linear_fc2.output_norm.weight": after_mlp,
+        }
+
+    input_norm = Rule((prefix + "input_layernorm.weight",), dim=None)
+    return {
+        "input_layernorm.weight": input_norm,
+        "pre_mlp_layernorm.weight": after_attention,
+        # TransformerEngine fuses each norm into the linear layer that follows it.
+        "self_attention.linear_qkv.layer_norm_weight": input_norm,
+        "mlp.linear_fc1.layer_norm_weight": after_attention,
+    }
+
+
+def _attention_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
+    q_norm = Rule((prefix + "q_norm.weight",), dim=None)
+    k_norm = Rule((prefix + "k_norm.weight",), dim=None)
+    if spec.qk_norm == "projection":
+        q_norm = Rule(q_norm.names, dim=0, periods=spec.num_kv_heads)
+        k_norm = Rule(k_norm.names, dim=0, periods=spec.num_kv_heads)
+    rules = {
+        "self_attention.q_layernorm.weight": q_norm,
+        "self_attention.k_layernorm.weight": k_norm,
+        "self_attention.linear_proj.weight": Rule((prefix + "o_proj.weight",), dim=1),
+        "self_attention.linear_proj.bias": Rule((prefix + "o_proj.bias",), dim=None),
+    }
+
+    for kind in ("weight", "bias"):
+        names = tuple(f"{prefix}{letter}_proj.{kind}" for letter in "qkv")
+        rows = None
+        if spec.fused_tensors:
+            names = (f"{prefix}qkv_proj.{kind}",) * 3
+            rows = _intervals(_qkv_rows(spec))
+        rules[f"self_attention.linear_qkv.{kind}"] = Rule(
+            names, dim=0, periods=spec.num_kv_heads, intervals=rows
+        )
+    return rules
+
+
+def _mlp_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
+    rules = {
+        "mlp.linear_fc2.weight": Rule((prefix + "down_proj.weight",), dim=1),
+        "mlp.linear_fc2.bias": Rule((prefix + "down_proj.bias",), dim=None),
+    }
+    for kind in ("weight", "bias"):
+        names = (f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}")
+        rows = None
+        if spec.fused_tensors:
+            names = (f"{prefix}gate_up_proj.{kind}",) * 2
+            rows = _intervals((spec.ffn_size, spec.ffn_size))
+        rules[f"mlp.linear_fc1.{kind}"] = Rule(names, dim=0, intervals=rows)
+    return rules
+
+
+def _intervals(rows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The rows of parts that follow each other in one tensor."""
+    edges = [sum(rows[:number]) for number in range(len(rows) + 1)]
+    return tuple(pairwise(edges))

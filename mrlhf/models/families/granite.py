@@ -1,0 +1,44 @@
+"""Granite 3 (dense): as Llama, with multipliers on embeddings, residuals, attention and logits.
+
+This file knows only what its `config.json` may say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.dense import dense_family, dense_spec
+from mrlhf.models.spec import Head, ModelSpec
+
+
+def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a Granite `config.json`.
+
+    Raises:
+        ConfigError: the logits are divided by 0, or the model is to give one number a token.
+    """
+    if head == "scalar":
+        raise ConfigError(
+            "a critic or reward model cannot be a granite model, because transformers has no "
+            "GraniteForSequenceClassification; use a model of another family"
+        )
+    divisor = float(config["logits_scaling"])
+    if divisor == 0:
+        raise ConfigError("config.json has logits_scaling=0; it must not be 0")
+
+    bias = bool(config["attention_bias"])
+    return replace(
+        dense_spec(config, head),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bool(config["mlp_bias"]),
+        embedding_multiplier=float(config["embedding_multiplier"]),
+        residual_multiplier=float(config["residual_multiplier"]),
+        attention_multiplier=float(config["attention_multiplier"]),
+        logits_divisor=divisor,
+    )
+
+
+GRANITE = dense_family("granite", "Granite", read_config)

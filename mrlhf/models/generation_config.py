@@ -1,0 +1,96 @@
+"""Reads which tokens end a response, from the files beside a model, and keeps its
+`generation_config.json` for the exported model.
+
+It knows neither tokenizers nor engines.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from mrlhf.errors import ConfigError
+
+__all__ = ["end_token_ids", "read_generation_config", "write_generation_config"]
+
+_FILE = "generation_config.json"
+
+
+def end_token_ids(directory: str | Path) -> dict[int, str]:
+    """The tokens that end a response according to `config.json` and `generation_config.json`.
+
+    Both may name one token or a list, as `eos_token_id`.
+
+    Returns:
+        The name of the file that names it, for each token.
+
+    Raises:
+        ConfigError: a file cannot be read, or its `eos_token_id` is neither.
+    """
+    ids: dict[int, str] = {}
+    for name in ("config.json", _FILE):
+        file = Path(directory) / name
+        if file.is_file():
+            stated = _object_of(file, _text_of(file)).get("eos_token_id")
+            ids |= dict.fromkeys(_token_ids(file, stated), name)
+    return ids
+
+
+def read_generation_config(directory: str | Path) -> str | None:
+    """The text of the model's `generation_config.json`; None if it has none.
+
+    Raises:
+        ConfigError: transformers could not load it.
+    """
+    file = Path(directory) / _FILE
+    if not file.is_file():
+        return None
+    text = _text_of(file)
+    stated = _object_of(file, text)
+    try:
+        GenerationConfig.from_dict(stated)
+    except Exception as error:  # of many types, each with its own way to say that a value is wrong
+        raise ConfigError(
+            f"{file}: transformers refuses it: {' '.join(str(error).split())}"
+        ) from error
+    return text
+
+
+def write_generation_config(text: str, directory: Path) -> None:
+    """Put the text that `read_generation_config` returned beside another model.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    (directory / _FILE).write_text(text, encoding="utf-8")
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def _object_of(file: Path, text: str) -> dict[str, Any]:
+    try:
+        stated = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(stated, dict):
+        raise ConfigError(f"{file}: a JSON object is needed, not {type(stated).__name__}")
+    return stated
+
+
+def _token_ids(file: Path, stated: Any) -> list[int]:
+    """The token ids that `eos_token_id` states: none, one or several."""
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    for number in ids:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ConfigError(
+                f"{file}: eos_token_id must be a token id or a list of them, not {stated!r}"
+            )
+    return ids

@@ -1,0 +1,119 @@
+"""Parts of layers that normalise what they give, and q and k over all heads.
+
+They fit into megatron-core's layers without TransformerEngine. This file knows no family.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrlhf.models.norm import RMSNorm
+from mrlhf.models.rope import Rope
+from mrlhf.models.scaling import scale_rotation
+
+
+class NormedRowLinear(RowParallelLinear):
+    """A linear layer whose columns are split over ranks, and RMSNorm of the ranks' sum."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.output_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x [..., input_size of the rank] -> [..., output_size], and no bias."""
+        output, bias = super().forward(x)
+        assert bias is None
+        return self.output_norm(output), None
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm over all heads of all ranks together; a rank has the weights of its own heads."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        heads: int,
+        all_heads: int,
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
+        """Make the weights of `heads` of the model's `all_heads` heads."""
+        super().__init__()
+        size = config.kv_channels
+        self.weight = torch.nn.Parameter(torch.ones(heads * size, dtype=config.params_dtype))
+        # The ranks' weights are different numbers, and all of them count in the gradient's norm.
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        self._numbers = all_heads * size
+        self._eps = config.layernorm_epsilon
+        self._tp_group = tp_group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., heads, head_dim] normalised, in its dtype."""
+        wide = x.float()
+        squares = wide.square().sum(dim=(-2, -1), keepdim=True)
+        if self._tp_group.size() > 1:
+            # The sum depends on every rank's numbers, and every rank's output on the sum.
+            squares = reduce_from_tensor_model_parallel_region(squares, self._tp_group)
+            squares = copy_to_tensor_model_parallel_region(squares, self._tp_group)
+        wide = wide * torch.rsqrt(squares / self._numbers + self._eps)
+        return self.weight.view(x.shape[-2:]) * wide.to(x.dtype)
+
+
+class ProjectionNormAttention(SelfAttention):
+    """Self-attention with RMSNorm over all heads of q and of k, and a rotation of its own."""
+
+    def __init__(self, config: TransformerConfig, *, rope: Rope | None, **options: Any) -> None:
+        """Make the norms.
+
+        Args:
+            config: of the model.
+            rope: how this layer rotates; None for as the model does.
+            options: what SelfAttention takes.
+        """
+        super().__init__(config=config, **options)
+        tp_group = self.pg_collection.tp
+        heads = self.num_attention_heads_per_partition
+        kv_heads = self.num_query_groups_per_partition
+        self.q_layernorm = ProjectionNorm(config, heads, config.num_attention_heads, tp_group)
+        self.k_layernorm = ProjectionNorm(config, kv_heads, config.num_query_groups, tp_group)
+
+        self._frequencies = None
+        if rope is not None:
+            self._frequencies = rope.frequencies
+            self.config = copy.copy(config)
+            scale_rotation(self.config, rope.scale)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As SelfAttention; `rotary_pos_emb` is [positions, 1, 1, rotary_dim]."""
+        assert rotary_pos_emb is not None
+        if self._frequencies is not None:
+            self._frequencies = self._frequencies.to(rotary_pos_emb.device)
+            positions = torch.arange(
+                len(rotary_pos_emb), dtype=torch.float32, device=rotary_pos_emb.device
+            )
+            angles = torch.outer(positions, self._frequencies)
+            rotary_pos_emb = torch.cat((angles, angles), dim=-1)[:, None, None]
+        return super().forward(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **options
+        )

@@ -1,0 +1,96 @@
+"""Finds out whether a run can write into its output directory, without creating anything there.
+
+It knows the names of what a run writes, and that nothing else may stand in their place. It does not
+know what an earlier run has left there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from mrlhf.errors import ConfigError
+
+_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
+_FILES = ("metrics.jsonl", "config.yaml", "run.json", "summary.json", "curves.png")
+_LONGEST_NAME = 255
+_NO_FILES_THERE = ("proc", "sys")
+_FULL_OR_READ_ONLY = {
+    errno.ENOSPC: "has no room left",
+    errno.EDQUOT: "has no room left in your quota",
+    errno.EROFS: "is on a file system that is read-only",
+    errno.EACCES: "may not be written",
+    errno.EPERM: "may not be written",
+}
+
+
+def check_output(path: str, export: str) -> None:
+    """Refuse an output directory into which this process cannot write.
+
+    Args:
+        path: `trainer.output_dir`.
+        export: the folder in it that will hold the trained model.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    directory = Path(path)
+    problem = _problem(directory) or _in_the_way(directory, export)
+    if problem is not None:
+        raise ConfigError(f"trainer.output_dir {path} {problem}; name another directory")
+
+
+def _problem(directory: Path) -> str | None:
+    """Why the directory cannot be created or written; None if it can."""
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in directory.parts):
+        return f"has a part of more than {_LONGEST_NAME} bytes"
+    existing = directory.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+
+    if not existing.is_dir():
+        what = "is a link to nothing" if existing.is_symlink() else "is a file"
+        return what if existing == directory.absolute() else f"lies below {existing}, which {what}"
+    if existing.resolve().parts[1:2] and existing.resolve().parts[1] in _NO_FILES_THERE:
+        return "lies where no files can be"
+
+    refusal = _refusal(existing)
+    if refusal is not None:
+        where = "" if existing == directory.absolute() else f"cannot be created: {existing} "
+        return f"{where}{refusal}"
+    return None
+
+
+def _refusal(directory: Path) -> str | None:
+    """Why no file can be created in `directory`; None if one can.
+
+    A file without a name is made there, which no other process sees, where the file system has
+    such files.
+    """
+    if not os.access(directory, os.W_OK | os.X_OK):
+        read_only = os.statvfs(directory).f_flag & os.ST_RDONLY
+        return _FULL_OR_READ_ONLY[errno.EROFS if read_only else errno.EACCES]
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_WRONLY))
+    except (AttributeError, OSError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        return _FULL_OR_READ_ONLY.get(code) if code is not None else None
+    return None
+
+
+def _in_the_way(directory: Path, export: str) -> str | None:
+    """What stands where the run will write something of another kind."""
+    for name in (export, *_FOLDERS):
+        path = directory / name
+        if os.path.lexists(path) and not path.is_dir():
+            return f"holds a file '{name}' where the run makes a directory"
+        if path.is_dir() and not os.access(path, os.W_OK | os.X_OK):
+            return f"holds a directory '{name}' that may not be written"
+    for name in _FILES:
+        path = directory / name
+        if path.is_dir():
+            return f"holds a directory '{name}' where the run writes a file"
+        if path.exists() and not os.access(path, os.W_OK):
+            return f"holds a file '{name}' that may not be written"
+    return None

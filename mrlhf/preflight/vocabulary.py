@@ -1,0 +1,162 @@
+"""What must hold between the tokenizer, the vocabularies of the models, and what ends a response.
+
+It computes with the tokenizer's ids and the sizes of vocabularies, and knows no files and no keys
+but those of `rollout`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Models round their rows up, or reserve some; more rows without a token than this are unusual.
+_USUAL_SHARE = 0.1
+_USUAL_COUNT = 1024
+
+
+@dataclass(frozen=True)
+class Endings:
+    """What ends a response, besides the longest length.
+
+    Attributes:
+        token_ids: after any of these tokens it ends.
+        strings: it ends after the token with which its text contains any of these.
+    """
+
+    token_ids: tuple[int, ...]
+    strings: tuple[str, ...]
+
+
+def check_vocabularies(
+    vocab_sizes: Mapping[str, int], highest_id: int, equal: Sequence[str] = ()
+) -> None:
+    """Refuse models that lack tokens of the tokenizer, which the data and the actor may hold.
+
+    Args:
+        vocab_sizes: rows of each role's embedding.
+        highest_id: the tokenizer's highest token id; ids below it may be missing.
+        equal: roles whose whole distributions are compared, token by token.
+
+    Raises:
+        ConfigError: one line a mistake.
+    """
+    problems = []
+    needed = highest_id + 1
+    short = {name: size for name, size in vocab_sizes.items() if size < needed}
+    if short:
+        sizes = ", ".join(f"{name}'s vocab_size is {size}" for name, size in short.items())
+        problems.append(
+            f"the tokenizer's token ids go up to {highest_id}, and {sizes}; use the tokenizer that "
+            f"belongs to the model, or a model with vocab_size >= {needed}"
+        )
+
+    compared = {name: vocab_sizes[name] for name in equal if name in vocab_sizes}
+    if len(set(compared.values())) > 1:
+        sizes = " and ".join(f"{name}'s is {size}" for name, size in compared.items())
+        problems.append(
+            f"KL 'full' compares whole distributions, but vocab_size differs: {sizes}; use another "
+            "KL estimate, or models with equal vocabularies"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def ids_without_token(vocab_size: int, token_ids: AbstractSet[int]) -> list[int]:
+    """The rows of a vocabulary of which the tokenizer makes no text; they must not be drawn.
+
+    Other models may lack these rows, no text has them, and rewards would not see them.
+
+    Args:
+        vocab_size: rows of the actor's embedding.
+        token_ids: the ids that the tokenizer has.
+    """
+    return [number for number in range(vocab_size) if number not in token_ids]
+
+
+def warn_of_undrawn(vocab_size: int, token_ids: AbstractSet[int]) -> None:
+    """Warn if so many rows of the actor have no token that the tokenizer may be another model's."""
+    without = len(ids_without_token(vocab_size, token_ids))
+    if without > max(_USUAL_COUNT, _USUAL_SHARE * vocab_size):
+        logger.warning(
+            "%d of the actor's %d token ids are not in the tokenizer and are never drawn; is it "
+            "the tokenizer that belongs to the model?",
+            without,
+            vocab_size,
+        )
+
+
+def find_endings(
+    stop: Sequence[str],
+    stop_token_ids: Sequence[int],
+    end_tokens: Mapping[int, str],
+    tokenizer: Tokenizer,
+) -> Endings:
+    """What ends a response, from the keys of `rollout`, the model's files and the tokenizer.
+
+    A special token in `stop` has no text. It ends a response by its id.
+
+    Args:
+        stop: `rollout.stop`.
+        stop_token_ids: `rollout.stop_token_ids`.
+        end_tokens: the end tokens of the actor's files, each with the file that names it.
+        tokenizer: of the responses.
+
+    Raises:
+        ConfigError: the decoded text never shows a string, or the tokenizer lacks an id; one line
+            a mistake.
+    """
+    ids = [tokenizer.eos_id, *(number for number in end_tokens if number in tokenizer.ids)]
+    strings = []
+    problems = []
+    for string in stop:
+        token = tokenizer.special_id(string)
+        if token is not None:
+            ids.append(token)
+        elif tokenizer.shows(string):
+            strings.append(string)
+        else:
+            problems.append(
+                f"rollout.stop holds {string!r}, which the tokenizer's decoded text never shows, "
+                "and which is no special token of it; give a text that it can make, or the ids of "
+                "tokens as rollout.stop_token_ids"
+            )
+
+    unknown = [number for number in stop_token_ids if number not in tokenizer.ids]
+    if unknown:
+        problems.append(
+            f"rollout.stop_token_ids holds {unknown[0]}, which is no token of the tokenizer; its "
+            f"ids go up to {tokenizer.highest_id}"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return Endings(tuple(dict.fromkeys([*ids, *stop_token_ids])), tuple(strings))
+
+
+def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
+    """Warn of end tokens that are ordinary text, or that the tokenizer lacks.
+
+    Many a `config.json` has an `eos_token_id` that its tokenizer does not know of.
+    """
+    for number, file in end_tokens.items():
+        if number not in tokenizer.ids:
+            logger.warning(
+                "%s names token %d as eos_token_id, which the tokenizer does not have; it ends no "
+                "response",
+                file,
+                number,
+            )
+        elif number != tokenizer.eos_id and tokenizer.is_ordinary(number):
+            logger.warning(
+                "responses end after token %d (%r), which %s names as eos_token_id and the "
+                "tokenizer has as ordinary text; correct the file if that is not meant",
+                number,
+                tokenizer.decode([number], skip_special_tokens=False),
+                file,
+            )

@@ -1,0 +1,102 @@
+"""Refuses scores that training cannot use, and names the response and the number.
+
+A score has to fit into float32 after shaping and as an advantage, and has to say which responses
+are right where the loss asks for it. This file does not know how scores are made (`rewards` refuses
+those that are too large by themselves), nor what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mrlhf.batch import Rollout
+from mrlhf.errors import ConfigError, RewardError
+
+_LONGEST_PROMPT = 40
+
+
+def check_shaped(shaped: Tensor, scores: Tensor, rollout: Rollout, keys: str) -> None:
+    """Refuse a score that float32 does not hold after shaping.
+
+    Args:
+        shaped: [batch].
+        scores: [batch], before shaping.
+        rollout: the responses.
+        keys: the keys of the configuration that shape scores, in words.
+
+    Raises:
+        RewardError: naming the first such response.
+    """
+    row = _first(~shaped.isfinite())
+    if row is not None:
+        raise RewardError(
+            f"the score {float(scores[row]):g} of {_response(rollout, row)} becomes "
+            f"{float(shaped[row])} by {keys}; scores must fit into float32 after that, so make "
+            "them or these numbers smaller"
+        )
+
+
+def check_advantages(
+    advantages: Tensor, returns: Tensor, shaped: Tensor, rollout: Rollout, estimator: str
+) -> None:
+    """Refuse an advantage or a return that is not finite although all that it comes from is.
+
+    Args:
+        advantages: [batch, response_len].
+        returns: [batch, response_len].
+        shaped: [batch], the scores.
+        rollout: the responses.
+        estimator: the name of the advantage estimator.
+
+    Raises:
+        RewardError: naming the first such response.
+    """
+    for what, table in (("advantage", advantages), ("return", returns)):
+        row = _first(~table.isfinite().all(dim=1))
+        if row is not None:
+            raise RewardError(
+                f"algorithm.adv_estimator {estimator} gives a token of {_response(rollout, row)}, "
+                f"whose score is {float(shaped[row]):g}, {_article(what)} that is not a finite "
+                "float32; the scores of the batch are too large, so make them smaller, for example "
+                "by their weight in reward.terms"
+            )
+
+
+def check_correctness(correct: Sequence[float] | None, user: str) -> None:
+    """Refuse a batch of which no reward term says which responses are right.
+
+    Args:
+        correct: [batch], what the term says that can tell; None if there is no such term.
+        user: the key that needs to know it, with its value.
+
+    Raises:
+        ConfigError: naming the key and what to do.
+    """
+    if correct is None:
+        raise ConfigError(
+            f"{user} needs to know which responses are right, but no reward term has said so for "
+            "any response of the batch; let your function return acc (0 or 1) beside its score, or "
+            "add {name: exact_match, weight: 0} or gsm8k to reward.terms"
+        )
+
+
+def _first(true: Tensor) -> int | None:
+    """The first row at which the bool tensor [batch] is True; None if there is none."""
+    rows = true.nonzero()
+    return int(rows[0]) if len(rows) else None
+
+
+def _response(rollout: Rollout, row: int) -> str:
+    """The response in words: which sample of which prompt."""
+    prompts = rollout.prompts
+    text = " ".join(prompts.text[row].split())
+    if len(text) > _LONGEST_PROMPT:
+        text = f"{text[:_LONGEST_PROMPT]}..."
+    number = rollout.sample_index[row] + 1
+    return f"response {number} to prompt {prompts.uid[row]} ({text!r})"
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"

@@ -1,0 +1,123 @@
+"""Tiny transformers configurations that use the features beyond the first Llama's.
+
+Each family is there, and each feature of one. The sizes are the caller's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MinistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# With every number that may be stated. Together they scale cosines and sines by 1.19 / 1.38.
+YARN_IN_FULL = {
+    **YARN,
+    "factor": 6.0,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 2.0,
+    "truncate": False,
+}
+
+
+def feature_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
+    """The configurations by name; `sizes` has an even number of layers, 4 or more."""
+    layers = sizes["num_hidden_layers"]
+    return {
+        "llama-yarn-biases": LlamaConfig(
+            **sizes,
+            rope_parameters=YARN,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "qwen2-windows": Qwen2Config(
+            **sizes, use_sliding_window=True, sliding_window=7, max_window_layers=layers // 2
+        ),
+        "qwen3-yarn-biases": Qwen3Config(
+            **sizes, head_dim=16, rope_parameters=YARN_IN_FULL, attention_bias=True
+        ),
+        "ministral": MinistralConfig(
+            **sizes,
+            head_dim=20,
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention"] * (layers // 2),
+        ),
+        "smollm3": SmolLM3Config(
+            **sizes,
+            no_rope_layers=[1, 0, *[1] * (layers - 3), 0],
+            use_sliding_window=True,
+            sliding_window=6,
+            layer_types=["full_attention"] * (layers - 1) + ["sliding_attention"],
+            pad_token_id=None,
+        ),
+        "seed-oss": SeedOssConfig(
+            **sizes,
+            head_dim=16,
+            attention_bias=False,
+            attention_out_bias=True,
+            mlp_bias=True,
+            attention_dropout=0.0,
+            residual_dropout=0.0,
+        ),
+        "phi3": Phi3Config(
+            **sizes,
+            partial_rotary_factor=0.5,
+            sliding_window=8,
+            pad_token_id=None,
+            tie_word_embeddings=False,
+        ),
+        "granite": GraniteConfig(
+            **sizes,
+            embedding_multiplier=6.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.2,
+            logits_scaling=3.0,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+        "olmo2": Olmo2Config(**sizes, rope_parameters=YARN, pad_token_id=None),
+        "olmo3": Olmo3Config(
+            **{**sizes, "num_key_value_heads": sizes["num_attention_heads"]},
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "full_attention": YARN,
+            },
+            pad_token_id=None,
+        ),
+    }
+
+
+FEATURE_MODELS = (
+    "llama-yarn-biases",
+    "qwen2-windows",
+    "qwen3-yarn-biases",
+    "ministral",
+    "smollm3",
+    "seed-oss",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo3",
+)

@@ -1,0 +1,60 @@
+"""A process ends when its launcher does, also one that has gone before the process could look."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "mrlhf" / "run" / "leaving.py"
+
+# It loads the file as the package does, without torch, and looks for the launcher later.
+RANK = f"""
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("leaving", {str(FILE)!r})
+leaving = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(leaving)
+from pathlib import Path
+note = Path(sys.argv[1])
+if sys.argv[2] == "early":
+    leaving.end_with_launcher()
+note.write_text("started")
+while sys.argv[2] == "late" and not note.with_name("go").exists():
+    time.sleep(0.01)
+if sys.argv[2] == "late":
+    leaving.end_with_launcher()
+time.sleep(1000)
+"""
+LAUNCHER = """
+import subprocess, sys
+rank = subprocess.Popen([sys.executable, *sys.argv[1:]], stderr=subprocess.DEVNULL)
+print(rank.pid, flush=True)
+rank.wait()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_process_ends_with_its_launcher(when: str, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, "-c", RANK, str(note), when],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    command = Path("/proc", launcher.stdout.readline().strip(), "cmdline")
+    while not (note.exists() and note.read_text()):
+        time.sleep(0.01)
+
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    (tmp_path / "go").touch()
+    while command.exists() and str(note) in command.read_text():
+        time.sleep(0.05)
+    launcher.stdout.close()

@@ -1,0 +1,119 @@
+"""Which layouts fit a model: the sizes that are named satisfy everything at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from mrlhf.errors import WeightError
+from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.vllm.pieces import parameter_pieces
+from mrlhf.models.parallel_sizes import pp_problem, tp_problem
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from tests.shards import tiny_spec
+
+
+def sized(**sizes: Any) -> ModelSpec:
+    return replace(tiny_spec("llama"), **sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"),
+    [
+        ({"num_heads": 8, "num_kv_heads": 4, "head_dim": 4, "ffn_size": 96}, [1, 2, 4, 8]),
+        ({"num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "ffn_size": 96}, [1, 3, 6]),
+        ({"num_heads": 12, "num_kv_heads": 2, "head_dim": 6, "ffn_size": 96}, [1, 2, 4, 6, 12]),
+        ({"num_heads": 12, "num_kv_heads": 2, "head_dim": 4, "ffn_size": 96}, [1, 2, 4]),
+        ({"num_heads": 16, "num_kv_heads": 1, "head_dim": 4, "ffn_size": 24}, [1, 2, 4]),
+    ],
+)
+def test_sizes_for_training(sizes: dict[str, int], fits: list[int]) -> None:
+    spec = sized(**sizes)
+    for tp in range(1, 20):
+        problem = tp_problem("actor.tp", tp, spec)
+        assert (problem is None) == (tp in fits), (tp, problem)
+        if problem is None:
+            for rank in range(tp):
+                role_pieces(spec, ParallelLayout(tp, 1, 1), rank)
+        else:
+            named = ", ".join(map(str, fits))
+            assert problem.startswith(f"actor.tp {tp} does not fit the model's ")
+            assert problem.endswith(f"; use one of {named}")
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "message"),
+    [
+        (4, {}, "6 attention heads; use one of 1, 3, 6"),
+        (2, {}, "3 key and value heads (it must divide them or be a multiple of them); use one of "
+                "1, 3, 6"),
+        (5, {}, "6 attention heads and intermediate size 96; use one of 1, 3, 6"),
+        (6, {"head_dim": 5}, "3 key and value heads of 5 rows (the 2 ranks of a head hold equal "
+                             "parts of it); use one of 1, 3"),
+        (3, {"ffn_size": 100}, "intermediate size 100; use 1"),
+        (2, {"num_kv_heads": 6, "ffn_size": 99}, "intermediate size 99; use one of 1, 3"),
+    ],
+)  # fmt: skip
+def test_one_line_tells_the_cause(tp: int, changes: dict[str, int], message: str) -> None:
+    """The key and value heads divide the attention heads, so theirs is no problem of its own."""
+    spec = sized(num_heads=6, num_kv_heads=3, head_dim=4, ffn_size=96)
+    problem = tp_problem("actor.tp", tp, replace(spec, **changes))
+    assert problem == f"actor.tp {tp} does not fit the model's {message}"
+
+
+def test_stages_divide_the_layers() -> None:
+    spec = sized(num_layers=6)
+    assert [pp for pp in range(1, 9) if pp_problem("actor.pp", pp, spec) is None] == [1, 2, 3, 6]
+    assert pp_problem("critic.pp", 4, spec) == (
+        "critic.pp 4 does not fit the model's 6 layers; use one of 1, 2, 3, 6"
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "vocabulary", "fits"),
+    [
+        # An engine's ranks hold whole KV heads, so that their rows need not divide.
+        ("native", 48, [1, 2, 4, 6, 12]),
+        ("native", 9, [1, 2]),
+        ("vllm", 37, [1, 2, 4]),
+        ("vllm", 150, [1, 2, 4, 6, 12]),
+    ],
+)
+def test_sizes_for_an_engine(
+    engine: Literal["native", "vllm"], vocabulary: int, fits: list[int]
+) -> None:
+    spec = sized(num_heads=12, num_kv_heads=2, head_dim=1, ffn_size=96, vocab_size=vocabulary)
+    for tp in range(1, 20):
+        problem = engine_tp_problem(engine, tp, spec)
+        assert (problem is None) == (tp in fits), (tp, problem)
+        if engine == "vllm":
+            _assert_vllm_agrees(spec, tp, tp in fits)
+        elif tp in fits:
+            engine_pieces(spec, EngineLayout(tp, (tuple(range(tp)),)), tp - 1)
+
+
+def _assert_vllm_agrees(spec: ModelSpec, tp: int, fits: bool) -> None:
+    if fits:
+        parameter_pieces(spec, tp - 1, tp)
+    else:
+        with pytest.raises(WeightError, match=rf"^vLLM: rollout\.tp {tp} does not fit"):
+            parameter_pieces(spec, 0, tp)
+
+
+def test_sizes_of_replicas_on_the_ranks_that_there_are() -> None:
+    spec = sized(num_heads=12, num_kv_heads=2, ffn_size=96, vocab_size=37)
+    assert engine_tp_problem("native", 3, spec, ranks=6) == (
+        "rollout.tp 3 does not fit the model's 2 key and value heads (it must divide them or be a "
+        "multiple of them); use one of 1, 2, 6"
+    )
+    assert engine_tp_problem("native", 8, replace(spec, vocab_size=15)) == (
+        "rollout.tp 8 does not fit the model's 12 attention heads; use one of 1, 2, 4"
+    )
+    assert engine_tp_problem("native", 6, replace(spec, vocab_size=10)) == (
+        "rollout.tp 6 does not fit the model's vocabulary 10 (in parts of 2, the last rank would "
+        "have none); use one of 1, 2, 4"
+    )
