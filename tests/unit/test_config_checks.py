@@ -318,6 +318,7 @@ def test_config_json_without_key_and_value_heads(tmp_path):
         ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported are"),
         ({"model_type": "my_decoder"}, "my_decoder"),
         ({"hidden_act": "gelu"}, "only silu is supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not"),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers"),
     ],
 )

@@ -27,6 +27,7 @@ from mrlhf.models.families.qwen3 import QWEN3
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
+from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.stored import are_equal, survey
 
@@ -103,14 +104,22 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
+    _check_size(file, spec)
+    return spec
 
+
+def _check_size(file: Path, spec: ModelSpec) -> None:
+    """Refuse sizes that would only fail when memory runs out.
+
+    Raises:
+        ConfigError: the model would have more parameters than any has.
+    """
     shapes = family_of(spec).tensor_shapes(spec)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     if parameters > _MOST_PARAMETERS:
         raise ConfigError(
             f"{file}: the sizes make {parameters:.0e} parameters, which is more than any model has"
         )
-    return spec
 
 
 def stores_own_output(path: str | Path, spec: ModelSpec) -> bool:
