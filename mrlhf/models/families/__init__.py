@@ -27,7 +27,6 @@ from mrlhf.models.families.qwen3 import QWEN3
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
-from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.stored import are_equal, survey
 
