@@ -12,6 +12,7 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families import load_spec
 from mrlhf.preflight import check, check_models, describe, dry_run
 from mrlhf.preflight.model_checks import cache_needs
+from tests.engine_models import hf_model
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
@@ -225,6 +226,17 @@ def unchecked(specs):
     return [name for name, spec in specs.items() if spec is None]
 
 
+def test_vllm_is_refused_for_a_model_that_it_was_not_tested_with(tmp_path):
+    hf_model("phi3").config.save_pretrained(tmp_path)
+    message = (
+        "rollout.engine is vllm, which is not supported for a model with the family phi3; set "
+        "rollout.engine=native"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        check_models(ppo(actor__path=str(tmp_path), rollout__engine="vllm"))
+    assert message in str(refusal.value).splitlines()
+
+
 def test_check_models_reads_config_json(tmp_path):
     path = model_dir(tmp_path)
     specs = check_models(ppo(actor__path=path, critic__path="none"))
@@ -306,7 +318,6 @@ def test_config_json_without_key_and_value_heads(tmp_path):
         ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported are"),
         ({"model_type": "my_decoder"}, "my_decoder"),
         ({"hidden_act": "gelu"}, "only silu is supported"),
-        ({"attention_bias": True}, "attention_bias"),
         ({"num_hidden_layers": "absent"}, "num_hidden_layers"),
     ],
 )
