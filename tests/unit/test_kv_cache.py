@@ -113,7 +113,7 @@ def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it():
         (-1, 0),
         1,
     )
-    attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=6)
+    attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=6, scale=0.25)
     assert seen["window_size"] == (5, 0)
 
 
