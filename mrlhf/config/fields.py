@@ -43,7 +43,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, le=0.99999)]
-Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+Positive = Annotated[float, Field(ge=1e-9, le=1e6)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6), _NOT_TINY]
 UpToOne = Annotated[float, Field(ge=0, le=1), _NOT_TINY]
 Number = Annotated[float, Field(ge=-1e6, le=1e6)]

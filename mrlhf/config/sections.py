@@ -105,7 +105,8 @@ class RoleSection(Section):
     """A model and its layout over the ranks; data parallelism takes what tp x pp leaves."""
 
     path: PathText = Field(
-        description="Hugging Face directory: config.json, with or without safetensors"
+        description="Hugging Face directory: config.json and safetensors; with init: random, "
+        "config.json alone"
     )
     tp: Ranks = Field(
         1,

@@ -38,6 +38,7 @@ _BEGUN = "run.json"
 
 # All that a run writes: patterns of files in the output directory, and in folders of it.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", ".*.tmp")
+_MODELS = ("actor", "actor_best", "model", "model_best")
 _WRITTEN = {
     ".": (
         METRICS,
@@ -49,17 +50,14 @@ _WRITTEN = {
         "curves.png",
         "failed_step_*",
         "tensorboard.before_*",
-        "*.partial",
-        ".*.replaced",
+        *(f"{name}.partial" for name in _MODELS),
+        *(f".{name}.replaced" for name in _MODELS),
     ),
     CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
     TENSORBOARD: ("events.out.tfevents.*",),
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
-    "actor": MODEL_FILES,
-    "actor_best": MODEL_FILES,
-    "model": MODEL_FILES,
-    "model_best": MODEL_FILES,
+    **dict.fromkeys(_MODELS, MODEL_FILES),
 }
 
 

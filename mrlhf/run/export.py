@@ -82,8 +82,9 @@ def export_result(model: ExportedModel, directory: Path, step: int) -> None:
             ) from error
         go_on = f"; go on from {newest}" if newest is not None else ""
         raise CheckpointError(
-            f"{error}; nor is there room in {tempfile.gettempdir()}, and no checkpoint of step "
-            f"{step}{go_on}; free some, and set trainer.save_freq, which saves the last step too"
+            f"{error}; nor could it be written to {tempfile.gettempdir()}, and there is no "
+            f"checkpoint of step {step}{go_on}; make room, and set trainer.save_freq, which saves "
+            "the last step too"
         ) from error
 
 

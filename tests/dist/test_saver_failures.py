@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from transformers import GenerationConfig
 
 from mrlhf.checkpoint.manifest import checkpoints_in
 from mrlhf.checkpoint.restorer import newest_checkpoint
@@ -64,7 +65,8 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
 
 def _export_on_a_full_disk(root: Path, saver: Saver, engine: object) -> list[str]:
     tokenizer = load_tokenizer(str(root / "data" / "tokenizer"), None)
-    model = ExportedModel(engine, tokenizer, max_shard_mb=100)  # type: ignore[arg-type]
+    generation = '{"eos_token_id": [2, 7],  "temperature": 0.6, "do_sample": true}'
+    model = ExportedModel(engine, tokenizer, 100, generation)  # type: ignore[arg-type]
     exports = {"hf": lambda path: export_checkpoint(model, path)}
     contents = Contents(4, False, {"actor": engine}, {}, {}, exports)  # type: ignore[dict-item]
 
@@ -78,5 +80,8 @@ def _export_on_a_full_disk(root: Path, saver: Saver, engine: object) -> list[str
     assert not list(saver.directory.glob(".*")), "a part of it is left"
 
     saver.save(contents)
-    assert (saver.directory / "step_000004" / "hf" / "model.safetensors").is_file()
+    exported = saver.directory / "step_000004" / "hf"
+    assert (exported / "model.safetensors").is_file()
+    assert (exported / "generation_config.json").read_text() == generation
+    assert GenerationConfig.from_pretrained(exported).eos_token_id == [2, 7]
     return [str(refusal.value)]

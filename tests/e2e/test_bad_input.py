@@ -46,8 +46,8 @@ def _main(root: type[PPOConfig | SFTConfig | RewardModelConfig], arguments: list
             "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2",
         ),
         (
-            ["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=4", "--dry-run"],
-            "heads",
+            ["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=8", "--dry-run"],
+            "actor.tp 8 does not fit the model's 4 attention heads; use one of 1, 2, 4",
         ),
         (["--config", DEMO], "torchrun --nproc-per-node"),
     ],

@@ -104,6 +104,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
         ({"rms_norm_eps": None}, "'rms_norm_eps' expected float, got NoneType"),
         ({"initializer_range": float("inf")}, "initializer_range is inf; it must be a number"),
+        ({"hidden_size": 10**6, "intermediate_size": 10**7}, "which is more than any model has"),
         ({"head_dim": -4}, "config.json: head_dim is -4; it must be an integer from 1"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true"),
         ({"pad_token_id": 37}, "config.json: pad_token_id 37 is not below vocab_size 37"),
@@ -235,6 +236,16 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
             {"layer_types": ["chunked_attention"] * 4},
             "layer_types with 'chunked_attention'; only full_attention and sliding_attention",
         ),
+        ("mistral", {"layer_types": ["chunked_attention"] * 4}, "with 'chunked_attention'; only"),
+        ("olmo2", {"attention_bias": True, "pad_token_id": None}, "biases in an OLMo model are"),
+        (
+            "olmo3",
+            {
+                "pad_token_id": None,
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+            },
+            "rope type 'dynamic' is not supported",
+        ),
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
         (
             "phi3",
@@ -271,7 +282,7 @@ def test_a_granite_model_with_a_scalar_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FEATURE_MODELS)
 def test_an_exported_config_describes_the_same_model(name: str, tmp_path: Path) -> None:
     spec = spec_of(hf_model(name))
-    save_config(spec, tmp_path, torch.float32, pad_token_id=None)
+    save_config(spec, tmp_path, torch.float32)
     assert load_spec(tmp_path, "lm") == spec
 
 

@@ -103,7 +103,8 @@ def test_paged_attention_is_asked_for_as_flash_attention_2_wants_it():
         longest=9,
     )
     layer = (torch.zeros(4, 256, 1, 8), torch.zeros(4, 256, 1, 8))
-    attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=None)
+    attend_paged(attention, torch.zeros(3, 2, 8), layer, inputs, window=None, scale=0.25)
+    assert seen["scale"] == 0.25
     assert seen["key_starts"].tolist() == [0, 9, 18] and seen["key_starts"].dtype == torch.int32
     assert seen["seqused_k"] is inputs.lengths and seen["block_table"] is inputs.block_tables
     assert (seen["most"], seen["longest"], seen["window_size"], seen["num_splits"]) == (

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import ConfigError
-from mrlhf.models.generation_config import end_token_ids
+from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.vocabulary import (
     check_vocabularies,
     find_endings,
@@ -140,3 +140,16 @@ def test_a_broken_file_is_one_line(text, expected, tmp_path):
     with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
         end_token_ids(tmp_path)
     assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_generation_config_is_read_as_it_is_if_transformers_loads_it(tmp_path):
+    file = tmp_path / "generation_config.json"
+    assert read_generation_config(tmp_path) is None
+    text = '{"eos_token_id": [2, 7],  "temperature": 0.6, "unknown": 1}'
+    file.write_text(text)
+    assert read_generation_config(tmp_path) == text
+
+    file.write_text('{"eos_token_id": 2, "max_new_tokens": -4, "cache_implementation": "x"}')
+    with pytest.raises(ConfigError, match="transformers refuses it: ") as caught:
+        read_generation_config(tmp_path)
+    assert "\n" not in str(caught.value)

@@ -6,6 +6,7 @@ A new family is a file of its own, and is listed in `FAMILIES`.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_MOST_PARAMETERS = 10**13
 _NAMES_OF_CODE = ("auto_map", "custom_pipelines")
 
 
@@ -93,7 +95,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         raise ConfigError(f"{file}: {error}") from None
 
     try:
-        return FAMILIES[config["model_type"]].read_config(config, head)
+        spec = FAMILIES[config["model_type"]].read_config(config, head)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
@@ -101,6 +103,22 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
+    _check_size(file, spec)
+    return spec
+
+
+def _check_size(file: Path, spec: ModelSpec) -> None:
+    """Refuse sizes that would only fail when memory runs out.
+
+    Raises:
+        ConfigError: the model would have more parameters than any has.
+    """
+    shapes = family_of(spec).tensor_shapes(spec)
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    if parameters > _MOST_PARAMETERS:
+        raise ConfigError(
+            f"{file}: the sizes make {parameters:.0e} parameters, which is more than any model has"
+        )
 
 
 def stores_own_output(path: str | Path, spec: ModelSpec) -> bool:
@@ -154,14 +172,12 @@ def _completed(stated: dict[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers completes it, without what names code beside the file.
 
     Raises:
-        ConfigError: transformers refuses it, or knows it as a model that we do not support.
+        ConfigError: transformers refuses it.
     """
     plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
     # transformers takes a mistral with `layer_types` for a ministral.
     if plain["model_type"] == "mistral" and "layer_types" in plain:
         plain["model_type"] = "ministral"
-    if plain["model_type"] not in FAMILIES:
-        raise ConfigError("a mistral with layer_types is a ministral, which is not supported")
     try:
         return AutoConfig.for_model(**plain).to_dict()
     except Exception as error:  # of many types, each with its own way to say that a value is wrong
