@@ -212,7 +212,7 @@ def test_errors_are_one_line(main, tmp_path, capsys):
                 main(["arithmetic", "--out", str(tmp_path / "empty"), f"--{option}={count}"]) == 2
             )
             message = capsys.readouterr().err
-            assert message.startswith(f"error: {count} ") and message.count("\n") == 2
+            assert message.startswith(f"error: {count} ") and message.count("\n") == 1
     assert not (tmp_path / "empty").exists()
 
 
