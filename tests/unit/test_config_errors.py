@@ -275,6 +275,9 @@ def test_files_that_cannot_be_read(tmp_path):
         ("1: 2\n", "line 1: key 1 is not text; quote it or remove it"),
         ("[1, 2]\n", "holds a list, not sections with keys"),
         ("actor: [\n", "not YAML: "),
+        ("[" * 3000, "not YAML: maximum recursion depth exceeded"),
+        (f"seed: {'9' * 5000}\n", "not YAML: Exceeds the limit"),
+        ("seed: 2020-99-99\n", "not YAML: month must be in 1..12"),
     ],
 )
 def test_files_that_are_not_sections(tmp_path, text, expected):

@@ -193,24 +193,32 @@ def test_gsm8k_preferences(main, tmp_path):
 
 
 def test_errors_are_one_line(main, tmp_path, capsys):
-    assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
     assert "openai/gsm8k" in message and "train.jsonl" in message
 
     (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "no mark"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n')
-    assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "train.jsonl:1: the answer does not end with" in capsys.readouterr().err
 
-    assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 1
+    assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 2
     assert "exceed the 100 problems" in capsys.readouterr().err
 
     for option in ("digits", "sft", "sft-copies", "train", "held-out", "vocab-size"):
         for count in ("0", "-1"):
             assert (
-                main(["arithmetic", "--out", str(tmp_path / "empty"), f"--{option}={count}"]) == 1
+                main(["arithmetic", "--out", str(tmp_path / "empty"), f"--{option}={count}"]) == 2
             )
             message = capsys.readouterr().err
             assert message.startswith(f"error: {count} ") and message.count("\n") == 1
     assert not (tmp_path / "empty").exists()
+
+
+def test_a_place_where_nothing_can_be_written_is_one_line(main, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/x")):
+        assert main(["arithmetic", "--out", str(out)]) == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: /") and message.count("\n") == 1
