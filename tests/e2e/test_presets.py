@@ -23,6 +23,8 @@ FITTED: dict[str, list[str]] = {
     "dapo": ["rollout.n=8", "algorithm.overlong_buffer.len=2"],
     "gspo": ["rollout.n=8"],
     "cispo": ["rollout.n=8"],
+    "gdpo": ["rollout.n=8"],
+    "optimal_token_baseline": [],
     "vapo": ["rollout.n=8", "trainer.critic_warmup=5", "algorithm.lam_length_alpha=1.0"],
 }
 EXTRA: dict[str, list[str]] = {"ppo": ["trainer.val_n=4", "trainer.peak_tflops=0.05"]}
@@ -59,14 +61,22 @@ SCALARS = [
     "rollout_corr/kl",
     "rollout_corr/k3_kl",
     "rollout_corr/training_ppl",
+    "rollout_corr/training_log_ppl",
     "rollout_corr/rollout_ppl",
+    "rollout_corr/rollout_log_ppl",
     "rollout_corr/log_ppl_diff",
+    "rollout_corr/log_ppl_abs_diff",
+    "rollout_corr/log_ppl_diff_max",
+    "rollout_corr/log_ppl_diff_min",
     "rollout_corr/ppl_ratio",
     "rollout_corr/chi2_token",
     "rollout_corr/chi2_seq",
     "training/rollout_probs_diff_mean",
     "training/rollout_probs_diff_max",
     "training/rollout_probs_diff_std",
+    "training/rollout_probs_diff_valid",
+    "training/rollout_actor_probs_pearson_corr",
+    "response/aborted_ratio",
     "training/global_step",
     "training/epoch",
     "perf/total_num_tokens",
@@ -85,7 +95,7 @@ def _ppo_metrics() -> set[str]:
         names |= {f"timing_s/{phase}", f"timing_per_token_ms/{phase}"}
     for table in ("score", "rewards", "advantages", "returns", "values"):
         names |= {f"critic/{table}/{kind}" for kind in SPREAD}
-    for length in ("response_length", "prompt_length"):
+    for length in ("response_length", "response_length_non_aborted", "prompt_length"):
         names |= {f"{length}/{kind}" for kind in (*SPREAD, "clip_ratio")}
     return names
 
