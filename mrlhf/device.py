@@ -147,9 +147,21 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
 
 def resolve_dtype(setting: Literal["auto", "float32", "bfloat16"], device: Device) -> torch.dtype:
     """The dtype of parameters and activations; "auto" is bfloat16 on a GPU and float32 on a CPU."""
+    return dtype_on(setting, device.kind)
+
+
+def dtype_on(setting: Literal["auto", "float32", "bfloat16"], kind: str) -> torch.dtype:
+    """As `resolve_dtype`, for a kind of device."""
     if setting == "auto":
-        return torch.bfloat16 if device.kind == "cuda" else torch.float32
+        return torch.bfloat16 if kind == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[setting]
+
+
+def device_kind(setting: Literal["auto", "cpu", "cuda"]) -> Kind:
+    """The kind of device that a setting means on this machine, which may lack it."""
+    if setting == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return setting
 
 
 def seed_everything(seed: int) -> None:

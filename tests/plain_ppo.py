@@ -231,6 +231,13 @@ def evaluate(model: Any, rollout: Rollout) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+def sum_of_squares(model: Any, rollout: Rollout) -> Tensor:
+    """Sums of the vocabulary's squared probabilities, [batch, response_len], 0 after the end."""
+    rows = [_distribution(model, rollout, row) for row in range(len(rollout))]
+    return _padded([log_p.exp().square().sum(dim=-1) for log_p in rows])
+
+
+@torch.no_grad()
 def token_values(critic: Any, rollout: Rollout) -> Tensor:
     """Values before the response tokens, [batch, response_len], 0 after the end."""
     return _padded([_values(critic, rollout, row) for row in range(len(rollout))])

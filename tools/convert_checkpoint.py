@@ -133,6 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error.filename or options.out}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _inspect(directory: Path, every_byte: bool) -> int:

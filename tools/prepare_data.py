@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the files; 0 when done, 1 on an error, which is printed in one line."""
+    """Write the files; 0 when done, 2 on bad input, which is told in one line."""
     options = vars(parse(arguments))
     task = options.pop("task")
     out = options.pop("out")
@@ -86,7 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts = write_gsm8k(out_dir=out, **options)
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or out}: {error.strerror}", file=sys.stderr)
+        return 2
 
     for name, count in counts.items():
         print(f"{out / name}: {count} rows")

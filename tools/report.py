@@ -30,6 +30,9 @@ def main() -> int:
     except MrlhfError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or arguments.out}: {error.strerror}\n")
+        return 2
 
     print(json.dumps(combined, indent=2))
     return 0

@@ -146,11 +146,11 @@ class AlgorithmSection(Section):
     gdpo_reward_keys: Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
         description="gdpo: the scores that are compared one by one, as reward/<name> reports them; "
-        "a number that only one function reports needs no function's name; null: those of all "
-        "reward.terms",
+        "a number that only one function reports needs no function's name; null: reward.terms, "
+        "with their weights",
     )
     gdpo_reward_weights: Annotated[list[float], Field(min_length=1)] | None = Field(
-        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for all"
+        None, description="gdpo: the weight of each of gdpo_reward_keys; null: 1 for each"
     )
     use_kl_in_reward: bool = Field(
         False, description="subtract coefficient x KL(old, reference) from the reward"

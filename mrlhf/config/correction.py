@@ -8,7 +8,6 @@ a statistic is computed; `mrlhf.rl.correction` does.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast, get_args
@@ -88,6 +87,8 @@ NO_CORRECTION: Mapping[str, object] = MappingProxyType(
         "loss_type": "ppo_clip",
     }
 )
+_LEAST = 1e-9
+_MOST = 1e9
 NOT_EVEN_ONE = "does not even hold the ratio 1, at which engine and trainer agree"
 
 
@@ -95,7 +96,7 @@ def _numbers(text: str) -> tuple[float | None, float]:
     """The bounds that `text` stands for: (None, number) or, for "lower_upper", (lower, upper).
 
     Raises:
-        ValueError: `text` is neither, or not 0 < lower < upper.
+        ValueError: `text` is neither, or not 0 < lower < upper, or a bound is no use.
     """
     *before, last = text.split("_", maxsplit=1)
     if "_" in last:  # Python would read 2_000 as a number
@@ -104,7 +105,7 @@ def _numbers(text: str) -> tuple[float | None, float]:
     upper = float(last)
 
     for bound in (lower, upper):
-        if bound is not None and not (math.isfinite(bound) and bound > 0):
+        if bound is not None and not _LEAST <= bound <= _MOST:
             raise ValueError
     if lower is not None and lower >= upper:
         raise ValueError

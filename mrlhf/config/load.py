@@ -23,6 +23,7 @@ from mrlhf.errors import ConfigError
 RootT = TypeVar("RootT", bound=Root)
 
 
+_SHOWN_CHARACTERS = 100
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 
@@ -125,7 +126,7 @@ def _parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
 
 
@@ -235,7 +236,7 @@ def _assign(raw: dict[str, Any], key: str, value: Any) -> None:
 
     if not isinstance(node, dict):
         raise ConfigError(
-            f"cannot set '{key}': the file has the value {node!r} where a section should be"
+            f"cannot set '{key}': the file has the value {_shown(node)} where a section should be"
         )
     node[last] = value
 
@@ -258,13 +259,33 @@ def _in_words(root_class: type[Root], error: ValidationError) -> list[str]:
     lines = []
     for item in errors:
         name = _dotted(item["loc"])
-        source = told.get(root_class.inherited.get(name, ""))
-        if source is not None and (item["type"] == "missing" or source["input"] == item["input"]):
+        if _follows(root_class, item, told):
             continue
         if misspelt and item["type"] == "missing":
             continue  # the misspelt key may be the missing one
         lines.append(_line(root_class, name, item))
     return lines
+
+
+def _follows(
+    root_class: type[Root], item: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """Whether the mistake `item` is only that of the key from which it takes its value."""
+    source = root_class.inherited.get(_dotted(item["loc"]))
+    if source is None:
+        return False
+    if item["type"] == "missing":
+        return source in told or source.split(".")[0] in told
+    return source in told and repr(told[source]["input"]) == repr(item["input"])
+
+
+def _shown(value: Any) -> str:
+    """`value` on one line, without its middle if it is long."""
+    text = repr(value)
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
@@ -279,9 +300,9 @@ def _line(root_class: type[Root], name: str, item: Mapping[str, Any]) -> str:
         doc = next(key.doc for key in keys(root_class) if key.name == starred(name))
         return f"missing key '{name}' ({doc}); set it in the file or as {name}=..."
     if item["type"] in ("model_type", "model_attributes_type"):
-        return f"bad value {item['input']!r} for '{name}': should be a section with keys of its own"
-
-    message = item["msg"].removeprefix("Value error, ")
-    if isinstance(item["input"], dict):
-        return f"'{name}': {message}"
-    return f"bad value {item['input']!r} for '{name}': {message[0].lower()}{message[1:]}"
+        message = "should be a section with keys of its own"
+    else:
+        message = item["msg"].removeprefix("Value error, ")
+        if isinstance(item["input"], dict) and item["type"] == "value_error":
+            return f"'{name}': {message}"
+    return f"bad value {_shown(item['input'])} for '{name}': {message[0].lower()}{message[1:]}"

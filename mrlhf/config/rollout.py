@@ -82,8 +82,3 @@ class RolloutSection(Section):
     def truncates(self) -> bool:
         """Whether tokens are sampled from only a part of the distribution."""
         return self.top_k != -1 or self.top_p < 1.0
-
-    @property
-    def cache_block(self) -> int:
-        """Tokens in one block of the KV cache; if not set, those of a CPU."""
-        return self.block_size or 16

@@ -303,8 +303,13 @@ def _no_own_function(terms: Any) -> bool:
     """Whether `terms`, raw or read, is a list of terms none of which is a user's function."""
     if not isinstance(terms, list):
         return False
-    names = [term.get("name") if isinstance(term, dict) else term.name for term in terms]
-    return not any(is_reference(str(name)) for name in names)
+    for term in terms:
+        name = term.name if isinstance(term, RewardTermSection) else None
+        if isinstance(term, dict):
+            name = term.get("name")
+        if is_reference(str(name)):
+            return False
+    return True
 
 
 class RewardSection(Section):
@@ -355,6 +360,13 @@ class TrainerSection(Section):
             "is null",
             "name a metric there",
         ),
+        Switch(
+            "export_best",
+            lambda metric: metric is None,
+            ("export_best_mode",),
+            "is null",
+            "name a metric there",
+        ),
     )
 
     total_steps: Count | None = Field(
@@ -396,7 +408,7 @@ class TrainerSection(Section):
     max_to_keep: Count | None = Field(
         2, description="newest checkpoints that are kept, beside the best one; null: all"
     )
-    keep_best: Annotated[str, Field(min_length=1)] | None = Field(
+    keep_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
         None,
         description="metric by which the best checkpoint is kept as well, such as "
         "val/<data source>/acc@1; null: none",
@@ -404,7 +416,7 @@ class TrainerSection(Section):
     keep_best_mode: Literal["max", "min"] = Field(
         "max", description="whether a high or a low value of keep_best is best"
     )
-    export_best: str | None = Field(
+    export_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
         None,
         description="metric by which the best model is exported as well, beside the last one, such "
         "as val/<data source>/acc@1; null: the last one only",

@@ -13,6 +13,7 @@ from mrlhf.models.spec import ModelSpec
 # The native engine's block on a CPU: two vectors of 8 numbers. It is small enough to share
 # prefixes, and large enough for the attention kernel.
 NATIVE_CPU_BLOCK = 16
+NATIVE_GPU_BLOCK = 256  # the page of FlashAttention 2
 _VLLM_CPU_BLOCK = 32
 _VLLM_GPU_BLOCK = 16
 

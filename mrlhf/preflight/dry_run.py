@@ -11,15 +11,24 @@ from collections.abc import Iterator
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
+from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
-from mrlhf.preflight.model_checks import MEBIBYTE, cache_needs, check_models, without_weights
+from mrlhf.preflight.model_checks import (
+    MEBIBYTE,
+    cache_block,
+    cache_needs,
+    check_models,
+    without_weights,
+)
 from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.user_methods import check_user_methods
+
+_DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 
 
 def smallest_world(config: AnyConfig) -> int:
@@ -104,7 +113,7 @@ def _cache(config: PPOConfig, spec: ModelSpec | None) -> Iterator[str]:
         return
     needs = cache_needs(config, spec)
     megabytes = config.rollout.kv_cache_mb
-    yield "the KV cache of a rank"
+    yield f"the KV cache of a rank on {_DEVICES[device_kind(config.distributed.device)]}"
     yield f"  a sample at full length: {needs}"
     if megabytes is not None:
         fits = _count(megabytes * MEBIBYTE // needs.bytes, "sample")
@@ -160,10 +169,11 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
             f"{filters.max_num_gen_batches} x {_count(data.gen_batch_size, 'prompt')} are generated"
         )
 
-    blocks = -(-data.max_length // rollout.cache_block)
+    block = cache_block(config)
+    blocks = -(-data.max_length // block)
     yield (
         f"  prompts are computed in steps of <= {rollout.max_prefill_tokens} tokens; KV cache in "
-        f"blocks of {rollout.cache_block} tokens, <= {blocks} a sample"
+        f"blocks of {block} tokens, <= {blocks} a sample"
     )
     yield (
         f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = "

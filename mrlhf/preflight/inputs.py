@@ -222,6 +222,12 @@ def _reward_model_inputs(
             train_rows, held_out_rows = split_by_prompt(
                 train_rows, data.held_out_fraction, config.seed
             )
+            if config.trainer.test_freq and not held_out_rows:
+                raise DataError(
+                    f"trainer.test_freq {config.trainer.test_freq} needs rows to validate on, but "
+                    f"data.held_out_fraction {data.held_out_fraction} of data.train_files keeps "
+                    "none; raise it, or name data.val_files"
+                )
         pairs = _pairs(data, train_rows, tokenizer)
         held_out = _pairs(data, held_out_rows, tokenizer)
         for some in (pairs, held_out):

@@ -125,7 +125,7 @@ def _compared_terms(config: PPOConfig) -> str:
     """The scores that are compared one by one, with their weights."""
     names = config.algorithm.gdpo_reward_keys
     if names is None:
-        return "each term of the reward"
+        return "reward.terms one by one"
     weights = config.algorithm.gdpo_reward_weights or [1.0] * len(names)
     pairs = zip(weights, names, strict=True)
     return " + ".join(name if weight == 1 else f"{weight:g} x {name}" for weight, name in pairs)

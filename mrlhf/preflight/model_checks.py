@@ -12,10 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
-from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block
+from mrlhf.inference.cache_size import (
+    NATIVE_CPU_BLOCK,
+    NATIVE_GPU_BLOCK,
+    CacheShape,
+    vllm_cpu_block,
+    vllm_gpu_block,
+)
 from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import pp_problem, tp_problem
@@ -161,20 +171,30 @@ def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
 def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     """What a sequence of `data.max_length` tokens takes of the KV cache of one rank of the engine.
 
-    If dtype and device are both "auto", a GPU and bfloat16 are assumed. On a CPU, bfloat16 may be
-    widened to float32, and vLLM's blocks hold 32 tokens there, of which it leaves one block unused.
+    If the device is "auto", it is that of this machine.
     """
     rollout = config.rollout
-    float32 = config.actor.dtype == "float32" or config.distributed.device == "cpu"
-    vllm_on_cpu = rollout.engine == "vllm" and config.distributed.device != "cuda"
+    device = torch.device(device_kind(config.distributed.device))
+    dtype = dtype_on(config.actor.dtype, device.type)
+    if rollout.engine == "native":
+        dtype = compute_dtype(dtype, device)
 
-    block = vllm_cpu_block(rollout.block_size) if vllm_on_cpu else rollout.cache_block
+    block = cache_block(config)
     blocks = -(-config.data.max_length // block)
-    if vllm_on_cpu:
-        blocks += 1
+    if rollout.engine == "vllm" and device.type == "cpu":
+        blocks += 1  # vLLM leaves one unused
 
-    shape = CacheShape.on_rank(spec, rollout.tp, itemsize=4 if float32 else 2, block_size=block)
+    shape = CacheShape.on_rank(spec, rollout.tp, itemsize=dtype.itemsize, block_size=block)
     return CacheNeeds(shape, tokens=blocks * block)
+
+
+def cache_block(config: PPOConfig) -> int:
+    """Tokens in one block of the engine's KV cache on the device of the run."""
+    wanted = config.rollout.block_size
+    on_cpu = device_kind(config.distributed.device) == "cpu"
+    if config.rollout.engine == "vllm":
+        return vllm_cpu_block(wanted) if on_cpu else vllm_gpu_block(wanted)
+    return wanted or (NATIVE_CPU_BLOCK if on_cpu else NATIVE_GPU_BLOCK)
 
 
 def _layout_problems(

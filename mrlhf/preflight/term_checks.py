@@ -31,12 +31,8 @@ def tells_right_from_wrong(config: PPOConfig) -> bool:
 
 def _weight_problems(config: PPOConfig) -> Iterator[str]:
     """Terms of which none has a weight, where only their sum counts."""
-    algorithm = config.algorithm
-    compares_terms = estimator_traits(algorithm.adv_estimator).compares_terms
     terms = config.reward.terms
-    if compares_terms or algorithm.gdpo_reward_keys is not None:
-        return
-    if not any(term.weight for term in terms):
+    if config.algorithm.gdpo_reward_keys is None and not any(term.weight for term in terms):
         names = ", ".join(term.name for term in terms)
         yield (
             f"reward.terms gives every term the weight 0 ({names}), so every score would be 0 and "

@@ -165,5 +165,9 @@ def _check_rightness(number: Any, name: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as Python writes it; the process of a user's function has done so already."""
-    return value if isinstance(value, str) else repr(value)[:_SHOWN_CHARACTERS]
+    """The value as Python writes it, on one line.
+
+    The process of a user's function has put what is no number into words already.
+    """
+    words = value if isinstance(value, str) else repr(value)
+    return " ".join(words.split())[:_SHOWN_CHARACTERS]

@@ -7,38 +7,72 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mrlhf.batch import Rollout
+from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.sections import RewardSection
 from mrlhf.errors import RewardError
 from mrlhf.rollout.scoring import Scores
 
 KEY = "algorithm.gdpo_reward_keys"
 
 
-def reward_components(
-    scores: Scores, rollout: Rollout, keys: Sequence[str] | None
-) -> tuple[list[str], Tensor]:
+@dataclass(frozen=True)
+class RewardComponents:
     """The scores that are compared one by one.
+
+    Attributes:
+        names: their full names.
+        weights: the weight of each.
+        scores: float64 [names, batch].
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    scores: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        """`gdpo/<name>/mean`, `std`, `max` and `min` of each.
+
+        The standard deviation is that of the batch itself, not an estimate, as in verl.
+        """
+        metrics = {}
+        for name, scores in zip(self.names, self.scores, strict=True):
+            metrics[f"gdpo/{name}/mean"] = float(scores.mean())
+            metrics[f"gdpo/{name}/std"] = float(scores.std(correction=0))
+            metrics[f"gdpo/{name}/max"] = float(scores.max())
+            metrics[f"gdpo/{name}/min"] = float(scores.min())
+        return metrics
+
+
+def reward_components(
+    scores: Scores, rollout: Rollout, algorithm: AlgorithmSection, reward: RewardSection
+) -> RewardComponents:
+    """The scores that the configuration says to compare.
 
     Args:
         scores: all scores of the batch.
         rollout: the responses.
-        keys: names of scores as `Scores.terms` has them; a number that a user's function reports
-            may be named without the function. None: the scores of all terms.
-
-    Returns:
-        The full names, and float64 [names, batch].
+        algorithm: holds the keys, which are names as `Scores.terms` has them, and their weights; a
+            number that a user's function reports may be named without the function. Without keys
+            they are the terms of the reward whose weight is not 0.
+        reward: the terms of the reward.
 
     Raises:
         RewardError: no score or more than one has such a name, or a response has no finite score.
     """
+    keys = algorithm.gdpo_reward_keys
     if keys is None:
-        names = [name for name in scores.terms if "/" not in name]
+        weight_of = {term.name.rpartition(":")[2]: term.weight for term in reward.terms}
+        names = [name for name, weight in weight_of.items() if weight]
+        weights = [weight_of[name] for name in names]
     else:
         names = [_full_name(key, scores.terms) for key in keys]
+        weights = algorithm.gdpo_reward_weights or [1.0] * len(names)
 
     for name in names:
         for row, number in enumerate(scores.terms[name]):
@@ -48,21 +82,8 @@ def reward_components(
                     f"{rollout.prompts.uid[row]}; gdpo compares this score, so every response "
                     "must have one"
                 )
-    return names, torch.tensor([scores.terms[name] for name in names], dtype=torch.float64)
-
-
-def component_metrics(names: Sequence[str], components: Tensor) -> dict[str, float]:
-    """`gdpo/<name>/mean`, `std`, `max` and `min` of each row of `components` [names, batch].
-
-    The standard deviation is that of the batch itself, not an estimate, as in verl.
-    """
-    metrics = {}
-    for name, scores in zip(names, components, strict=True):
-        metrics[f"gdpo/{name}/mean"] = float(scores.mean())
-        metrics[f"gdpo/{name}/std"] = float(scores.std(correction=0))
-        metrics[f"gdpo/{name}/max"] = float(scores.max())
-        metrics[f"gdpo/{name}/min"] = float(scores.min())
-    return metrics
+    table = torch.tensor([scores.terms[name] for name in names], dtype=torch.float64)
+    return RewardComponents(tuple(names), tuple(weights), table)
 
 
 def _full_name(key: str, terms: Mapping[str, Sequence[float]]) -> str:

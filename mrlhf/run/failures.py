@@ -32,6 +32,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_S = 0.02
 _SAID_S = 10.0  # a rank that has the word and is silent for so long is not there any more
 _HEARD_S = 5.0  # the launcher ends other ranks later, and its store with them
+_HEARD_OF_LOSS_S = 1.0  # one rank is not there any more, and the others notice that too
 _FAILURE = "failure"
 _LOST = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "remote process exited")
 
@@ -167,7 +168,7 @@ class Failures:
         try:
             self._store.set(_FAILURE, json.dumps(asdict(own)))
             others = [key for rank, key in enumerate(self._heard) if rank != self._rank]
-            latest = time.monotonic() + _HEARD_S
+            latest = time.monotonic() + (_HEARD_S if own.is_cause else _HEARD_OF_LOSS_S)
             while others and not self._store.check(others) and time.monotonic() < latest:
                 time.sleep(_POLL_S)
         except (RuntimeError, OSError):
@@ -206,9 +207,7 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
     if isinstance(error, MrlhfError):
         is_input = isinstance(error, (ConfigError, DataError))
         is_input = is_input or (at_start and not isinstance(error, HangError))
-        text = f"{type(error).__name__}: {error}"
-        if isinstance(error.__cause__, UserTraceback):
-            text += str(error.__cause__)
+        text = f"{type(error).__name__}: {error}{users_traceback(error)}"
         return Failure(rank, BAD_INPUT if is_input else FAILED, text, time.time())
 
     is_cause = True
@@ -228,6 +227,14 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         text = f"this rank failed\n{trace.rstrip()}"
     return Failure(rank, FAILED, text, time.time(), is_cause)
+
+
+def users_traceback(error: BaseException) -> str:
+    """The traceback of a user's own code, on lines of its own; empty if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, UserTraceback):
+        cause = cause.__cause__
+    return "" if cause is None else str(cause)
 
 
 def _is_lost_connection(text: str) -> bool:

@@ -27,6 +27,7 @@ from mrlhf.run.failures import (
     explain,
     log_failure,
     tell_before_start,
+    users_traceback,
 )
 from mrlhf.run.leaving import end_with_launcher, leave
 
@@ -103,7 +104,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
 
 def _refuse(error: MrlhfError) -> int:
     """Say once for all ranks that the input is bad; returns the exit code."""
-    line = f"error: {error}\n"
+    line = f"error: {error}{users_traceback(error)}\n"
     try:
         launch = read_launch()
     except ConfigError:  # there is only this process

@@ -39,6 +39,7 @@ from mrlhf.rl.token_baselines import TokenProbabilities
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import make_correction
 from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.components import RewardComponents
 from mrlhf.rollout.score_checks import check_advantages
 
 
@@ -64,7 +65,7 @@ def make_experience(
     outputs: ModelOutputs,
     algorithm: AlgorithmSection,
     kl_coef: float,
-    components: Tensor | None = None,
+    components: RewardComponents | None = None,
 ) -> tuple[Experience, float | None]:
     """Place rewards on tokens, correct for the engine's policy, estimate advantages.
 
@@ -78,7 +79,7 @@ def make_experience(
         outputs: what the models say about the responses.
         algorithm: estimator, discount, KL, correction.
         kl_coef: the current coefficient of the KL in the reward.
-        components: [terms, batch], the scores of single terms, for an estimator that compares them.
+        components: the scores of single terms, for an estimator that compares them.
 
     Returns:
         The experience, and the KL in the reward: the mean over sequences of the mean over their
@@ -113,9 +114,11 @@ def make_experience(
         values=outputs.values,
         greedy_scores=collected.greedy_scores,
         probabilities=_probabilities(policy, weights),
-        components=components,
+        components=None if components is None else components.scores,
     )
-    advantages, returns = _advantages(inputs, loss_mask, algorithm)
+    weights_of_terms = None if components is None else components.weights
+    options = _advantage_options(algorithm, drawn, weights_of_terms)
+    advantages, returns = _advantages(inputs, options, loss_mask, algorithm.adv_estimator)
     models = [rewards] if outputs.values is None else [rewards, outputs.values]
     if all(bool(numbers.isfinite().all()) for numbers in models):
         check_advantages(advantages, returns, shaped, rollout, algorithm.adv_estimator)
@@ -170,12 +173,10 @@ def correction_metrics(
 
 
 def _advantages(
-    inputs: AdvantageInputs, kept: Tensor, algorithm: AlgorithmSection
+    inputs: AdvantageInputs, options: AdvantageOptions, kept: Tensor, name: str
 ) -> AdvantagesAndReturns:
     """Advantages and returns of all drawn tokens, whitened over those that correction kept."""
-    name = algorithm.adv_estimator
     estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
-    options = _advantage_options(algorithm, inputs.mask)
     advantages, returns = estimate_advantages(estimator, inputs, options)
     if estimator_traits(name).whitened:
         advantages = whiten(advantages, kept, local_moments(advantages, kept))
@@ -189,19 +190,20 @@ def _probabilities(policy: Evaluation | None, weights: Tensor | None) -> TokenPr
     return TokenProbabilities(policy.logprobs, policy.sum_of_squares, weights)
 
 
-def _advantage_options(algorithm: AlgorithmSection, mask: Tensor) -> AdvantageOptions:
+def _advantage_options(
+    algorithm: AlgorithmSection, mask: Tensor, component_weights: tuple[float, ...] | None
+) -> AdvantageOptions:
     lam: float | Tensor = algorithm.lam
     if algorithm.lam_length_alpha is not None:
         lam = length_adaptive_lam(mask, algorithm.lam_length_alpha)
 
-    component_weights = algorithm.gdpo_reward_weights
     return AdvantageOptions(
         gamma=algorithm.gamma,
         lam=lam,
         critic_lam=algorithm.lam_critic,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         f_norm=algorithm.f_norm,
-        component_weights=None if component_weights is None else tuple(component_weights),
+        component_weights=component_weights,
     )
 
 

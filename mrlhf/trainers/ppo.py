@@ -24,7 +24,7 @@ from mrlhf.rl.kl import make_kl_controller
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
-from mrlhf.rollout.components import component_metrics, reward_components
+from mrlhf.rollout.components import reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
 from mrlhf.run.startup import Run
@@ -273,13 +273,13 @@ class PPOTrainer:
             if estimator_traits(algorithm.adv_estimator).compares_terms or (
                 algorithm.gdpo_reward_keys is not None
             ):
-                names, components = reward_components(
-                    scores, collected.rollout, algorithm.gdpo_reward_keys
+                components = reward_components(
+                    scores, collected.rollout, algorithm, self.config.reward
                 )
-                metrics = component_metrics(names, components)
+                metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, collected.rollout)
             self.nothing_to_learn.from_scores(
-                shaped if components is None else components, collected.rollout.prompt_groups
+                shaped if components is None else components.scores, collected.rollout.prompt_groups
             )
             experience, kl = make_experience(
                 collected, shaped, outputs, algorithm, coefficient, components

@@ -21,7 +21,7 @@ from torch import Tensor
 from mrlhf.batch import Experience
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import Device
-from mrlhf.errors import RewardError, TrainingError
+from mrlhf.errors import ConfigError, RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import check, check_models, read_ppo_inputs
@@ -55,7 +55,7 @@ _COMPARED = (
 
 # Overrides that must not change a number.
 TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
-DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=2"]
+DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 
 # A user's reward functions; "CUSTOM" in an override becomes the path of their file.
 REWARD_FUNCTIONS = """
@@ -256,7 +256,7 @@ def _in_ranks(rank: int, world_size: int, root: str, scenarios: list[Scenario]) 
     for scenario in scenarios:
         try:
             results[scenario.name] = _steps(Path(root), scenario, rank, factory)
-        except (RewardError, TrainingError) as error:
+        except (ConfigError, RewardError, TrainingError) as error:
             results[scenario.name] = str(error)
     torch.save(results, _result_file(Path(root), rank))
 

@@ -181,12 +181,13 @@ def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
     reference = _build_reference(setting, case)
 
     cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
-    evaluation = actor.evaluate(rollout, cut, reference.logits(cut))
-    assert evaluation.full_kl is not None
+    evaluation = actor.evaluate(rollout, cut, reference.logits(cut), with_squares=True)
+    assert evaluation.full_kl is not None and evaluation.sum_of_squares is not None
     return {
         "logprobs": evaluation.logprobs,
         "entropy": evaluation.entropy,
         "full_kl": evaluation.full_kl,
+        "sum_of_squares": evaluation.sum_of_squares,
         "ref_logprobs": reference.logprobs(rollout, cut_responses(reference, rollout)),
         "values": critic.values(rollout, cut_responses(critic, rollout, plain_ppo.MINI_BATCH)),
     }

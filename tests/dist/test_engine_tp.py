@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mrlhf.inference.base import Sample, SamplingParams, requests_for
-from tests.engine_models import MODELS, answer, hf_model, make_engine, make_prompts
+from tests.engine_models import (
+    MODELS,
+    answer,
+    assert_same,
+    hf_model,
+    make_engine,
+    make_prompts,
+)
+from tests.feature_models import FEATURE_MODELS
 from tests.ranks import run_ranks
 
 PROMPTS = make_prompts()
@@ -28,6 +37,8 @@ DRAWS = (
     ),
 )
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
+# The first has two KV heads, the second a norm over the heads of all ranks.
+FEATURES_OF_FOUR = ("phi3", "olmo3")
 # On the second of two ranks, and on the last of four, no column may be drawn.
 NEVER = (3, 20, *range(60, 131))
 Results = dict[tuple[str, int], list[dict]]
@@ -51,6 +62,15 @@ def _generate(
         assert not {token for sample in samples for token in sample.token_ids} & set(NEVER)
         results["qwen3 without some tokens", number] = _as_dicts(samples)
     return results
+
+
+def _greedy(
+    group: dist.ProcessGroup | None, models: tuple[str, ...] = FEATURE_MODELS
+) -> dict[str, list[Sample]]:
+    """Responses of the models with other features than the rest, which decode in the same way."""
+    return {
+        name: answer(make_engine(hf_model(name), group), PROMPTS, UIDS, DRAWS[0]) for name in models
+    }
 
 
 def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[dict], list[dict]]:
@@ -78,18 +98,27 @@ def _as_dicts(samples: list[Sample]) -> list[dict]:
     return [dataclasses.asdict(sample) for sample in samples]
 
 
-def _body(rank: int, world_size: int) -> tuple[Results, Results, tuple[list[dict], list[dict]]]:
+def _body(rank: int, world_size: int) -> tuple[Any, ...]:
     group = dist.group.WORLD
-    return _generate(group), _generate(group, torch.bfloat16), _step_by_step(group)
+    return (
+        _generate(group),
+        _generate(group, torch.bfloat16),
+        _step_by_step(group),
+        _greedy(group),
+    )
 
 
-def _body_of_four(rank: int, world_size: int) -> Results:
-    return _generate(dist.group.WORLD, models=SHARED)
+def _body_of_four(rank: int, world_size: int) -> tuple[Results, dict[str, list[Sample]]]:
+    group = dist.group.WORLD
+    return _generate(group, models=SHARED), _greedy(group, FEATURES_OF_FOUR)
 
 
 def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
     alone = _generate(None, models=SHARED)
-    for results in run_ranks(4, _body_of_four):
+    greedy = _greedy(None, FEATURES_OF_FOUR)
+    for results, features in run_ranks(4, _body_of_four):
+        for name, samples in greedy.items():
+            assert_same(features[name], samples, tolerance=2e-5)
         for case, samples in alone.items():
             for one, four in zip(samples, results[case], strict=True):
                 assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5), case
@@ -97,7 +126,10 @@ def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
 
 
 def test_two_ranks_give_the_tokens_and_logprobs_of_one():
-    (first, first_bf16, stepped), (second, second_bf16, stepped_too) = run_ranks(2, _body)
+    ranks = run_ranks(2, _body)
+    (first, first_bf16, stepped, features), (second, second_bf16, stepped_too, _) = ranks
+    for name, samples in _greedy(None).items():
+        assert_same(features[name], samples, tolerance=2e-5)
     assert first == second and first_bf16 == second_bf16
     assert stepped == stepped_too
     for samples, others in zip(stepped, _step_by_step(None), strict=True):

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
+from tests import plain_ppo
 from tests.dist.ppo_runs import (
+    REWARD_WEIGHT,
     TP2_PP2,
     Runs,
     Scenario,
@@ -20,6 +23,7 @@ from tests.dist.ppo_runs import (
 )
 
 EOS = 2
+TOKENS = 18  # of the tokenizer; the model has more, which are never drawn
 
 GRPO = ["algorithm.adv_estimator=grpo"]
 GRPO_DEEP = Scenario("grpo, tp2 pp2", [*TP2_PP2, "rollout.tp=2", *GRPO])
@@ -43,6 +47,103 @@ def test_group_relative_advantages_by_hand_and_without_a_critic(runs: Runs) -> N
         mask = experience.rollout.response_mask
         assert_close(experience.advantages, torch.where(mask, wanted.reshape(-1, 1), 0.0))
         assert (step.actor_moved, step.critic_moved) == (True, False)
+
+
+TOKEN_BASELINE = [
+    "algorithm.adv_estimator=optimal_token_baseline",
+    "algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 0.5_2.0, "
+    "rollout_is_batch_normalize: true, rollout_rs: 'token_k2,seq_mean_k1', "
+    "rollout_rs_threshold: '0.1,2.0'}",
+]
+TOKEN_BASELINE_DEEP = Scenario("token baseline, tp2 pp2", [*TP2_PP2, *TOKEN_BASELINE])
+TOKEN_BASELINE_WIDE = Scenario("token baseline, dp4", TOKEN_BASELINE)
+
+
+def test_a_baseline_for_each_token_is_the_same_on_every_layout(runs: Runs) -> None:
+    assert_same_on_every_layout(runs, TOKEN_BASELINE_DEEP, TOKEN_BASELINE_WIDE)
+
+
+def test_a_baseline_for_each_token_sees_the_whole_distribution(runs: Runs) -> None:
+    step = runs.steps(TOKEN_BASELINE_DEEP)[0]
+    experience = step.experience
+    rollout = experience.rollout
+    policy = runs.load()
+    logprobs, _ = plain_ppo.evaluate(policy, rollout)
+    squares = plain_ppo.sum_of_squares(policy, rollout)
+    wanted, _ = optimal_token_baseline(
+        experience.token_rewards,
+        rollout.response_mask,
+        rollout.prompt_groups,
+        TokenProbabilities(logprobs, squares, experience.weights),
+    )
+    assert_close(experience.advantages, wanted)
+    assert experience.values is None
+
+
+def test_every_metric_of_the_correction_is_measured(runs: Runs) -> None:
+    metrics = runs.steps(TOKEN_BASELINE_WIDE)[0].metrics
+    nearly_one = ("rollout_is_mean", "rollout_is_seq_max", "rollout_is_batch_norm_factor")
+    for name in nearly_one:
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(1.0, abs=1e-4), name
+    nothing = (
+        "rollout_is_oob_ratio",
+        "rollout_rs_token_k2_masked_fraction",
+        "rollout_rs_seq_mean_k1_seq_fraction_low",
+    )
+    for name in nothing:
+        assert metrics[f"rollout_corr/{name}"] == 0.0, name
+    assert metrics["rollout_corr/training_log_ppl"] == pytest.approx(
+        metrics["rollout_corr/rollout_log_ppl"], abs=1e-4
+    )
+    assert metrics["training/rollout_probs_diff_valid"] == 1.0
+    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.99999
+    assert metrics["response/aborted_ratio"] == 0.0
+    assert metrics["response_length_non_aborted/mean"] == metrics["response_length/mean"]
+
+
+WITHOUT_KL = [
+    "algorithm.use_kl_in_reward=false",
+    "algorithm.kl_ctrl={type: fixed, kl_coef: 0.001, target_kl: 0.1, horizon: 10000}",
+]
+GDPO = Scenario("gdpo", [*WITHOUT_KL, "algorithm.adv_estimator=gdpo"])
+
+
+def test_gdpo_compares_each_term_by_itself(runs: Runs) -> None:
+    step = runs.steps(GDPO)[0]
+    samples = runs.dumped(GDPO, 1)
+    weights = {"exact_match": 1.0, "reward_model": REWARD_WEIGHT}
+
+    summed = torch.zeros(8, 2, dtype=torch.float64)
+    for term, weight in weights.items():
+        scores = torch.tensor([sample["terms"][term] for sample in samples], dtype=torch.float64)
+        assert step.metrics[f"gdpo/{term}/mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
+        pairs = scores.view(-1, 2)
+        gaps = pairs - pairs.mean(dim=1, keepdim=True)
+        summed += weight * gaps / (pairs.std(dim=1, keepdim=True) + 1e-6)
+
+    mask = step.experience.rollout.response_mask
+    table = torch.where(mask, summed.reshape(-1, 1), 0.0)
+    wanted = (table - table[mask].mean()) / table[mask].std()
+    torch.testing.assert_close(
+        step.experience.advantages[mask].double(), wanted[mask], rtol=0, atol=2e-4
+    )
+
+
+WITHOUT_ACC = Scenario(
+    "likelihood of right responses, which nothing tells",
+    [
+        "reward.terms=[{name: CUSTOM:letters}, {name: reward_model}]",
+        "actor.positive_lm_coef=0.1",
+    ],
+)
+
+
+def test_a_function_that_never_says_what_is_right_is_told_on_the_first_step(runs: Runs) -> None:
+    for rank in range(4):
+        assert runs.error(WITHOUT_ACC, rank).startswith(
+            "actor.positive_lm_coef 0.1 needs to know which responses are right, but no reward "
+            "term has said so for any response of the batch; let your function return acc"
+        )
 
 
 REMAX = Scenario("remax", ["algorithm.adv_estimator=remax", "algorithm.missing_eos_penalty=0.25"])
@@ -71,7 +172,7 @@ def _greedy_answer(policy: Any, prompt: list[int]) -> list[int]:
     """The prompt, and the likeliest tokens up to the end-of-sequence token, five at most."""
     tokens = list(prompt)
     for _ in range(5):
-        tokens.append(int(policy(torch.tensor([tokens])).logits[0, -1].argmax()))
+        tokens.append(int(policy(torch.tensor([tokens])).logits[0, -1, :TOKENS].argmax()))
         if tokens[-1] == EOS:
             break
     return tokens

@@ -25,7 +25,7 @@ from tests.dist.ppo_runs import (
     assert_same_on_every_layout,
 )
 
-DEEP = Scenario("tp2 pp2", [*TP2_PP2, "critic.tp=2", "rollout.tp=2", "rollout.verify_reshard=true"])
+DEEP = Scenario("tp2 pp2", [*TP2_PP2, "critic.tp=4", "rollout.tp=2", "rollout.verify_reshard=true"])
 WIDE = Scenario("dp4", DP4)
 MIXED = Scenario(
     "tp2 dp2",

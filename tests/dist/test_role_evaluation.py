@@ -120,6 +120,7 @@ def _with_transformers(root: Path, model: str) -> dict[str, Tensor]:
         "logprobs": logprobs,
         "entropy": entropy,
         "full_kl": plain_ppo.full_kl(policy, reference, rollout),
+        "sum_of_squares": plain_ppo.sum_of_squares(policy, rollout),
         "ref_logprobs": experience.ref_logprobs,
         "values": plain_ppo.token_values(critic, rollout),
     }

@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
+from mrlhf.parallel.vocab import (
+    vocab_parallel_kl,
+    vocab_parallel_logprobs,
+    vocab_parallel_sum_of_squares,
+)
 from tests.ranks import run_ranks
 
 TOKENS = 9
@@ -55,6 +59,8 @@ def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, 
     kl = vocab_parallel_kl(logits, reference[:, mine].clone(), group, TEMPERATURE, vocab_size)
     values = torch.stack([logprobs, entropy, kl])
     (values * weights).sum().backward()
+    squares = vocab_parallel_sum_of_squares(logits, group, TEMPERATURE, vocab_size)
+    assert not squares.requires_grad
     dist.all_reduce = all_reduce
 
     slow = whole.double().requires_grad_()
@@ -72,7 +78,9 @@ def _shard_results(rank: int, world_size: int, vocab_size: int) -> tuple[float, 
 
     worst_gradient = (logits.grad - slow.grad[:, mine]).abs().max().item()
     padding = logits.grad[:, max(0, vocab_size - rank * shard) :]
-    return (values - expected).abs().max().item(), worst_gradient, padding.abs().sum().item(), calls
+    squares_error = (squares - p.square().sum(dim=1)).abs().max().item()
+    worst_value = max((values - expected).abs().max().item(), squares_error)
+    return worst_value, worst_gradient, padding.abs().sum().item(), calls
 
 
 @pytest.mark.parametrize(("world_size", "vocab_sizes"), [(2, (33,)), (4, (41, 5))])
@@ -84,4 +92,5 @@ def test_shards_equal_the_whole(world_size: int, vocab_sizes: tuple[int, ...]) -
             assert value_error < 1e-5
             assert gradient_error < 1e-5
             assert padding == 0.0
-            assert calls == 4  # two for log-probabilities with entropy, two for the KL
+            # two each for log-probabilities with entropy, for the KL, for the squares
+            assert calls == 6

@@ -46,8 +46,8 @@ def _main(root: type[PPOConfig | SFTConfig | RewardModelConfig], arguments: list
             "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2",
         ),
         (
-            ["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=4", "--dry-run"],
-            "heads",
+            ["--config", DEMO, "actor.path=configs/models/demo_llama", "actor.tp=8", "--dry-run"],
+            "actor.tp 8 does not fit the model's 4 attention heads; use one of 1, 2, 4",
         ),
         (["--config", DEMO], "torchrun --nproc-per-node"),
     ],
@@ -139,6 +139,6 @@ def test_missing_data_is_the_last_line_that_a_user_reads(tmp_path: Path) -> None
 def test_prepare_data_says_where_gsm8k_is(tmp_path: Path) -> None:
     places = ["--source", str(tmp_path), "--out", str(tmp_path / "out")]
     done = run_program(["tools/prepare_data.py", "gsm8k", *places])
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "openai/gsm8k" in done.stderr
     assert "Traceback" not in done.stderr

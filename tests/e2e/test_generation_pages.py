@@ -23,9 +23,9 @@ pytestmark = pytest.mark.timeout(300)
 def test_its_command_says_what_a_sequence_takes() -> None:
     output = succeed(run_program(python_command(PAGE)))
     # 13 tokens take one block of 16.
-    factors = "2 x 4 layers x 2 KV heads x 16 x 2 bytes x 16 tokens"
-    assert f"a sample at full length: {factors} = 8192 bytes" in output
-    assert "rollout.kv_cache_mb 1 = 1048576 bytes: 128 samples at full length" in output
+    factors = "2 x 4 layers x 2 KV heads x 16 x 4 bytes x 16 tokens"
+    assert f"a sample at full length: {factors} = 16384 bytes" in output
+    assert "rollout.kv_cache_mb 1 = 1048576 bytes: 64 samples at full length" in output
 
 
 def test_its_program_prints_what_the_page_says() -> None:

@@ -56,7 +56,7 @@ def follow(directory: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout

@@ -1,13 +1,18 @@
 """Cross-field checks, the batch arithmetic and the command line."""
 
+import itertools
 import json
 
 import pytest
+import torch
 
 from mrlhf.config import DryRun, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
+from mrlhf.models.families import load_spec
 from mrlhf.preflight import check, check_models, describe, dry_run
+from mrlhf.preflight.model_checks import cache_needs
+from tests.engine_models import hf_model
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
@@ -221,6 +226,17 @@ def unchecked(specs):
     return [name for name, spec in specs.items() if spec is None]
 
 
+def test_vllm_is_refused_for_a_model_that_it_was_not_tested_with(tmp_path):
+    hf_model("phi3").config.save_pretrained(tmp_path)
+    message = (
+        "rollout.engine is vllm, which is not supported for a model with the family phi3; set "
+        "rollout.engine=native"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        check_models(ppo(actor__path=str(tmp_path), rollout__engine="vllm"))
+    assert message in str(refusal.value).splitlines()
+
+
 def test_check_models_reads_config_json(tmp_path):
     path = model_dir(tmp_path)
     specs = check_models(ppo(actor__path=path, critic__path="none"))
@@ -333,22 +349,23 @@ def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
 def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
     path = model_dir(tmp_path, num_hidden_layers=64, head_dim=256)
     changes = {"actor__path": path, "critic__path": "none", "rollout__block_size": 16}
+    on_cpu = {"distributed__device": "cpu"}
+    changes["distributed__device"] = "cuda"
 
     with pytest.raises(ConfigError) as caught:
         check_models(ppo(**changes, rollout__kv_cache_mb=13))
-    # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; dtype and device are
-    # unknown: bfloat16
+    # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; a GPU has bfloat16
     assert str(caught.value) == (
         "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x "
         "2 KV heads x 256 x 2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at "
         "least 14 or lower the data's maximum lengths"
     )
     check_models(ppo(**changes, rollout__kv_cache_mb=14))
-    for float32 in ({"actor__dtype": "float32"}, {"distributed__device": "cpu"}):
+    for float32 in ({"actor__dtype": "float32"}, on_cpu):
         with pytest.raises(
             ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"
         ):
-            check_models(ppo(**changes, **float32, rollout__kv_cache_mb=14))
+            check_models(ppo(**{**changes, **float32}, rollout__kv_cache_mb=14))
 
     # with more ranks than heads, each rank holds one head
     with pytest.raises(
@@ -426,10 +443,14 @@ def test_dry_run_checks_first(tmp_path):
         "what could be checked fits 8 ranks"
     )
     assert (
-        "the KV cache of a rank\n"
-        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 2 bytes x 112 tokens = 43008 "
-        "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 24 samples at full length\n"
-    ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1), 8)
+        "the KV cache of a rank on a CPU\n"
+        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 4 bytes x 112 tokens = 86016 "
+        "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 12 samples at full length\n"
+    ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1, distributed__device="cpu"), 8)
+    on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8)
+    assert "the KV cache of a rank on a GPU\n" in on_gpu
+    assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98304 bytes\n" in on_gpu
+    assert "KV cache in blocks of 256 tokens, <= 1 a sample" in on_gpu
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
 
@@ -495,6 +516,29 @@ def test_help_shows_defaults_and_where_they_come_from(capsys):
     assert "  critic.path = actor.path  (str)" in said
     assert "  actor.dtype = auto  (auto | float32 | bfloat16)" in said
     assert "  trainer.total_steps = null  (int | null)" in said
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("bfloat16_instructions", [False, True])
+def test_the_cache_is_what_the_engine_takes_on_this_machine(
+    tmp_path, monkeypatch, has_gpu, bfloat16_instructions
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16_instructions)
+    spec = load_spec(model_dir(tmp_path), "lm")
+    widened = not (has_gpu or bfloat16_instructions)
+    found = {}
+    for dtype, engine in itertools.product(("auto", "bfloat16", "float32"), ("native", "vllm")):
+        config = ppo(actor__dtype=dtype, rollout__engine=engine)
+        found[dtype, engine] = cache_needs(config, spec).shape.itemsize
+    assert found == {
+        ("auto", "native"): 2 if has_gpu else 4,
+        ("auto", "vllm"): 2 if has_gpu else 4,
+        ("bfloat16", "native"): 4 if widened else 2,
+        ("bfloat16", "vllm"): 2,
+        ("float32", "native"): 4,
+        ("float32", "vllm"): 4,
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrlhf.config import PPOConfig, SFTConfig, load_config, verl_names
+from mrlhf.config import PPOConfig, SFTConfig, flatten, load_config, verl_names
 from mrlhf.config.schema import keys
 from mrlhf.errors import ConfigError
 from tests.unit.config_files import PPO, load_text, message, write
@@ -287,3 +287,42 @@ def test_files_that_are_not_sections(tmp_path, text, expected):
 def test_a_scalar_is_no_section(tmp_path):
     said = message(tmp_path, PPO.replace("critic: {pp: 2}", "critic: 3"), "critic.tp=2")
     assert said == "cannot set 'critic.tp': the file has the value 3 where a section should be"
+
+
+PPO_KEYS = [
+    "actor.path=m",
+    "reward_model.path=m",
+    "reward.terms=[{name: gsm8k}]",
+    "data.train_files=a.jsonl",
+    "trainer.output_dir=o",
+]
+SUPERVISED_KEYS = ["model.path=m", "data.train_files=a.jsonl", "trainer.output_dir=o"]
+# the numbers of ODD that are in the range of a key
+SENSIBLE = {
+    ("actor.policy_loss.clip_cov_lb", -1),
+    ("actor.entropy_coeff", -1),
+    ("reward.terms.0.weight", -1),
+    ("rollout.top_k", -1),
+}
+
+# What no key takes beside those of free text: each is refused in one line, or fits.
+ODD = (".nan", "-1", "1e23", f"{10**23}", "' '", "{a: 1}")
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+def test_odd_values_are_refused_in_one_line_or_kept(root):
+    base = SUPERVISED_KEYS if root is SFTConfig else PPO_KEYS
+    numbers = []
+    for key in keys(root):
+        name = key.name.replace("*", "0")
+        for value in ODD:
+            try:
+                config = load_config(root, None, [*base, f"{name}={value}"])
+            except ConfigError as error:
+                assert "\n" not in str(error), f"{name}={value}: {error}"
+                assert name.split(".")[0] in str(error)
+            else:
+                kept = flatten(config).get(name)
+                if isinstance(kept, int | float):
+                    numbers.append((name, kept))
+    assert set(numbers) <= SENSIBLE

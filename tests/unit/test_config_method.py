@@ -509,7 +509,11 @@ def test_a_number_of_what_is_switched_off_is_refused(changes, expected):
         {"algorithm__adv_estimator": "rloo", "rollout__n": 1},
         {"algorithm__reward_norm": "batch", "rollout__n": 1},
         {**GRPO, "algorithm__reward_norm": "running", "algorithm__reward_clip": 5.0},
-        {**GDPO, "reward__terms": [{"name": "my.py:f", "weight": 0.0}]},
+        {
+            **GDPO,
+            "reward__terms": [{"name": "my.py:f", "weight": 0.0}],
+            "algorithm__gdpo_reward_keys": ["f"],
+        },
         {
             **GDPO,
             "reward__terms": [{"name": "my.py:f"}],

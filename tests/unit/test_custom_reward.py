@@ -100,6 +100,13 @@ def returns_the_answer(data_source, solution_str, ground_truth, extra_info):
 def returns_huge(data_source, solution_str, ground_truth, extra_info):
     return 10**400
 
+class TwoLines:
+    def __repr__(self):
+        return "two\\n   lines"
+
+def returns_two_lines(data_source, solution_str, ground_truth, extra_info):
+    return TwoLines()
+
 async def is_async(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 
@@ -345,6 +352,8 @@ def test_a_number_too_large_for_a_float_and_a_coroutine_are_no_numbers(load):
         load("returns_huge").score(inputs("7"))
     with pytest.raises(RewardError, match=r"returned <coroutine .*which is no number"):
         load("is_async").score(inputs("7"))
+    with pytest.raises(RewardError, match=r"returned two lines, which is no number"):
+        load("returns_two_lines").score(inputs("7"))
 
 
 def test_complex_is_refused(load):

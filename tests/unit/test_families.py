@@ -236,6 +236,16 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
             {"layer_types": ["chunked_attention"] * 4},
             "layer_types with 'chunked_attention'; only full_attention and sliding_attention",
         ),
+        ("mistral", {"layer_types": ["chunked_attention"] * 4}, "with 'chunked_attention'; only"),
+        ("olmo2", {"attention_bias": True, "pad_token_id": None}, "biases in an OLMo model are"),
+        (
+            "olmo3",
+            {
+                "pad_token_id": None,
+                "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+            },
+            "rope type 'dynamic' is not supported",
+        ),
         ("phi3", {"partial_rotary_factor": 0.3}, "which rotates 1 of 4 dimensions of a head"),
         (
             "phi3",

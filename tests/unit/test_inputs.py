@@ -4,6 +4,8 @@ import json
 import os
 
 import pytest
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
@@ -50,16 +52,23 @@ def old(response):
 """
 
 
+def _write_model(directory, kind, vocab_size):
+    """A model with random weights; its config.json stays as it is written here."""
+    config = MODEL | {"architectures": [kind.__name__], "vocab_size": vocab_size}
+    model = kind(LlamaConfig(**config, num_labels=1))
+    directory.mkdir()
+    save_file(model.state_dict(), directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A working directory with a model, a tokenizer, rows and rewards."""
     root = tmp_path_factory.mktemp("inputs")
     train_sentencepiece([*"0123456789+="], root / "tokenizer", vocab_size=32, byte_fallback=False)
-    (root / "model").mkdir()
-    (root / "model" / "config.json").write_text(json.dumps(MODEL))
-    for name, rows in (("small", 9), ("large", 96)):
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(MODEL | {"vocab_size": rows}))
+    _write_model(root / "model", LlamaForCausalLM, 64)
+    _write_model(root / "small", LlamaForSequenceClassification, 9)
+    _write_model(root / "large", LlamaForCausalLM, 96)
     for name, rows in ROWS.items():
         (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (root / "rewards.py").write_text(REWARDS)
@@ -297,3 +306,11 @@ def test_a_directory_without_permission_to_write(place, monkeypatch):
         f"trainer.output_dir closed/new/run cannot be created: {closed} may not be written; name "
         "another directory"
     )
+
+
+def test_a_validation_without_rows_is_refused():
+    few = supervised(
+        RewardModelConfig, "pairs.jsonl", data__held_out_fraction=0.01, trainer__test_freq=1
+    )
+    with pytest.raises(MrlhfError, match=r"data\.held_out_fraction 0\.01 .* keeps none"):
+        read_reward_model_inputs(few)

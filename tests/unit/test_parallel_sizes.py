@@ -117,3 +117,13 @@ def test_sizes_of_replicas_on_the_ranks_that_there_are() -> None:
         "rollout.tp 6 does not fit the model's vocabulary 10 (in parts of 2, the last rank would "
         "have none); use one of 1, 2, 4"
     )
+
+
+@pytest.mark.parametrize("whole_kv_heads", [False, True])
+def test_a_norm_over_all_heads_does_not_share_a_head(whole_kv_heads: bool) -> None:
+    spec = sized(num_kv_heads=4, qk_norm="projection")
+    assert tp_problem("tp", 4, spec, whole_kv_heads=whole_kv_heads) is None
+    assert tp_problem("tp", 8, spec, whole_kv_heads=whole_kv_heads) == (
+        "tp 8 does not fit the model's 4 key and value heads (which share one norm); use one of "
+        "1, 2, 4"
+    )

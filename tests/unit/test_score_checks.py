@@ -7,10 +7,11 @@ import torch
 
 from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
+from mrlhf.config.sections import RewardSection
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
-from mrlhf.rollout.components import component_metrics, reward_components
+from mrlhf.rollout.components import RewardComponents, reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.experience import ModelOutputs, make_experience
@@ -89,25 +90,42 @@ def test_correctness_that_no_term_reports():
 TERMS = {
     "format": [1.0, 0.0],
     "judge": [0.5, 0.25],
+    "other": [7.0, 8.0],
+    "judge/score_of_style": [1.0, 9.0],
     "judge/style": [2.0, 4.0],
     "other/style": [0.0, 0.0],
     "judge/acc": [1.0, float("nan")],
 }
 
 
+REWARD = RewardSection.model_validate(
+    {
+        "terms": [
+            {"name": "format", "weight": 0.5},
+            {"name": "my.py:judge"},
+            {"name": "my.py:other", "weight": 0.0},
+        ]
+    }
+)
+
+
 @pytest.mark.parametrize(
-    ("keys", "names"),
+    ("algorithm", "names", "weights"),
     [
-        (None, ["format", "judge"]),
-        (["judge", "format"], ["judge", "format"]),
-        (["judge/style", "format"], ["judge/style", "format"]),
+        ({}, ("format", "judge"), (0.5, 1.0)),
+        ({"gdpo_reward_keys": ["judge", "format"]}, ("judge", "format"), (1.0, 1.0)),
+        (
+            {"gdpo_reward_keys": ["score_of_style", "other"], "gdpo_reward_weights": [2, -1]},
+            ("judge/score_of_style", "other"),
+            (2.0, -1.0),
+        ),
     ],
 )
-def test_terms_are_found_by_name(keys, names):
-    scores = Scores(torch.zeros(2), TERMS)
-    found, components = reward_components(scores, _rollout(), keys)
-    assert found == names
-    assert components.tolist() == [TERMS[name] for name in names]
+def test_terms_are_found_by_name(algorithm, names, weights):
+    section = AlgorithmSection.model_validate(algorithm)
+    found = reward_components(Scores(torch.zeros(2), TERMS), _rollout(), section, REWARD)
+    assert (found.names, found.weights) == (names, weights)
+    assert found.scores.tolist() == [TERMS[name] for name in names]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +134,8 @@ def test_terms_are_found_by_name(keys, names):
         ("style", "style may be any of judge/style, other/style; give the full name"),
         (
             "length",
-            "no response has a score named length; those reported are format, judge, judge/style, "
-            "other/style, judge/acc",
+            "no response has a score named length; those reported are format, judge, other, "
+            "judge/score_of_style, judge/style, other/style, judge/acc",
         ),
         (
             "acc",
@@ -127,13 +145,14 @@ def test_terms_are_found_by_name(keys, names):
     ],
 )
 def test_terms_that_cannot_be_compared_are_refused(key, line):
+    section = AlgorithmSection.model_validate({"gdpo_reward_keys": [key]})
     with pytest.raises(RewardError, match=f"^algorithm.gdpo_reward_keys: {re.escape(line)}$"):
-        reward_components(Scores(torch.zeros(2), TERMS), _rollout(), [key])
+        reward_components(Scores(torch.zeros(2), TERMS), _rollout(), section, REWARD)
 
 
 def test_metrics_of_terms():
-    metrics = component_metrics(["a", "b"], torch.tensor([[1.0, 3.0], [2.0, 2.0]]))
-    assert metrics == {
+    table = torch.tensor([[1.0, 3.0], [2.0, 2.0]])
+    assert RewardComponents(("a", "b"), (1.0, 1.0), table).metrics() == {
         "gdpo/a/mean": 2.0, "gdpo/a/std": 1.0, "gdpo/a/max": 3.0, "gdpo/a/min": 1.0,
         "gdpo/b/mean": 2.0, "gdpo/b/std": 0.0, "gdpo/b/max": 2.0, "gdpo/b/min": 2.0,
     }  # fmt: skip

@@ -19,6 +19,7 @@ from mrlhf.rl.losses import aggregate, aggregation_count
 from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.components import RewardComponents
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
@@ -85,7 +86,10 @@ def _experience(batch, **algorithm):
     collected = Collected(batch["rollout"], scores, GREEDY, 5, {})
     squares = torch.sigmoid(batch["entropy"]) if "token_baseline" in section.adv_estimator else None
     policy = Evaluation(batch["policy"], batch["entropy"], None, squares)
-    components = torch.stack([SCORES, GREEDY.flip(0)]) if section.adv_estimator == "gdpo" else None
+    components = None
+    if section.adv_estimator == "gdpo":
+        table = torch.stack([SCORES, GREEDY.flip(0)])
+        components = RewardComponents(("a", "b"), (1.0, 0.5), table)
     if section.rollout_correction.bypass_mode:
         policy = None
     outputs = ModelOutputs(policy, batch["ref"], batch["values"])

@@ -41,6 +41,7 @@ LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 PROMPTS = make_prompts()
 UIDS = list(range(len(PROMPTS)))
+WITH_TOKENS_LEFT_OUT = "qwen3"
 
 
 def _decode(tokens: Any) -> str:
@@ -257,15 +258,16 @@ def _preempts(model: Any) -> None:
     assert finished.stats.cache_bytes == 8 * one
 
 
-def _leaves_tokens_out(model: Any) -> None:
-    """Ends and tokens never drawn equal transformers; log-probs are over the whole vocabulary."""
-    free = hf_greedy(model, PROMPTS, 8)
-    never = sorted({tokens[2] for tokens in free})
-    end = sorted({tokens[5] for tokens in free} - set(never))
-    engine = _make(model, never=never)
-    fill(engine.weight_slots(), model.state_dict())
-    engine.commit(1)
+def _never(model: Any) -> list[int]:
+    """Tokens that would be drawn if they were not left out."""
+    return sorted({tokens[2] for tokens in hf_greedy(model, PROMPTS, 8)})
 
+
+def _leaves_tokens_out(engine: VllmEngine, model: Any) -> None:
+    """Ends and tokens never drawn equal transformers; log-probs are over the whole vocabulary."""
+    never = _never(model)
+    free = hf_greedy(model, PROMPTS, 8)
+    end = sorted({tokens[5] for tokens in free} - set(never))
     greedy = answer(engine, PROMPTS, UIDS, dataclasses.replace(GREEDY, stop_token_ids=tuple(end)))
     assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8, end, never) != free
     assert [s.stopped for s in greedy] == [s.token_ids[-1] in end for s in greedy]
@@ -283,14 +285,15 @@ def _body(rank: int, world_size: int) -> None:
 
     for name in CONFIGS:
         model = hf_model(name)
-        engine = _make(model)
+        never = _never(model) if name == WITH_TOKENS_LEFT_OUT else []
+        engine = _make(model, never=never)
         if name == "llama":
             _refuses(engine)
         fill(engine.weight_slots(), model.state_dict())
         engine.commit(1)
         greedy = answer(engine, PROMPTS, UIDS, GREEDY)
         assert {sample.version for sample in greedy} == {1}
-        assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8), name
+        assert [s.token_ids for s in greedy] == hf_greedy(model, PROMPTS, 8, never=never), name
         assert hf_difference(model, PROMPTS, greedy) < 1e-4, name
         if name == "llama":
             _samples_as_asked(engine, model)
@@ -300,10 +303,11 @@ def _body(rank: int, world_size: int) -> None:
             _survives_failures(engine)
             _refuses_prompts(engine)
             _leaves_the_host_alone(before)
+        if name == WITH_TOKENS_LEFT_OUT:
+            _leaves_tokens_out(engine, model)
         del engine
 
     _preempts(hf_model("llama"))
-    _leaves_tokens_out(hf_model("llama"))
 
 
 def test_one_rank_against_transformers() -> None:

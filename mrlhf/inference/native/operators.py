@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.inference.cache_size import NATIVE_GPU_BLOCK
 from mrlhf.inference.native.kernels import Kernels
 
 Layer = tuple[Tensor, Tensor]
@@ -26,7 +27,7 @@ Tables = tuple[Tensor, Tensor]
 """Cosines and sines of a layer's rotation, float32 [positions, rotary_dim / 2] each."""
 
 # The page size that torch's variable-length attention (FlashAttention 2) works with.
-PAGE = 256
+PAGE = NATIVE_GPU_BLOCK
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,6 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
 
     try:
         spec = FAMILIES[config["model_type"]].read_config(config, head)
-        _check_frequencies(spec)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
@@ -107,17 +106,6 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
     _check_size(file, spec)
     return spec
-
-
-def _check_frequencies(spec: ModelSpec) -> None:
-    """Refuse rotary parameters whose numbers together make no sense.
-
-    Raises:
-        ConfigError: a frequency would not be finite.
-    """
-    for kind in set(spec.ropes) - {None}:
-        if not bool(rope_of(spec, str(kind)).frequencies.isfinite().all()):
-            raise ConfigError("config.json: rope_parameters give frequencies that are not finite")
 
 
 def _check_size(file: Path, spec: ModelSpec) -> None:
@@ -185,14 +173,12 @@ def _completed(stated: dict[str, Any]) -> dict[str, Any]:
     """A `config.json` as transformers completes it, without what names code beside the file.
 
     Raises:
-        ConfigError: transformers refuses it, or knows it as a model that we do not support.
+        ConfigError: transformers refuses it.
     """
     plain = {key: value for key, value in stated.items() if key not in _NAMES_OF_CODE}
     # transformers takes a mistral with `layer_types` for a ministral.
     if plain["model_type"] == "mistral" and "layer_types" in plain:
         plain["model_type"] = "ministral"
-    if plain["model_type"] not in FAMILIES:
-        raise ConfigError("a mistral with layer_types is a ministral, which is not supported")
     try:
         return AutoConfig.for_model(**plain).to_dict()
     except Exception as error:  # of many types, each with its own way to say that a value is wrong

@@ -21,8 +21,8 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         ConfigError: the model has biases, or a feature that is not supported.
     """
     by_type = config["rope_parameters"]
-    for parameters in by_type.values():
-        check_rope(parameters, partial=False)
+    for layer_type in ("full_attention", "sliding_attention"):
+        check_rope(by_type[layer_type], partial=False)
     plain = {"rope_type": "default", "rope_theta": by_type["full_attention"]["rope_theta"]}
 
     uniform = read_olmo2({**config, "model_type": "olmo2", "rope_parameters": plain}, head)
