@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import CheckpointError
-from mrlhf.run.export import export_checkpoint, export_result
+from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
 from tests.plain_ppo import Case
@@ -77,7 +77,7 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
 
 
 def _export(engine: ModelEngine, tokenizer: Tokenizer, target: Path) -> None:
-    export_checkpoint(engine, tokenizer, target, max_shard_mb=1)
+    export_checkpoint(ExportedModel(engine, tokenizer, max_shard_mb=1), target)
     dist.barrier()
 
 
@@ -146,7 +146,7 @@ def _fails(engine: ModelEngine, tokenizer: Tokenizer, target: Path, full_on: int
         mock.patch("mrlhf.run.export._MEGABYTE", 25_000),  # a file of 1 "MB" for each rank
         pytest.raises(CheckpointError) as refusal,
     ):
-        export_checkpoint(engine, tokenizer, target, max_shard_mb=1)
+        export_checkpoint(ExportedModel(engine, tokenizer, max_shard_mb=1), target)
     _limit_files(resource.RLIM_INFINITY)
     dist.barrier()
     return str(refusal.value)
@@ -158,7 +158,7 @@ def _says_where_the_model_is(
     def refusal() -> str:
         dist.barrier()
         with pytest.raises(CheckpointError) as error:
-            export_result(engine, tokenizer, target, 1, step=7)
+            export_result(ExportedModel(engine, tokenizer, max_shard_mb=1), target, step=7)
         dist.barrier()
         return str(error.value)
 

@@ -17,7 +17,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
-from mrlhf.run.export import export_checkpoint
+from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
 from tests.plain_ppo import SIZES
@@ -112,7 +112,7 @@ def _export(
     stated = engine.spec
     engine.spec = with_pad_token(stated, tokenizer.pad_id, tokenizer.vocab_size)
     scores[directory.name] = score_sequences(engine, SEQUENCES).tolist()
-    export_checkpoint(engine, tokenizer, directory, max_shard_mb=100)
+    export_checkpoint(ExportedModel(engine, tokenizer, max_shard_mb=100), directory)
     engine.spec = stated
 
 
