@@ -135,10 +135,13 @@ def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     """Batches that leave ranks without samples."""
     n = config.rollout.n
     trained = config.trained()
+    widest = 0  # the largest data-parallel size that was complained about
     for name, role in trained.items():
         size = role.ppo_mini_batch_size
         dp = world_size // (role.tp * role.pp)
-        if size * n < dp and not _is_inherited(config, name, ("ppo_mini_batch_size",)):
+        is_told = dp <= widest and _is_inherited(config, name, ("ppo_mini_batch_size",))
+        if size * n < dp and not is_told:
+            widest = dp
             yield (
                 f"{name}.ppo_mini_batch_size {size} x rollout.n {n} = {size * n} samples are fewer "
                 f"than the data-parallel size {dp} of {name}; set {name}.ppo_mini_batch_size to at "

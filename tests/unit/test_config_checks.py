@@ -559,6 +559,12 @@ def test_the_cache_is_what_the_engine_takes_on_this_machine(
         ),
         ({"critic__ppo_mini_batch_size": 4, "critic__tp": 3}, 8, "critic: world size 8 is not"),
         (
+            {"actor__ppo_mini_batch_size": 1, "critic__tp": 1, "critic__pp": 1},
+            8,
+            "critic.ppo_mini_batch_size 1 x rollout.n 2 = 2 samples are fewer than the "
+            "data-parallel size 8 of critic",
+        ),
+        (
             {"trainer__total_steps": 1, "trainer__critic_warmup": 5, "actor__optim": WARM},
             8,
             "trainer.critic_warmup 5 and actor.optim.lr_warmup_steps 3 would end after "

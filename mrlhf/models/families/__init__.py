@@ -96,7 +96,6 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
 
     try:
         spec = FAMILIES[config["model_type"]].read_config(config, head)
-        _check_frequencies(spec)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
@@ -106,17 +105,6 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         raise ConfigError(f"{file}: a value cannot be used: {reason}") from error
     _check_size(file, spec)
     return spec
-
-
-def _check_frequencies(spec: ModelSpec) -> None:
-    """Refuse rotary parameters whose numbers together make no sense.
-
-    Raises:
-        ConfigError: a frequency would not be finite.
-    """
-    for kind in set(spec.ropes):
-        if kind is not None and not bool(rope_of(spec, kind).frequencies.isfinite().all()):
-            raise ConfigError("config.json: rope_parameters give frequencies that are not finite")
 
 
 def _check_size(file: Path, spec: ModelSpec) -> None:
