@@ -78,6 +78,7 @@ def _export_on_a_full_disk(root: Path, saver: Saver, engine: object) -> list[str
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     dist.barrier()
     assert not list(saver.directory.glob(".*")), "a part of it is left"
+    dist.barrier()  # the next save makes such a directory again
 
     saver.save(contents)
     exported = saver.directory / "step_000004" / "hf"
