@@ -20,7 +20,6 @@ from mrlhf.rl.shaping import (
     normalise_scores,
     overlong_penalty,
 )
-from mrlhf.rollout.score_checks import check_shaped
 
 
 @dataclass
@@ -38,14 +37,8 @@ class RewardShaper:
     seen: Moments = field(default_factory=lambda: Moments(0, 0.0, 0.0))
 
     def shape(self, scores: Tensor, rollout: Rollout) -> Tensor:
-        """Shape the scores [batch] of a step's whole batch; running moments include them.
-
-        Raises:
-            RewardError: a score no longer fits into float32.
-        """
+        """Shape the scores [batch] of a step's whole batch; running moments include them."""
         kind = self.algorithm.reward_norm
-        unshaped = scores
-
         if kind == "running":
             self.seen = merge_moments([self.seen, _moments(scores)])
             scores = normalise_scores(scores, self.seen)
@@ -54,23 +47,22 @@ class RewardShaper:
         elif kind == "group":
             scores = normalise_by_prompt(scores, rollout.prompt_groups)
 
-        return self._penalise(self._clip(scores), unshaped, rollout)
+        return self._penalise(self._clip(scores), rollout)
 
     def shape_each(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """Shape scores [batch] as far as that needs no other score: clip them and add penalties.
 
         A clip that follows a normalisation is left out.
         """
-        unshaped = scores
         if self.algorithm.reward_norm is None:
             scores = self._clip(scores)
-        return self._penalise(scores, unshaped, rollout)
+        return self._penalise(scores, rollout)
 
     def _clip(self, scores: Tensor) -> Tensor:
         limit = self.algorithm.reward_clip
         return scores if limit is None else scores.clamp(-limit, limit)
 
-    def _penalise(self, scores: Tensor, unshaped: Tensor, rollout: Rollout) -> Tensor:
+    def _penalise(self, scores: Tensor, rollout: Rollout) -> Tensor:
         """Add the penalties for length; a length counts all tokens that are there."""
         dtype = scores.dtype
         buffer = self.algorithm.overlong_buffer
@@ -85,20 +77,7 @@ class RewardShaper:
         if penalty:
             scores = scores + missing_eos_penalty(rollout.stopped, penalty)
 
-        shaped = scores.to(dtype)
-        check_shaped(shaped, unshaped, rollout, self._keys_in_use())
-        return shaped
-
-    def _keys_in_use(self) -> str:
-        """The keys that shape scores here, in words."""
-        algorithm = self.algorithm
-        in_use = {
-            "reward_norm": algorithm.reward_norm is not None,
-            "reward_clip": algorithm.reward_clip is not None,
-            "overlong_buffer": algorithm.overlong_buffer.enable,
-            "missing_eos_penalty": algorithm.missing_eos_penalty > 0,
-        }
-        return " and ".join(f"algorithm.{key}" for key, used in in_use.items() if used)
+        return scores.to(dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The moments that running normalisation has reached."""

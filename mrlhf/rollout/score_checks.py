@@ -1,8 +1,8 @@
 """Refuses scores that training cannot use, and names the response and the number.
 
-A score has to fit into float32 after shaping and as an advantage, and has to say which responses
-are right where the loss asks for it. This file does not know how scores are made (`rewards` refuses
-those that are too large by themselves), nor what is trained.
+A score has to make an advantage that float32 holds, and has to say which responses are right where
+the loss asks for it. This file does not know how scores are made (`rewards` refuses those that are
+too large by themselves), nor what is trained.
 """
 
 from __future__ import annotations
@@ -15,27 +15,6 @@ from mrlhf.batch import Rollout
 from mrlhf.errors import ConfigError, RewardError
 
 _LONGEST_PROMPT = 40
-
-
-def check_shaped(shaped: Tensor, scores: Tensor, rollout: Rollout, keys: str) -> None:
-    """Refuse a score that float32 does not hold after shaping.
-
-    Args:
-        shaped: [batch].
-        scores: [batch], before shaping.
-        rollout: the responses.
-        keys: the keys of the configuration that shape scores, in words.
-
-    Raises:
-        RewardError: naming the first such response.
-    """
-    row = _first(~shaped.isfinite())
-    if row is not None:
-        raise RewardError(
-            f"the score {float(scores[row]):g} of {_response(rollout, row)} becomes "
-            f"{float(shaped[row])} by {keys}; scores must fit into float32 after that, so make "
-            "them or these numbers smaller"
-        )
 
 
 def check_advantages(

@@ -116,7 +116,7 @@ def _goes_where_a_link_points(engine: ModelEngine, tokenizer: Tokenizer, root: P
         assert link.is_symlink()
         assert (root / "large_disk" / "actor" / "model.safetensors").is_file()
         assert [path.name for path in (root / "large_disk").iterdir()] == ["actor"]
-    dist.barrier()
+        dist.barrier()  # the next export makes another directory there
 
 
 def _keeps_the_earlier_one_on_a_full_disk(
