@@ -111,6 +111,7 @@ def _correctness_problems(config: PPOConfig) -> Iterator[str]:
     """What asks whether a response is right, although no reward term says it."""
     if tells_right_from_wrong(config):
         return
+
     users = []
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric == "acc":
@@ -121,6 +122,7 @@ def _correctness_problems(config: PPOConfig) -> Iterator[str]:
         metric = getattr(config.trainer, key)
         if metric is not None and any(share in metric for share in _SHARES_OF_RIGHT):
             users.append(f"trainer.{key} {metric}")
+
     for user in users:
         yield (
             f"{user} needs to know which responses are right, but no reward term says whether a "

@@ -434,6 +434,7 @@ def test_dry_run_checks_first(tmp_path):
         "critic__path": "none",
         "data__tokenizer": "tokenizer",
     }
+
     text = dry_run(ppo(**paths), 8)
     assert text.endswith(
         "not checked, not on this machine: critic.path none\n"
@@ -447,10 +448,12 @@ def test_dry_run_checks_first(tmp_path):
         "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 4 bytes x 112 tokens = 86016 "
         "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 12 samples at full length\n"
     ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1, distributed__device="cpu"), 8)
+
     on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8)
     assert "the KV cache of a rank on a GPU\n" in on_gpu
     assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98304 bytes\n" in on_gpu
     assert "KV cache in blocks of 256 tokens, <= 1 a sample" in on_gpu
+
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
 
@@ -525,12 +528,14 @@ def test_the_cache_is_what_the_engine_takes_on_this_machine(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16_instructions)
+
     spec = load_spec(model_dir(tmp_path), "lm")
     widened = not (has_gpu or bfloat16_instructions)
     found = {}
     for dtype, engine in itertools.product(("auto", "bfloat16", "float32"), ("native", "vllm")):
         config = ppo(actor__dtype=dtype, rollout__engine=engine)
         found[dtype, engine] = cache_needs(config, spec).shape.itemsize
+
     assert found == {
         ("auto", "native"): 2 if has_gpu else 4,
         ("auto", "vllm"): 2 if has_gpu else 4,

@@ -60,6 +60,7 @@ def test_numbers_of_the_worked_example():
         "chi2_token": 0.0270357,  # (e^.4 + e^-1 + e^.2) / 3 - 1
         "chi2_seq": -0.1148928,  # (e^-.6 + e^.2) / 2 - 1
     }
+
     assert mismatch_metrics(TRAINER, ROLLOUT, MASK) == pytest.approx(expected, abs=2e-7)
 
 
@@ -330,6 +331,7 @@ def test_probabilities_are_compared():
     trainer = torch.tensor([[0.5, 0.25], [0.1, NAN]]).log()
     rollout = torch.tensor([[0.4, 0.25], [0.2, 0.9]]).log()
     mask = torch.tensor([[True, True], [True, False]])
+
     assert probability_metrics(trainer, rollout, mask) == pytest.approx(
         {
             "rollout_probs_diff_valid": 1.0,
@@ -340,10 +342,13 @@ def test_probabilities_are_compared():
         },
         abs=1e-6,
     )
+
     same = probability_metrics(trainer, trainer, mask)
     assert same["rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)
+
     constant = probability_metrics(trainer, torch.zeros(2, 2), mask)
     assert math.isnan(constant["rollout_actor_probs_pearson_corr"])
+
     nothing = probability_metrics(trainer, rollout, torch.zeros_like(mask))
     assert nothing.pop("rollout_probs_diff_valid") == 0.0
     assert len(nothing) == 4 and all(math.isnan(number) for number in nothing.values())
@@ -359,6 +364,7 @@ def _mean(numbers):
 def _slow_mismatch(trainer_rows, rollout_rows):
     pairs = [(p, q) for p, q in zip(trainer_rows, rollout_rows, strict=True) if p]
     gaps = [a - b for p, q in pairs for a, b in zip(p, q, strict=True)]
+
     return {
         "kl": _mean([-x for x in gaps]),
         "k3_kl": _mean([math.exp(x) - 1 - x for x in gaps]),

@@ -136,9 +136,11 @@ def _slow(rewards, mask, prompt_groups, probabilities):
         group = [i for i in range(batch) if prompt_groups[i] == prompt_groups[row]]
         lengths = {i: int(mask[i].sum()) for i in group}
         others = [lengths[i] for i in group if i != row]
+
         for place in range(width):
             if not mask[row, place]:
                 continue
+
             above = below = 0.0
             for i in group:
                 if mask[i, place]:
@@ -147,6 +149,7 @@ def _slow(rewards, mask, prompt_groups, probabilities):
                     energy = sum(float(probabilities.energy()[i, t]) for t in earlier)
                     above += sum(float(rewards[i, t]) for t in later) * energy
                     below += energy
+
             baseline = above / (below + 1e-8)
             if not others or (lengths[row] > max(others) and place >= max(others)):
                 baseline = 0.0
