@@ -1,7 +1,8 @@
 """What must hold between the terms of the reward and the keys that look at single terms.
 
 Each complaint is one line with the remedy. What a user's function reports is not known before it is
-called, so with a function among the terms names are checked on the first step.
+called, so with a function among the terms names are checked on the first step. This file does not
+know how a term scores.
 """
 
 from __future__ import annotations

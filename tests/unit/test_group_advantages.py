@@ -24,8 +24,8 @@ from mrlhf.rl.masking import local_moments, whiten
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
-# Scores 1, 2, 6 in group 7 (mean 3, variance 7), 0, 4 in group 3 (mean 2, variance 8), 5 alone in
-# group 9.
+# Scores 1, 2, 6 in prompt group 7 (mean 3, variance 7), 0, 4 in prompt group 3 (mean 2,
+# variance 8), 5 alone in prompt group 9.
 PROMPT_GROUPS = torch.tensor([7, 3, 7, 3, 7, 9])
 SCORES = [1.0, 0.0, 2.0, 4.0, 6.0, 5.0]
 REWARDS = torch.tensor(
