@@ -198,7 +198,7 @@ class ActorSection(RoleSection):
     clip_ratio_high: Positive | None = Field(
         None, description="upper clip distance; null: as clip_ratio"
     )
-    clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] = Field(
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e9)] = Field(
         3.0,
         description="vanilla: dual clip, the largest ratio that counts where the advantage is "
         "negative; dppo_tv, dppo_kl: the largest ratio that counts anywhere",

@@ -18,7 +18,6 @@ from tests import plain_ppo
 from tests.dist.role_runs import (
     LAYOUTS,
     MANY_PACKS,
-    MODELS,
     ONE_PACK,
     SEQUENCE_PARALLEL,
     Setting,
@@ -39,6 +38,7 @@ FORM_MODELS = {
     ONE_PACK: ("llama",),
     SEQUENCE_PARALLEL: ("qwen2-tied",),
 }
+MODELS = ("llama", "qwen2-tied", "qwen3")
 EVALUATED = {model: Case(model, "token-mean") for model in MODELS}
 
 # The `abs` KL to the old log-probs is a sum of sizes, so it is 0 only if no token's log-prob
