@@ -1,8 +1,8 @@
 """How a trained model leaves a run: a complete Hugging Face checkpoint, tokenizer included.
 
 It is written beside its place, in `<directory>.partial`, and takes its name when it is whole. So an
-earlier one is there until the new one is, and a full disk costs neither. This file does not know when
-a run exports.
+earlier one is there until the new one is, and a full disk costs neither. This file does not know
+when a run exports.
 """
 
 from __future__ import annotations
