@@ -192,8 +192,10 @@ def _files_line(row: dict[str, Any]) -> list[str]:
     save = {name: statistics.median(values) for name, values in row["save"].items()}
     read = {name: statistics.median(values) for name, values in row["load"].items()}
     later = statistics.median(row["later_waits"])
+
     speed = row["save"]
     ratios = [disk / ours for disk, ours in zip(speed["disk"], speed["ours"], strict=True)]
+
     return [
         row["case"],
         f"{row['bytes'] / 1e6:.0f}",

@@ -52,6 +52,7 @@ def interrupt_run(size: str, root: Path) -> dict[str, Any]:
     root.mkdir()
     arguments = _write_inputs(size, root)
     command = [str(_ROOT / "launch/torchrun.py"), "--nproc-per-node=2", "--standalone"]
+
     with (root / "log").open("wb") as log:
         run = subprocess.Popen(
             [sys.executable, *command, str(_ROOT / "launch/train_ppo.py"), *arguments],

@@ -150,6 +150,7 @@ def connect(timeout_s: float) -> dist.Store:
     launch = read_launch()
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
+
     try:
         return dist.TCPStore(
             host,

@@ -1,4 +1,4 @@
-"""Masks for property tests."""
+"""Masks for property tests, and the numbers that a mask keeps."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def masks(draw):
         st.lists(st.booleans(), min_size=width, max_size=width),
     )
     return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
+
+
+def kept_rows(table, mask):
+    """The numbers of each row of `table` that the mask keeps."""
+    return [x[m].tolist() for x, m in zip(table, mask, strict=True)]

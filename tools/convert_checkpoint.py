@@ -90,6 +90,7 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a Hugging Face model of the same shape, whose config.json and tokenizer are used",
     )
+
     source.add_argument(
         "--vocab-size", type=_positive, help="tokens of a Megatron-LM checkpoint without padding"
     )
@@ -114,6 +115,7 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
         help="megatron: names of the layers' norms, as TransformerEngine's fused layers have them "
         "and recent Megatron-LM writes them in any case, or input_layernorm and pre_mlp_layernorm",
     )
+
     for axis, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         target.add_argument(
             f"--{axis}",

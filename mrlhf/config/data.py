@@ -1,4 +1,7 @@
-"""The section `data` of each launcher: which files are read, and how much of them at once."""
+"""The section `data` of each launcher: which files are read, and how much of them at once.
+
+It does not know what stands in the files.
+"""
 
 from __future__ import annotations
 

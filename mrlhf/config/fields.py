@@ -91,7 +91,7 @@ class Switch:
 
 
 class Section(BaseModel):
-    """A frozen group of keys; unknown keys, inexact types, inf and nan are refused.
+    """A frozen section of keys; unknown keys, inexact types, inf and nan are refused.
 
     Attributes:
         switches: keys that decide whether others are read.

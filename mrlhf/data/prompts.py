@@ -149,6 +149,7 @@ class PromptDataset:
             hopeless = [entry for entry in self._entries if not can_be_right(entry.ground_truth)]
             if not hopeless:
                 continue
+
             first = hopeless[0]
             problem = (
                 f"{rows[first.uid].where}: {rule} finds no response right if the answer is "

@@ -1,4 +1,7 @@
-"""Says how many rows of which files something concerns, in the words that all data files share."""
+"""Says how many rows of which files something concerns, in the words that all data files share.
+
+It does not know what stands in a row.
+"""
 
 from __future__ import annotations
 

@@ -109,6 +109,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = _decode(line, where)
         if not text.strip():
             continue
+
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -117,6 +118,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise DataError(
                 f"{where}: each line must be a JSON object, found {type(fields).__name__}"
             )
+
         if _SURROGATE_ESCAPE.search(text):
             _check_text(fields, where)
         yield number, fields

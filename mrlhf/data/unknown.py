@@ -1,6 +1,7 @@
 """Warns of text that a tokenizer does not know: it becomes <unk>, or nothing at all.
 
-A model cannot learn from such text, and nothing else would show that it is missing.
+A model cannot learn from such text, and nothing else would show that it is missing. This file does
+not know where the text comes from.
 """
 
 from __future__ import annotations

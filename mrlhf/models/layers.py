@@ -62,6 +62,7 @@ def dense_decoder(
         or spec.norms_after
         or spec.qk_norm == "projection"
     )
+
     if transformer_engine and not needs_ours:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
         layer.submodules.self_attention.module = TensorParallelSelfAttention
@@ -69,6 +70,7 @@ def dense_decoder(
     else:
         by_rope = {rope: plain_layer(spec, rope) for rope in set(spec.ropes)}
         layer_specs = [by_rope[spec.ropes[layer]] for layer in layers]
+
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
 
 

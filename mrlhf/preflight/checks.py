@@ -274,9 +274,11 @@ def unread_numbers(config: AnyConfig) -> Iterator[str]:
     """Numbers of what is switched off; those of models that are not built may stay."""
     not_built = set(config.model_fields) & {"critic", "reference"} - set(config.roles())
     told: set[str] = set()
+
     for path, section in _sections(config, ""):
         if path.split(".")[0] in not_built:
             continue
+
         for switch, number in section.unread():
             key = f"{path}.{number}"
             if key in told:

@@ -311,6 +311,7 @@ def _prompts(
     files = _here(_files(config.data, key), absent)
     if not files:
         return None
+
     prompts = PromptDataset(
         files,
         tokenizer,
@@ -319,6 +320,7 @@ def _prompts(
         split="train" if key == "train_files" else "val",
         answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
+
     every = prompts.batch(range(len(prompts)))
     warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{key}")
     warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{key}")

@@ -1,4 +1,7 @@
-"""The method of a PPO configuration in words: rewards, advantages, loss and correction."""
+"""The method of a PPO configuration in words: rewards, advantages, loss and correction.
+
+It does not judge the method: `method_checks` does.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What must hold between the terms of the reward and the keys that look at single terms.
 
 Each complaint is one line with the remedy. What a user's function reports is not known before it is
-called, so with a function among the terms names are checked on the first step.
+called, so with a function among the terms names are checked on the first step. This file does not
+know how a term scores.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def _correctness_problems(config: PPOConfig) -> Iterator[str]:
     """What asks whether a response is right, although no reward term says it."""
     if tells_right_from_wrong(config):
         return
+
     users = []
     filters = config.algorithm.filter_groups
     if filters.enable and filters.metric == "acc":
@@ -121,6 +123,7 @@ def _correctness_problems(config: PPOConfig) -> Iterator[str]:
         metric = getattr(config.trainer, key)
         if metric is not None and any(share in metric for share in _SHARES_OF_RIGHT):
             users.append(f"trainer.{key} {metric}")
+
     for user in users:
         yield (
             f"{user} needs to know which responses are right, but no reward term says whether a "

@@ -30,6 +30,7 @@ def check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) ->
     }
     missing = {path.key for path in absent}
     problems = []
+
     for key, name in names.items():
         if not is_reference(name) or key in missing:
             continue
@@ -37,5 +38,6 @@ def check_user_methods(config: PPOConfig, absent: Collection[InputPath] = ()) ->
             find_method(key, name, {})
         except ConfigError as error:
             problems.append(str(error))
+
     if problems:
         raise ConfigError("\n".join(problems))

@@ -2,7 +2,8 @@
 
 It scores the token that transformers' sequence classifiers score: the last one that is not
 `pad_token_id` of the model's `config.json`, and the last one of all where that is null. If a model
-pads with its end token, the token before the end is scored.
+pads with its end token, the token before the end is scored. This file does not know what a score
+is used for.
 """
 
 from __future__ import annotations

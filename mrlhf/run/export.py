@@ -1,7 +1,8 @@
 """How a trained model leaves a run: a complete Hugging Face checkpoint, tokenizer included.
 
 It is written beside its place, in `<directory>.partial`, and takes its name when it is whole. So an
-earlier one is there until the new one is, and a full disk costs neither.
+earlier one is there until the new one is, and a full disk costs neither. This file does not know
+when a run exports.
 """
 
 from __future__ import annotations
@@ -75,11 +76,13 @@ def export_result(model: ExportedModel, directory: Path, step: int) -> None:
                 f"there is room, or with trainer.resume={newest} and another trainer.output_dir, "
                 "and it is written"
             ) from error
+
         where = _rescue(model, directory.name)
         if where is not None:
             raise CheckpointError(
                 f"{error}; the trained model was written to {where} instead: move it from there"
             ) from error
+
         go_on = f"; go on from {newest}" if newest is not None else ""
         raise CheckpointError(
             f"{error}; nor could it be written to {tempfile.gettempdir()}, and there is no "

@@ -1,6 +1,7 @@
 """What a run reports at its end: its summary, a PNG of its curves, and the seconds of each phase.
 
 Everything is read from the metrics file of the run, so that the report can be made again later.
+This file does not know how a metric is computed.
 """
 
 from __future__ import annotations

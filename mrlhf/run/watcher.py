@@ -187,6 +187,7 @@ class Watcher:
             self._interrupts += 1
             if self._interrupts > 1:
                 leave(INTERRUPTED_TWICE, "interrupted twice, so this rank ends without saving")
+
         try:
             others_fail = self._failures is not None and self._failures.others_speak()
             if number == signal.SIGTERM and others_fail:

@@ -94,33 +94,13 @@ def make_experience(
     old_logprobs = rollout.rollout_logprobs if policy is None else policy.logprobs
 
     kl = _reward_kl(old_logprobs, outputs, algorithm) if algorithm.use_kl_in_reward else None
-    rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
-    if algorithm.whiten_rewards:
-        rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
+    rewards = _rewards(shaped, drawn, kl, kl_coef, algorithm)
+    loss_mask, weights = _corrected(policy, rollout, algorithm.rollout_correction)
 
-    # In bypass mode correction is made on every mini-batch of the update instead.
-    loss_mask = drawn
-    weights = None
-    if policy is not None:
-        log_ratio = policy.logprobs - rollout.rollout_logprobs
-        corrected = correct(log_ratio, drawn, make_correction(algorithm.rollout_correction))
-        loss_mask = corrected.kept
-        weights = corrected.weights
-
-    inputs = AdvantageInputs(
-        rewards=rewards,
-        mask=drawn,
-        prompt_groups=rollout.prompt_groups,
-        values=outputs.values,
-        greedy_scores=collected.greedy_scores,
-        probabilities=_probabilities(policy, weights),
-        components=None if components is None else components.scores,
-    )
-    weights_of_terms = None if components is None else components.weights
-    options = _advantage_options(algorithm, drawn, weights_of_terms)
+    inputs = _advantage_inputs(collected, outputs, rewards, weights, components)
+    options = _advantage_options(algorithm, drawn, components)
     advantages, returns = _advantages(inputs, options, loss_mask, algorithm.adv_estimator)
-    models = [rewards] if outputs.values is None else [rewards, outputs.values]
-    if all(bool(numbers.isfinite().all()) for numbers in models):
+    if _are_finite(rewards, outputs.values):
         check_advantages(advantages, returns, shaped, rollout, algorithm.adv_estimator)
 
     right = collected.scores.correct
@@ -172,6 +152,60 @@ def correction_metrics(
     return metrics | {f"training/{name}": value for name, value in compared.items()}
 
 
+def _rewards(
+    shaped: Tensor,
+    drawn: Tensor,
+    kl: Tensor | None,
+    kl_coef: float,
+    algorithm: AlgorithmSection,
+) -> Tensor:
+    """The reward of each token, [batch, response_len]."""
+    rewards = token_rewards(shaped, drawn, kl, kl_coef, algorithm.kl_placement)
+    if algorithm.whiten_rewards:
+        rewards = whiten(rewards, drawn, local_moments(rewards, drawn), shift_mean=False)
+    return rewards
+
+
+def _corrected(
+    policy: Evaluation | None, rollout: Rollout, section: RolloutCorrectionSection
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens that correction keeps, and their weights, or None if there are none.
+
+    In bypass mode correction is made on every mini-batch of the update instead.
+    """
+    drawn = rollout.loss_mask
+    if policy is None:
+        return drawn, None
+
+    log_ratio = policy.logprobs - rollout.rollout_logprobs
+    corrected = correct(log_ratio, drawn, make_correction(section))
+    return corrected.kept, corrected.weights
+
+
+def _advantage_inputs(
+    collected: Collected,
+    outputs: ModelOutputs,
+    rewards: Tensor,
+    weights: Tensor | None,
+    components: RewardComponents | None,
+) -> AdvantageInputs:
+    return AdvantageInputs(
+        rewards=rewards,
+        mask=collected.rollout.loss_mask,
+        prompt_groups=collected.rollout.prompt_groups,
+        values=outputs.values,
+        greedy_scores=collected.greedy_scores,
+        probabilities=_probabilities(outputs.policy, weights),
+        components=None if components is None else components.scores,
+    )
+
+
+def _are_finite(rewards: Tensor, values: Tensor | None) -> bool:
+    """Whether all that advantages come from is finite."""
+    numbers = [rewards] if values is None else [rewards, values]
+    return all(bool(tensor.isfinite().all()) for tensor in numbers)
+
+
 def _advantages(
     inputs: AdvantageInputs, options: AdvantageOptions, kept: Tensor, name: str
 ) -> AdvantagesAndReturns:
@@ -191,7 +225,7 @@ def _probabilities(policy: Evaluation | None, weights: Tensor | None) -> TokenPr
 
 
 def _advantage_options(
-    algorithm: AlgorithmSection, mask: Tensor, component_weights: tuple[float, ...] | None
+    algorithm: AlgorithmSection, mask: Tensor, components: RewardComponents | None
 ) -> AdvantageOptions:
     lam: float | Tensor = algorithm.lam
     if algorithm.lam_length_alpha is not None:
@@ -203,7 +237,7 @@ def _advantage_options(
         critic_lam=algorithm.lam_critic,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
         f_norm=algorithm.f_norm,
-        component_weights=component_weights,
+        component_weights=None if components is None else components.weights,
     )
 
 

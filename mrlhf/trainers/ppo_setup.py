@@ -153,6 +153,7 @@ def _collector(
             train_batch_size=config.data.train_batch_size,
             filters=algorithm.filter_groups,
         )
+
     return Collector(
         generator=generator,
         scorer=scorer,

@@ -27,6 +27,7 @@ def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, cou
     prompts = rollout.prompts
     rows = [row for row, sample in enumerate(rollout.sample_index) if sample == 0]
     lines = []
+
     for row in rows[:count]:
         score = float(scores.total[row])
         tokens = rollout.response_ids[row, : rollout.response_lengths[row]].tolist()
@@ -36,6 +37,7 @@ def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, cou
             f"    prompt   {_quoted(prompts.text[row])}",
             f"    response {_quoted(tokenizer.decode(tokens))}",
         ]
+
         answer = prompts.ground_truth[row]
         if answer is not None:
             lines.append(f"    answer   {_quoted(str(answer))}")

@@ -82,6 +82,7 @@ class ShardedOptimizer:
         """
         self._optim = optim
         self._world = groups.world
+
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -101,6 +102,7 @@ class ShardedOptimizer:
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
+
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
         self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0
@@ -302,5 +304,6 @@ def learning_rate_schedule(
         wd_incr_steps=1,
         wd_incr_style="constant",
     )
+
     scheduler.step(1)
     return scheduler

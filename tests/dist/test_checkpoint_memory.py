@@ -90,12 +90,14 @@ def _engine(world_size: int) -> ModelEngine:
         tie_word_embeddings=False,
     )
     spec = FAMILIES["llama"].read_config(config.to_dict(), "lm")
+
     groups = GroupFactory(timeout_s=120.0).role_groups(
         ParallelLayout.for_world("actor", world_size, 1, 1)
     )
     engine = ModelEngine(ActorSection(path="unused", dtype="float32"), spec, groups, CPU)
     engine.initialise(seed=1)
     engine.attach_optimizer(ActorOptimSection(), total_updates=1)
+
     assert engine.optimizer is not None
     engine.optimizer.make_moments(1)
     parameters = {id(slot.parameter): slot.parameter for slot in engine.slots}

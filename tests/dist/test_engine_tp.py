@@ -128,8 +128,10 @@ def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
 def test_two_ranks_give_the_tokens_and_logprobs_of_one():
     ranks = run_ranks(2, _body)
     (first, first_bf16, stepped, features), (second, second_bf16, stepped_too, _) = ranks
+
     for name, samples in _greedy(None).items():
         assert_same(features[name], samples, tolerance=2e-5)
+
     assert first == second and first_bf16 == second_bf16
     assert stepped == stepped_too
     for samples, others in zip(stepped, _step_by_step(None), strict=True):
@@ -137,11 +139,13 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one():
         for one, two in zip(others, samples, strict=True):
             assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5)
             assert {key: two[key] for key in one} == one
+
     alone = _generate(None)
     for case, samples in alone.items():
         for one, two in zip(samples, first[case], strict=True):
             assert two["logprobs"] == pytest.approx(one.pop("logprobs"), abs=2e-5), case
             assert {key: two[key] for key in one} == one, case
+
     assert len(first_bf16) == len(first) and all(
         len(s["token_ids"]) >= 1 for s in first_bf16["llama", 2]
     )

@@ -39,18 +39,22 @@ class _Usage(NamedTuple):
 def test_exports_that_succeed_and_that_fail(tmp_path: Path) -> None:
     save_inputs(tmp_path)
     write_tiny_task(tmp_path / "data")
+
     for rank_messages in run_ranks(2, _in_ranks, tmp_path):
         for name, message in rank_messages.items():
             assert "\n" not in message, name
+
         full = rank_messages["full"]
         assert full.startswith(f"{tmp_path / 'run' / 'actor'} was not written: cannot write ")
         assert "File too large" in full
         assert "has room for 0 MB, and the model takes 1 MB" in rank_messages["no room"]
         assert "actor is a file; move it away" in rank_messages["a file"]
+
         assert "; the trained model was written to " in rank_messages["rescued"]
         assert rank_messages["rescued"].endswith("/actor instead: move it from there")
         assert "; nor could it be written to " in rank_messages["lost"]
         assert "there is no checkpoint of step 7; make room" in rank_messages["lost"]
+
         kept = (
             f"; the trained model is in {tmp_path / 'run' / 'checkpoints' / 'step_000007'}: start"
         )

@@ -50,6 +50,7 @@ def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     tokens = make_prompts(5)
     texts = [""] * len(tokens)
     prompts = Prompts(tokens, UIDS, texts, texts, texts, [{} for _ in texts])
+
     groups = GroupFactory(timeout_s=60.0).engine_groups(
         EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), 1)
     )
@@ -57,9 +58,11 @@ def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     generator = Generator(_engine(model), groups, resharder, SEED)
     generated = generator.generate(prompts, SamplingParams(**SAMPLING, seed=0), "train", step=2)
     rollout = generated.rollout
+
     alone = answer(
         _engine(model), tokens, UIDS, SamplingParams(**SAMPLING, seed=mix_seed(SEED, "train 2"))
     )
+
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
     found = [row[:length] for row, length in rows], rollout.stopped.tolist()
     return *found, [sample.token_ids for sample in alone], generated.metrics

@@ -85,6 +85,7 @@ def test_every_metric_of_the_correction_is_measured(runs: Runs) -> None:
     nearly_one = ("rollout_is_mean", "rollout_is_seq_max", "rollout_is_batch_norm_factor")
     for name in nearly_one:
         assert metrics[f"rollout_corr/{name}"] == pytest.approx(1.0, abs=1e-4), name
+
     nothing = (
         "rollout_is_oob_ratio",
         "rollout_rs_token_k2_masked_fraction",
@@ -92,6 +93,7 @@ def test_every_metric_of_the_correction_is_measured(runs: Runs) -> None:
     )
     for name in nothing:
         assert metrics[f"rollout_corr/{name}"] == 0.0, name
+
     assert metrics["rollout_corr/training_log_ppl"] == pytest.approx(
         metrics["rollout_corr/rollout_log_ppl"], abs=1e-4
     )

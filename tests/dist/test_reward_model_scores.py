@@ -90,6 +90,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     scores = {}
     factory = GroupFactory(timeout_s=60.0)
+
     for tp in (1, world_size):
         groups = factory.role_groups(ParallelLayout(tp=tp, pp=1, dp=world_size // tp))
         for name in STATED_PADS:

@@ -35,6 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("operations")
     plain_ppo.save_models(root)
     write_tiny_task(root / "data", sft=8)
+
     content = {
         "actor": {"path": str(root / "llama"), "tp": 2, "ppo_mini_batch_size": 4},
         "critic": {"path": str(root / "llama-critic")},
@@ -53,6 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "val_before_train": False,
         },
     }
+
     (root / "my.yaml").write_text(yaml.safe_dump(content))
     return root / "my.yaml"
 
@@ -114,6 +116,7 @@ def _start_and_stop(command: list[str], run: Path) -> int:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
     )
+
     try:
         latest = time.monotonic() + LIMIT_S
         metrics = run / "metrics.jsonl"

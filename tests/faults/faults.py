@@ -108,6 +108,7 @@ def _strike(fault: Fault, watchers: Sequence[Watcher], number: int, *args: Any) 
         args[1].data.fill_(math.nan)  # the logits, and with them the gradient
     if number != fault.call or fault.action == "NAN":
         return
+
     for action in fault.action.split():
         if action == "FULL":
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails instead

@@ -80,6 +80,7 @@ class Job:
         """Wait for the end of all ranks; one that fails has the others ended, as torchrun does."""
         deadline = time.monotonic() + LIMIT_S
         told = False
+
         while alive := [process for process in self.processes if process.exitcode is None]:
             failed = any(process.exitcode not in (None, 0) for process in self.processes)
             if failed and not told:
@@ -87,12 +88,14 @@ class Job:
                 deadline = time.monotonic() + GRACE_S
                 for process in alive:
                     process.terminate()
+
             left = deadline - time.monotonic()
             if left <= 0:
                 for process in alive:
                     process.kill()
                 assert told, f"the job does not end:\n{self._text()}"
             wait([process.sentinel for process in alive], timeout=max(0.1, left))
+
         codes = [process.exitcode for process in self.processes]
         return Ended(codes, [log.read_text(errors="replace") for log in self.logs])
 

@@ -105,6 +105,7 @@ def _ppo(root: Path) -> dict[str, Any]:
         "micro_batch_tokens": 64,
         "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS, "lr_decay_style": "linear"},
     }
+
     return {
         "seed": 3,
         "actor": {"path": str(root / "llama"), "tp": 2, **trained},

@@ -136,6 +136,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, kind: str) -> N
         shell = f"{sys.executable} -m {' '.join(program)}; exit 1"
         arguments = ["--no-python", "sh", "-c", shell]
     launcher = ["launch/torchrun.py"] if kind == "our launcher" else ["-m", "torch.distributed.run"]
+
     process = subprocess.Popen(
         [sys.executable, *launcher, "--standalone", f"--nproc-per-node={RANKS}", *arguments],
         cwd=ROOT,
@@ -144,6 +145,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, kind: str) -> N
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
     wait_for_workers(tmp_path, process)
     assert process.stdout is not None
     process.stdout.close()  # the ranks end although nobody reads what they say
@@ -163,10 +165,12 @@ def test_two_launchers_end_alike_when_one_gets_signals(tmp_path: Path) -> None:
         "--rdzv-id=one",
         "--nproc-per-node=1",
     )
+
     launchers = [
         launch(tmp_path, "counts", "--max-restarts=2", nodes=nodes, worker="watched_worker")
         for _ in range(2)
     ]
+
     wait_for_workers(tmp_path, launchers[0])
     for _ in range(3):  # the later ones change nothing
         launchers[1].send_signal(signal.SIGTERM)

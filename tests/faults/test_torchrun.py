@@ -34,6 +34,7 @@ def torchrun(run: Sequel, launcher: list[str], *sequence: Fault) -> subprocess.P
     """Start the run's program in two ranks, under torchrun or our launcher around it."""
     file = run.directory.with_name("faults.json")
     file.write_text(json.dumps([asdict(fault) for fault in sequence]))
+
     program = ["-m", "tests.faults.program", str(file), run.setting.program]
     return subprocess.Popen(
         [

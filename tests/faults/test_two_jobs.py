@@ -46,6 +46,7 @@ def _arguments(data: Path, output_dir: Path, steps: int, *more: str) -> list[str
 def first_job(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A job that would run for days, under a launcher that starts its ranks once again."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+
     with subprocess.Popen(
         [
             sys.executable,

@@ -210,6 +210,7 @@ class Cluster:
         host = socket.gethostname().split(".")[0]
         root = self.root
         controller, *ports = _free_ports(1 + len(NODES))
+
         lines = [
             "ClusterName=test",
             f"SlurmctldHost={host}(127.0.0.1)",
@@ -235,6 +236,7 @@ class Cluster:
             "MessageTimeout=3",
             "SlurmdTimeout=5",
         ]
+
         for node, port in zip(NODES, ports, strict=True):
             lines.append(
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 "

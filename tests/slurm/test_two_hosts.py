@@ -28,6 +28,7 @@ def start(host: str, number: int, arguments: list[str], output: Path) -> subproc
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
     }
+
     torchrun = [
         *(sys.executable, "launch/torchrun.py", "--nnodes=2", "--nproc-per-node=1"),
         *("--rdzv-backend=c10d", "--rdzv-id=7", f"--rdzv-endpoint={ADDRESSES[0]}:29400"),
@@ -35,6 +36,7 @@ def start(host: str, number: int, arguments: list[str], output: Path) -> subproc
     ]
     program = ["launch/train_ppo.py", *arguments, f"trainer.output_dir={output}"]
     on_node = ["bash", "launch/slurm/on_node.sh", str(output / "logs"), INTERFACE]
+
     return subprocess.Popen(
         command_on(host, [*on_node, *torchrun, *program]),
         cwd=ROOT,

@@ -93,6 +93,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 def _ppo(root: Path) -> dict[str, Any]:
     trained = {"ppo_mini_batch_size": 4, "optim": {"lr": 1e-3}}
     kl_ctrl = {"type": "adaptive", "kl_coef": 0.2, "target_kl": 1e-4, "horizon": 100}
+
     return {
         "seed": 3,
         "actor": {"path": str(root / "llama"), "tp": 2, **trained},

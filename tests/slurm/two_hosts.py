@@ -35,6 +35,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     """
     need(["ip", "unshare", "mount", "hostname"], ["iproute2"])
     hosts = (f"host-a-{os.getpid()}", f"host-b-{os.getpid()}")
+
     try:
         for host in hosts:
             _do(f"ip netns add {host}")

@@ -27,7 +27,7 @@ NAN = float("nan")
 REWARDS = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
 VALUES = torch.tensor([[0.2, 0.3, 0.4, 0.5]])
 MASK = torch.tensor([[False, False, True, True]])
-# Scores 3, 1 and 2 in one group, 4 alone in another.
+# Scores 3, 1 and 2 in one prompt group, 4 alone in another.
 BATCH = AdvantageInputs(
     rewards=torch.tensor([[1.0, 2.0], [1.0, NAN], [0.0, 2.0], [NAN, 4.0]]),
     mask=torch.tensor([[True, True], [True, False], [True, True], [False, True]]),

@@ -34,11 +34,14 @@ def test_what_nobody_holds_is_kept_until_it_is_needed_and_the_longest_unused_goe
     manager.publish([3, 4], new)
     manager.release(old)
     manager.release(new)
+
     assert manager.available == 4 and manager.held == 0
     assert manager.known_prefix([1, 2, 0]) == old
+
     taken = manager.take(1)
     assert taken == [old[1]]  # the end of the older prefix
     assert manager.known_prefix([1, 2, 0]) == old[:1] and manager.known_prefix([3, 4, 0]) == new
+
     manager.share(old[:1])
     assert manager.take(2) == [new[1], new[0]]
     assert manager.take(1) is None and manager.known_prefix([3, 4, 0]) == []

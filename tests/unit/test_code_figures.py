@@ -63,10 +63,12 @@ def test_a_function_of_only_a_docstring_has_no_body() -> None:
 def test_figures_of_several_files() -> None:
     wide = "x = 1  # " + "-" * 91 + "\n"
     assert len(wide) == 101  # 100 columns and the line's end
+
     sources = [
         SourceFile("a/one.py", FLAT + BROKEN + SHORT),
         SourceFile("a/b/two.py", wide + "#" + wide),
     ]
+
     assert measure(sources) == Figures(
         files=2,
         lines=49,

@@ -63,6 +63,7 @@ def test_external_scores():
     result = reward.score(inputs("#### 18", "#### 1"), {"reward_model": [3.0, -1.0]})
     assert result.scores == [3.5, -0.5]
     assert result.metrics["reward_model"] == [3.0, -1.0]
+
     with pytest.raises(RewardError, match="give both for each term"):
         reward.score(inputs("#### 18"))
     with pytest.raises(RewardError, match="different numbers"):

@@ -246,8 +246,8 @@ def test_every_missing_key_is_named_once_with_its_meaning():
         "trainer.output_dir",
     ]
     assert lines[0] == (
-        "missing key 'actor.path' (Hugging Face directory: config.json, with or without "
-        "safetensors); set it in the file or as actor.path=..."
+        "missing key 'actor.path' (Hugging Face directory: config.json and safetensors; "
+        "with init: random, config.json alone); set it in the file or as actor.path=..."
     )
 
 
@@ -316,6 +316,7 @@ ODD = (".nan", "-1", "1e23", f"{10**23}", "' '", "{a: 1}")
 def test_odd_values_are_refused_in_one_line_or_kept(root):
     base = SUPERVISED_KEYS if root is SFTConfig else PPO_KEYS
     numbers = []
+
     for key in keys(root):
         name = key.name.replace("*", "0")
         for value in ODD:
@@ -328,4 +329,5 @@ def test_odd_values_are_refused_in_one_line_or_kept(root):
                 kept = flatten(config).get(name)
                 if isinstance(kept, int | float):
                     numbers.append((name, kept))
+
     assert set(numbers) <= SENSIBLE

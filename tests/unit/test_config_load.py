@@ -337,6 +337,7 @@ def test_paths_are_expanded(tmp_path, monkeypatch):
         "reward.terms=[{name: '~/rewards.py:score'}]",
         "actor.policy_loss.loss_mode=${DATA}/loss.py:f",
     )
+
     assert config.actor.path == config.critic.path == config.data.tokenizer == "/home/me/policy"
     assert config.data.train_files == ["/data/a.jsonl", "/data/b.jsonl"]
     assert config.data.chat_template == "/home/me/chat.jinja"

@@ -295,6 +295,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     save_model("llama", tmp_path / "hf", torch.float32)
     capsys.readouterr()  # transformers shows its progress
     to_training = [str(tmp_path / "hf"), "--to", "training", "--out", str(tmp_path / "cut")]
+
     for arguments, message in (
         (["--inspect", str(tmp_path / "nowhere")], "nowhere is not a directory"),
         ([str(tmp_path / "empty"), "--to", "megatron", "--out", "x"], "is no Hugging Face model"),
@@ -308,10 +309,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
             code: Any = convert_checkpoint.main(arguments)
         except SystemExit as exit:
             code = exit.code
+
         assert code == 2, arguments
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1
         assert said.err.startswith("error: ") and message in said.err
+
     assert not (tmp_path / "cut").exists()
 
 

@@ -71,6 +71,7 @@ def test_responses_that_no_term_judges_count_in_no_share_and_are_counted() -> No
         ["a", "a", "b"],
         2,
     )
+
     assert found == {
         "a/reward_mean": 2.5,
         "a/acc_unknown": 3.0,
@@ -82,6 +83,7 @@ def test_responses_that_no_term_judges_count_in_no_share_and_are_counted() -> No
         "b/pass@2": 0.0,
         "b/maj@2": 0.0,
     }
+
     assert summarise(scores([1.0], [nan]), ["a"], 1) == {"a/reward_mean": 1.0, "a/acc_unknown": 1.0}
 
 

@@ -24,8 +24,8 @@ from mrlhf.rl.masking import local_moments, whiten
 from tests.masked_batches import masked_batches
 
 NAN = float("nan")
-# Scores 1, 2, 6 in group 7 (mean 3, variance 7), 0, 4 in group 3 (mean 2, variance 8), 5 alone in
-# group 9.
+# Scores 1, 2, 6 in prompt group 7 (mean 3, variance 7), 0, 4 in prompt group 3 (mean 2,
+# variance 8), 5 alone in prompt group 9.
 PROMPT_GROUPS = torch.tensor([7, 3, 7, 3, 7, 9])
 SCORES = [1.0, 0.0, 2.0, 4.0, 6.0, 5.0]
 REWARDS = torch.tensor(
@@ -93,6 +93,7 @@ def test_rewards_of_any_type_are_not_cut(dtype):
     mask = torch.ones(4, 2, dtype=torch.bool)
     prompts = torch.tensor([0, 0, 0, 0])
     half = [0.5, -0.5, -0.5, 0.5]
+
     expected = {
         "grpo": [x / (1 / 3**0.5 + 1e-6) for x in half],
         "grpo, no std": half,
@@ -103,6 +104,7 @@ def test_rewards_of_any_type_are_not_cut(dtype):
         "discounted": [0.25, 0.0, 0.0, 0.25],
         "remax": [0.75, -0.25, -0.25, 0.75],
     }
+
     found = {
         "grpo": grpo(rewards, mask, prompts, norm_by_std=True),
         "grpo, no std": grpo(rewards, mask, prompts, norm_by_std=False),
@@ -113,6 +115,7 @@ def test_rewards_of_any_type_are_not_cut(dtype):
         "discounted": reinforce_plus_plus(rewards, mask, gamma=0.25),
         "remax": remax(rewards, mask, torch.full((4,), 0.25)),
     }
+
     wanted_type = torch.float64 if dtype == torch.float64 else torch.float32
     for name, (advantages, returns) in found.items():
         assert advantages.dtype == returns.dtype == wanted_type, name

@@ -170,12 +170,14 @@ def test_what_is_absent_is_listed_by_the_dry_run_and_refused_by_a_run(place):
         "data__val_files": ["val.jsonl", "/nowhere/x.jsonl"],
         "reward__terms": [{"name": "rewards.py:score"}, {"name": "none.py:f"}],
     }
+
     assert dry_run(ppo(**absent), 1).splitlines()[-4:] == [
         "not checked, not on this machine: reference.path elsewhere",
         "not checked, not on this machine: data.val_files /nowhere/x.jsonl",
         "not checked, not on this machine: reward.terms.1.name none.py",
         "what could be checked fits 1 rank",
     ]
+
     with pytest.raises(MrlhfError) as caught:
         preflight(ppo(**absent), 1)
     assert str(caught.value).splitlines() == [

@@ -157,9 +157,11 @@ def test_a_response_without_a_token_counts_as_aborted(all_empty):
         rollout_logprobs=rollout.rollout_logprobs.masked_fill(empty, 0),
         versions=rollout.versions.masked_fill(empty, NO_VERSION),
     )
+
     metrics = data_metrics(
         replace(whole, rollout=cut, loss_mask=whole.loss_mask & ~empty), max_prompt_length=3
     )
+
     names = ("mean", "max", "min", "clip_ratio")
     found = [metrics[f"response_length_non_aborted/{name}"] for name in names]
     if all_empty:

@@ -192,6 +192,7 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
     model = hf_model("qwen3", torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)
     exact = hf_model("qwen3", torch.bfloat16).float()
+
     errors = []
     reference = []
     for sample in answer(engine, PROMPTS, UIDS, SAMPLED):
@@ -203,6 +204,7 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
         )
         errors.append((torch.tensor(sample.logprobs) - wanted).abs())
         reference.append((theirs - wanted).abs())
+
     assert torch.cat(errors).mean() < 1.2 * torch.cat(reference).mean()
     assert torch.cat(errors).max() < 2 * torch.cat(reference).max()
 

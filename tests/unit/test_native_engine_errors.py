@@ -33,10 +33,12 @@ def test_bad_requests_are_refused_in_one_line():
     ):
         answer(engine, [[1], [1] * 51], [0, 1], GREEDY)
     assert len(answer(engine, [[1] * 50], [0], GREEDY)[0].token_ids) == 14
+
     with pytest.raises(EngineError, match="prompt of request 0 is empty"):
         answer(engine, [[]], [0], GREEDY)
     with pytest.raises(EngineError, match=f"vocabulary is {VOCABULARY}"):
         answer(engine, [[VOCABULARY]], [0], GREEDY)
+
     with pytest.raises(EngineError, match="no weights yet"):
         answer(empty_engine(hf_model("llama")), [[1]], [0], GREEDY)
     assert answer(engine, [], [], GREEDY) == []

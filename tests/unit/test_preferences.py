@@ -59,6 +59,7 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
         {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
         {"prompt": "1+1=", "chosen": "2", "rejected": "33"},
     )
+
     with caplog.at_level(logging.WARNING):
         pairs = encode_preferences(data, tokenizer, max_length=6)
     assert (len(pairs), pairs.dropped) == (1, 1)
@@ -66,6 +67,7 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
         "dropped 1 of 2 rows (50.0%) of p.jsonl, whose sequences have more than 6 tokens"
         in caplog.text
     )
+
     with pytest.raises(
         DataError, match=r"p\.jsonl:2: the pair has 7 tokens, more than data.max_length 6"
     ):
@@ -118,6 +120,7 @@ def test_pairs_that_teach_nothing_are_counted(tokenizer, caplog):
         {"prompt": "1+1=", "chosen": "2", "rejected": ""},
         {"prompt": "1+1=", "chosen": "2", "rejected": ""},
     )
+
     with caplog.at_level(logging.INFO):
         assert len(encode_preferences(data, tokenizer, max_length=6)) == 5
     assert (
@@ -127,6 +130,7 @@ def test_pairs_that_teach_nothing_are_counted(tokenizer, caplog):
     assert "the other way round in 2 of 5 rows (40.0%)" in caplog.text
     assert "'chosen' or 'rejected' is empty in 2 of 5 rows (40.0%)" in caplog.text
     assert "the pair of an earlier row stands in 1 of 5 rows (20.0%)" in caplog.text
+
     with pytest.raises(
         DataError, match=r"p\.jsonl:1: 'chosen' and 'rejected' are the same.* all 1"
     ):

@@ -53,6 +53,7 @@ def test_plain_rows(tokenizer, tmp_path):
         ],
     )
     prompts = PromptDataset([file], tokenizer, max_prompt_length=8).batch([1, 0])
+
     assert prompts.token_ids == [tokenizer.encode("10+2="), tokenizer.encode("1+1=")]
     assert prompts.text == ["10+2=", "1+1="]
     assert prompts.uid == [1, 0]
@@ -177,6 +178,7 @@ def test_rows_need_no_answer_where_no_rule_compares_with_one(tokenizer, tmp_path
     listed = {"prompt": "1", "answer": ["a", 1], "hint": "b", "extra_info": {"hint": "c"}}
     rows = [{"prompt": "1"}, {"prompt": "2", "reward_model": {"style": "model"}}, listed]
     rows += [{"prompt": "3", "answer": True}, {"prompt": "4", "split": "dev", "index": None}]
+
     file = jsonl(tmp_path / "a.jsonl", rows)
     prompts = PromptDataset([file], tokenizer, max_prompt_length=8, split="val").batch(range(5))
     assert prompts.ground_truth == [None, None, ["a", 1], True, None]
@@ -187,6 +189,7 @@ def test_rows_need_no_answer_where_no_rule_compares_with_one(tokenizer, tmp_path
         {"split": "val", "index": 3},
         {"split": "dev", "index": 4},
     ]
+
     jsonl(file, [{"prompt": "1", "answer": [float("nan")]}])
     with pytest.raises(DataError, match=r"a\.jsonl:1: 'answer' is a list .* cannot be handed"):
         PromptDataset([file], tokenizer, max_prompt_length=8)

@@ -49,6 +49,7 @@ def test_the_closing_report(tmp_path, caplog):
         "kl_final": 0.02,
         "seconds": 12.3,
     }
+
     assert (tmp_path / "curves.png").stat().st_size > 0
     lines = caplog.messages[-1].split("\n")
     assert lines[:2] == ["finished", "  start_accuracy: 0.5"]

@@ -28,14 +28,14 @@ from mrlhf.rl.token_baselines import (
     tir_optimal_token_baseline,
 )
 
-# Of a table [batch, response_len], its mask, a number a row [batch], and prompt groups.
+# Of a table [batch, response_len], its mask, a number a row [batch], and the rows' prompt groups.
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], object]
 
 
 def _correct(level: str | None, criteria: tuple[Criterion, ...]) -> Case:
     correction = Correction(level, None, 2.0, True, criteria)  # type: ignore[arg-type]
 
-    def case(x: Tensor, mask: Tensor, row: Tensor, groups: Tensor) -> object:
+    def case(x: Tensor, mask: Tensor, row: Tensor, prompts: Tensor) -> object:
         corrected = correct(x, mask, correction)
         return (
             corrected.weights,
@@ -58,7 +58,7 @@ def _moments(x: Tensor, mask: Tensor) -> masking.Moments:
 def _loss(name: str) -> Case:
     function = POLICY_LOSSES[name]  # type: ignore[index]
 
-    def case(x: Tensor, mask: Tensor, row: Tensor, groups: Tensor) -> object:
+    def case(x: Tensor, mask: Tensor, row: Tensor, prompts: Tensor) -> object:
         inputs = PolicyLossInputs(x, x / 2, x, mask, mask)
         return policy_loss(function, inputs, PolicyLossOptions()).per_token
 
@@ -66,62 +66,64 @@ def _loss(name: str) -> Case:
 
 
 def _baseline(function: advantages.TokenBaseline) -> Case:
-    def case(x: Tensor, mask: Tensor, row: Tensor, groups: Tensor) -> object:
-        return function(x, mask, groups, TokenProbabilities(-1 - x.double().abs(), 0 * x + 0.5, x))
+    def case(x: Tensor, mask: Tensor, row: Tensor, prompts: Tensor) -> object:
+        return function(x, mask, prompts, TokenProbabilities(-1 - x.double().abs(), 0 * x + 0.5, x))
 
     return case
 
 
 CASES: dict[str, Case] = {
-    "masked_sum": lambda x, mask, row, groups: masking.masked_sum(x, mask),
-    "masked_mean": lambda x, mask, row, groups: masking.masked_mean(x, mask, dim=1),
-    "whiten": lambda x, mask, row, groups: masking.whiten(x, mask, _moments(x, mask)),
-    "grpo": lambda x, mask, row, groups: group_advantages.grpo(x, mask, groups, True),
-    "dr_grpo": lambda x, mask, row, groups: group_advantages.grpo(x, mask, groups, False),
-    "grpo_passk": lambda x, mask, row, groups: group_advantages.grpo_passk(x, mask, groups, True),
-    "rloo": lambda x, mask, row, groups: group_advantages.rloo(x, mask, groups),
-    "opo": lambda x, mask, row, groups: group_advantages.opo(x, mask, groups),
-    "gpg": lambda x, mask, row, groups: group_advantages.gpg(x, mask, groups, 4.0),
-    "rpp": lambda x, mask, row, groups: group_advantages.reinforce_plus_plus(x, mask, 0.25),
-    "rppb": lambda x, mask, row, groups: group_advantages.reinforce_plus_plus_baseline(
-        x, mask, groups
+    "masked_sum": lambda x, mask, row, prompts: masking.masked_sum(x, mask),
+    "masked_mean": lambda x, mask, row, prompts: masking.masked_mean(x, mask, dim=1),
+    "whiten": lambda x, mask, row, prompts: masking.whiten(x, mask, _moments(x, mask)),
+    "grpo": lambda x, mask, row, prompts: group_advantages.grpo(x, mask, prompts, True),
+    "dr_grpo": lambda x, mask, row, prompts: group_advantages.grpo(x, mask, prompts, False),
+    "grpo_passk": lambda x, mask, row, prompts: group_advantages.grpo_passk(x, mask, prompts, True),
+    "rloo": lambda x, mask, row, prompts: group_advantages.rloo(x, mask, prompts),
+    "opo": lambda x, mask, row, prompts: group_advantages.opo(x, mask, prompts),
+    "gpg": lambda x, mask, row, prompts: group_advantages.gpg(x, mask, prompts, 4.0),
+    "rpp": lambda x, mask, row, prompts: group_advantages.reinforce_plus_plus(x, mask, 0.25),
+    "rppb": lambda x, mask, row, prompts: group_advantages.reinforce_plus_plus_baseline(
+        x, mask, prompts
     ),
-    "remax": lambda x, mask, row, groups: group_advantages.remax(x, mask, row),
-    "gdpo": lambda x, mask, row, groups: group_advantages.gdpo(
-        torch.stack([row, row]), (0.5, 0.25), x, mask, groups, True
+    "remax": lambda x, mask, row, prompts: group_advantages.remax(x, mask, row),
+    "gdpo": lambda x, mask, row, prompts: group_advantages.gdpo(
+        torch.stack([row, row]), (0.5, 0.25), x, mask, prompts, True
     ),
     "optimal_token_baseline": _baseline(optimal_token_baseline),
     "tir_optimal_token_baseline": _baseline(tir_optimal_token_baseline),
-    "gae": lambda x, mask, row, groups: advantages.gae(x, x, mask, 0.5, 0.75),
-    "token_rewards": lambda x, mask, row, groups: shaping.token_rewards(row, mask, x, 0.1, "token"),
-    "token_rewards, terminal": lambda x, mask, row, groups: shaping.token_rewards(
+    "gae": lambda x, mask, row, prompts: advantages.gae(x, x, mask, 0.5, 0.75),
+    "token_rewards": lambda x, mask, row, prompts: shaping.token_rewards(
+        row, mask, x, 0.1, "token"
+    ),
+    "token_rewards, terminal": lambda x, mask, row, prompts: shaping.token_rewards(
         row, mask, x, 0.1, "terminal"
     ),
-    "token_rewards, no KL": lambda x, mask, row, groups: shaping.token_rewards(
+    "token_rewards, no KL": lambda x, mask, row, prompts: shaping.token_rewards(
         row, mask, None, 0.1, "token"
     ),
-    "overlong_penalty": lambda x, mask, row, groups: shaping.overlong_penalty(row, 4, 3, 1.0),
-    "normalise_scores": lambda x, mask, row, groups: shaping.normalise_scores(
+    "overlong_penalty": lambda x, mask, row, prompts: shaping.overlong_penalty(row, 4, 3, 1.0),
+    "normalise_scores": lambda x, mask, row, prompts: shaping.normalise_scores(
         row, _moments(row, torch.ones_like(row, dtype=torch.bool))
     ),
-    "normalise_by_prompt": lambda x, mask, row, groups: shaping.normalise_by_prompt(row, groups),
-    "value_loss": lambda x, mask, row, groups: losses.value_loss(
+    "normalise_by_prompt": lambda x, mask, row, prompts: shaping.normalise_by_prompt(row, prompts),
+    "value_loss": lambda x, mask, row, prompts: losses.value_loss(
         x, x.flip(0), x, 0.5
     ).per_token.masked_fill(~(mask & mask.flip(0)), 0),
-    "mismatch": lambda x, mask, row, groups: mismatch.mismatch_metrics(x, x / 2, mask),
-    "probabilities": lambda x, mask, row, groups: mismatch.probability_metrics(x, x / 2, mask),
-    "geometric_mean_weights": lambda x, mask, row, groups: geometric_mean_weights(x.abs(), mask),
-    "select_by_covariance": lambda x, mask, row, groups: select_by_covariance(
+    "mismatch": lambda x, mask, row, prompts: mismatch.mismatch_metrics(x, x / 2, mask),
+    "probabilities": lambda x, mask, row, prompts: mismatch.probability_metrics(x, x / 2, mask),
+    "geometric_mean_weights": lambda x, mask, row, prompts: geometric_mean_weights(x.abs(), mask),
+    "select_by_covariance": lambda x, mask, row, prompts: select_by_covariance(
         x.masked_fill(~mask, 0), x.masked_fill(~mask, 0), mask, 0.3, None, None
     ),
 }
 for kind in get_args(KlKind):
     if kind != "full":
-        CASES[f"KL {kind}"] = lambda x, mask, row, groups, kind=kind: kl.kl_penalty(
+        CASES[f"KL {kind}"] = lambda x, mask, row, prompts, kind=kind: kl.kl_penalty(
             x, x / 2, kind
         ).masked_fill(~mask, 0)
 for mode in get_args(LossAggMode):
-    CASES[mode] = lambda x, mask, row, groups, mode=mode: losses.aggregate(x, mask, mode, 3.0)
+    CASES[mode] = lambda x, mask, row, prompts, mode=mode: losses.aggregate(x, mask, mode, 3.0)
 for loss in POLICY_LOSSES:
     CASES[f"loss {loss}"] = _loss(loss)
 for level in (None, "token", "sequence"):
@@ -132,7 +134,7 @@ for statistic in get_args(Statistic):
 X = torch.tensor([[0, 1, 1], [1, 0, 1], [1, 1, 1], [0, 0, 1]])
 MASK = torch.tensor([[True, True, False], [True, False, True], [True] * 3, [False] * 3])
 ROW = torch.tensor([1, 0, 3, 1])
-GROUPS = torch.tensor([5, 5, 2, 2])
+PROMPTS = torch.tensor([5, 5, 2, 2])
 
 
 def _parts(result: object) -> list[Tensor | float]:
@@ -147,8 +149,8 @@ def _parts(result: object) -> list[Tensor | float]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bfloat16, torch.float32])
 def test_no_type_of_number_is_cut(name: str, dtype: torch.dtype) -> None:
-    found = _parts(CASES[name](X.to(dtype), MASK, ROW.to(dtype), GROUPS))
-    wanted = _parts(CASES[name](X.double(), MASK, ROW.double(), GROUPS))
+    found = _parts(CASES[name](X.to(dtype), MASK, ROW.to(dtype), PROMPTS))
+    wanted = _parts(CASES[name](X.double(), MASK, ROW.double(), PROMPTS))
     for ours, theirs in zip(found, wanted, strict=True):
         if not isinstance(ours, Tensor):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6, nan_ok=True)
@@ -160,8 +162,8 @@ def test_no_type_of_number_is_cut(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_rubbish_outside_the_mask_has_no_effect(name: str) -> None:
     clean = X.double()
-    found = _parts(CASES[name](clean.masked_fill(~MASK, torch.nan), MASK, ROW.double(), GROUPS))
-    wanted = _parts(CASES[name](clean.masked_fill(~MASK, 7.0), MASK, ROW.double(), GROUPS))
+    found = _parts(CASES[name](clean.masked_fill(~MASK, torch.nan), MASK, ROW.double(), PROMPTS))
+    wanted = _parts(CASES[name](clean.masked_fill(~MASK, 7.0), MASK, ROW.double(), PROMPTS))
     for ours, theirs in zip(found, wanted, strict=True):
         if isinstance(ours, Tensor):
             assert ours.isfinite().all() and ours.equal(theirs)
@@ -175,6 +177,6 @@ def test_nothing_to_compute_is_no_error(name: str, shape: tuple[int, int]) -> No
     rows, columns = shape
     x = X[:rows, :columns].float()
     mask = torch.zeros(shape, dtype=torch.bool)
-    for part in _parts(CASES[name](x, mask, ROW[:rows].float(), GROUPS[:rows])):
+    for part in _parts(CASES[name](x, mask, ROW[:rows].float(), PROMPTS[:rows])):
         if isinstance(part, Tensor):
             assert part.isfinite().all()

@@ -123,6 +123,7 @@ def test_invert_equals_a_loop_over_token_ids(vocab):
     weights[torch.rand(64, vocab, generator=generator) < 0.3] = 0
     weights[:, 0] += 1e-3
     uniform = torch.rand(64, generator=generator, dtype=torch.float64)
+
     expected = []
     for row, u in zip(weights.double().tolist(), uniform.tolist(), strict=True):
         below = 0.0
@@ -132,6 +133,7 @@ def test_invert_equals_a_loop_over_token_ids(vocab):
             if below > target:
                 break
         expected.append(token)
+
     assert invert(weights, uniform).tolist() == expected
 
 

@@ -166,6 +166,7 @@ def test_only_an_engine_holds_a_kv_head_twice() -> None:
     engine = EngineLayout(4, ((0, 1, 2, 3),))
     training = ParallelLayout(4, 1, 1)
     held: dict[str, list[tuple[int, int]]] = {"engine": [], "training": []}
+
     for rank in range(4):
         pieces = {
             "engine": engine_pieces(spec, engine, rank),
@@ -174,6 +175,7 @@ def test_only_an_engine_holds_a_kv_head_twice() -> None:
         for side, own in pieces.items():
             name = "model.layers.0.self_attn.v_proj.bias"
             held[side] += [(piece.start, piece.stop) for piece in own if piece.name == name]
+
     assert held == {
         "engine": [(0, 4), (0, 4), (4, 8), (4, 8)],
         "training": [(0, 2), (2, 4), (4, 6), (6, 8)],

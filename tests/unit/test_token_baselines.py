@@ -133,20 +133,23 @@ def _slow(rewards, mask, prompt_groups, probabilities):
     batch, width = mask.shape
     advantages = torch.zeros(batch, width, dtype=FLOAT)
     for row in range(batch):
-        group = [i for i in range(batch) if prompt_groups[i] == prompt_groups[row]]
-        lengths = {i: int(mask[i].sum()) for i in group}
-        others = [lengths[i] for i in group if i != row]
+        together = [i for i in range(batch) if prompt_groups[i] == prompt_groups[row]]
+        lengths = {i: int(mask[i].sum()) for i in together}
+        others = [lengths[i] for i in together if i != row]
+
         for place in range(width):
             if not mask[row, place]:
                 continue
+
             above = below = 0.0
-            for i in group:
+            for i in together:
                 if mask[i, place]:
                     later = [t for t in range(place, width) if mask[i, t]]
                     earlier = [t for t in range(place + 1) if mask[i, t]]
                     energy = sum(float(probabilities.energy()[i, t]) for t in earlier)
                     above += sum(float(rewards[i, t]) for t in later) * energy
                     below += energy
+
             baseline = above / (below + 1e-8)
             if not others or (lengths[row] > max(others) and place >= max(others)):
                 baseline = 0.0

@@ -1,4 +1,7 @@
-"""The fast tokenizer against the sentencepiece model that it was made from."""
+"""The fast tokenizer against the sentencepiece model that it was made from.
+
+Also chat templates, and what is refused of a tokenizer, a template or a text.
+"""
 
 import json
 import random

@@ -72,9 +72,11 @@ def _ppo(root: Path, engine: str, *more: str) -> list[dict[str, Any]]:
 def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
     native = _ppo(start, "native")
     vllm = _ppo(start, "vllm")
+
     # Greedy answers to the held-out prompts: right as often, to the last one.
     assert _validation(native[0]) == _validation(vllm[0]) != {}
     assert all(0 < value < 1 for value in _validation(vllm[0]).values())
+
     # Two ranks a replica, of consecutive ranks and in no model-parallel group of the actor.
     across = _ppo(start, "vllm", "rollout.tp=2", "actor.tp=1", "actor.pp=2")
     assert _validation(across[0]) == _validation(vllm[0])
@@ -83,6 +85,7 @@ def test_both_engines_start_alike_and_agree_with_training(start: Path) -> None:
         for record in records[1:]:
             assert record["training/rollout_probs_diff_max"] < 5e-5
             assert record["reshard/bytes_moved"] == record["reshard/bytes_had_to_move"] > 0
+
     # The reward of sampled answers, drawn by other random numbers, is near.
     assert abs(native[1]["critic/score/mean"] - vllm[1]["critic/score/mean"]) < 0.2
 

@@ -130,6 +130,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "heads that rotate in part": spec.rotary_dim != spec.head_dim,
         "a window on some layers only": len(set(spec.windows)) > 1,
     }
+
     return next((feature for feature, is_there in features.items() if is_there), None)
 
 

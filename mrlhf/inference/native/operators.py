@@ -117,6 +117,7 @@ def attend_paged(
     """
     numbers = torch.arange(len(inputs.lengths) + 1, dtype=torch.int32, device=q.device)
     keys, values = layer
+
     return attention(
         q,
         keys,

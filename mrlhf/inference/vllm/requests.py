@@ -126,6 +126,7 @@ class Requests:
         """
         if not self._running:
             return
+
         try:
             if not self._scheduler.has_unfinished_requests():
                 raise EngineError(
@@ -295,6 +296,7 @@ def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
             f"vLLM's log-probs of sample {running.index} of request {running.request.id} are not "
             f"finite; look for NaN in the weights"
         )
+
     return Sample(
         request_id=running.request.id,
         sample_index=running.index,

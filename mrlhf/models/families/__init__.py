@@ -1,6 +1,7 @@
 """The model families that mrlhf knows, and the one reader and writer of `config.json`.
 
-A new family is a file of its own, and is listed in `FAMILIES`.
+A new family is a file of its own, and is listed in `FAMILIES`. This file does not know layouts or
+ranks.
 """
 
 from __future__ import annotations

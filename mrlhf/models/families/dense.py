@@ -122,6 +122,7 @@ def with_layer_types(spec: ModelSpec) -> ModelSpec:
     """
     types = spec.hf_config["layer_types"]
     window = spec.hf_config["sliding_window"]
+
     for layer_type in types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise ConfigError(
@@ -137,6 +138,7 @@ def with_layer_types(spec: ModelSpec) -> ModelSpec:
         raise ConfigError(
             "config.json has layers of sliding_attention and no sliding_window; set it"
         )
+
     return replace(
         spec, windows=tuple(window if kind == "sliding_attention" else None for kind in types)
     )

@@ -1,0 +1,415 @@
+"""Metrics of importance weights and of rejection against hand-computed numbers and slow loops.
+
+The numbers are also those that verl 0.9.1's rollout_corr_helper prints for the same batches. The
+weights and the rejection themselves are tested in `test_correction`.
+"""
+
+import math
+import statistics
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrlhf.rl.correction import Correction, Criterion, correct
+from mrlhf.rl.mismatch import criterion_metrics, rejection_metrics, weight_metrics
+from mrlhf.rl.names import Statistic
+from tests.masks import kept_rows, masks
+
+NAN = math.nan
+LN2 = math.log(2.0)
+# Two tokens in the first row, one in the second, and none in the third.
+MASK = torch.tensor([[True, True], [True, False], [False, False]])
+
+
+def _correction(level, upper=2.0, lower=None, normalise=False, criteria=()):
+    return Correction(level=level, lower=lower, upper=upper, normalise=normalise, criteria=criteria)
+
+
+def _weight_metrics(log_ratio, mask, correction):
+    log_ratio = torch.as_tensor(log_ratio)
+    return weight_metrics(correct(log_ratio, mask, correction), correction, log_ratio, mask)
+
+
+def _without_prefix(metrics):
+    return {name.removeprefix("rollout_is_"): number for name, number in metrics.items()}
+
+
+def test_metrics_of_token_weights():
+    # Ratios 4, 1/4, 1, of which 4 is cut to 2.
+    log_ratio = [[2 * LN2, -2 * LN2], [0.0, NAN]]
+    mask = torch.tensor([[True, True], [True, False]])
+    expected = {
+        "mean": 1.0833333,
+        "max": 2.0,
+        "min": 0.25,
+        "std": 0.7168604,
+        "eff_sample_size": 0.6954733,  # mean^2 1.1736111 over mean square 1.6875
+        "ratio_fraction_high": 1 / 3,
+        "ratio_fraction_low": 1 / 3,
+        "seq_mean": 1.0625,  # of 2.25 / 2 and 1
+        "seq_std": 0.0883883,
+        "seq_max": 1.125,
+        "seq_min": 1.0,
+        "seq_max_deviation": 0.125,
+        "seq_fraction_high": 0.5,  # 4.25 / 2 before the cut
+        "seq_fraction_low": 0.0,
+    }
+
+    metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token")))
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    # They are of the weights before these are normalised.
+    expected["batch_norm_factor"] = 1.0833333
+    normalised = _without_prefix(
+        _weight_metrics(log_ratio, mask, _correction("token", normalise=True))
+    )
+    assert normalised == pytest.approx(expected, abs=1e-6)
+
+
+def test_metrics_of_token_weights_in_a_band():
+    # Ratios 4, 1/4, 1: outside [.2, 2] only 4, which becomes 0.
+    log_ratio = [[2 * LN2, -2 * LN2], [0.0, NAN]]
+    mask = torch.tensor([[True, True], [True, False]])
+    expected = {
+        "mean": 0.4166667,
+        "max": 1.0,
+        "min": 0.0,
+        "std": 0.4249183,
+        "eff_sample_size": 0.4901961,  # .1736111 / .3541667
+        "ratio_fraction_high": 1 / 3,
+        "ratio_fraction_low": 0.0,
+        "seq_mean": 0.5625,
+        "seq_std": 0.6187184,
+        "seq_max": 1.0,
+        "seq_min": 0.125,
+        "seq_max_deviation": 0.875,
+        "seq_fraction_high": 0.5,
+        "seq_fraction_low": 0.0,
+        "oob_ratio": 1 / 3,
+    }
+
+    metrics = _without_prefix(_weight_metrics(log_ratio, mask, _correction("token", lower=0.2)))
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    metrics = _weight_metrics(log_ratio, mask, _correction("token", lower=0.3))
+    assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
+
+
+def test_metrics_of_sequence_weights():
+    # Products 4, cut to 2 on two tokens, and 1/8 on one; the third row has no token.
+    log_ratio = [[LN2, LN2], [-3 * LN2, NAN], [NAN, NAN]]
+    expected = {
+        "mean": 1.375,  # over tokens
+        "max": 4.0,  # before the cut
+        "min": 0.125,
+        "std": 0.8838835,
+        "eff_sample_size": 0.7076023,  # 1.890625 / 2.6718750
+        "ratio_fraction_high": 0.5,
+        "ratio_fraction_low": 0.5,
+        "seq_mean": 1.0625,  # of 2 and 1/8
+        "seq_std": 1.3258252,
+        "seq_max": 2.0,
+        "seq_min": 0.125,
+        "seq_max_deviation": 1.0,
+        "seq_fraction_high": 0.5,
+        "seq_fraction_low": 0.5,
+    }
+
+    metrics = _without_prefix(_weight_metrics(log_ratio, MASK, _correction("sequence")))
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    normalised = _weight_metrics(log_ratio, MASK, _correction("sequence", normalise=True))
+    assert normalised["rollout_is_batch_norm_factor"] == pytest.approx(1.0625)
+    smallest = _weight_metrics(
+        [[-20.0, -20.0], [0.0, 0.0], [0.0, 0.0]], MASK, _correction("sequence")
+    )
+    assert smallest["rollout_is_min"] == pytest.approx(math.exp(-40))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_ratio_at_the_bound_is_not_beyond_it(level):
+    mask = torch.tensor([[True], [True]])
+    metrics = _weight_metrics(torch.zeros(2, 1), mask, _correction(level, upper=1.0))
+    assert (
+        metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_ratio_fraction_low"] == 0.0
+    )
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_that_are_all_zero_count_for_no_sample(level):
+    metrics = _weight_metrics(
+        [[3.0], [3.0]], torch.ones(2, 1, dtype=torch.bool), _correction(level, lower=0.5)
+    )
+    assert (
+        metrics["rollout_is_eff_sample_size"] == 0.0
+        and metrics["rollout_is_ratio_fraction_high"] == 1.0
+    )
+    assert metrics["rollout_is_oob_ratio"] == 1.0 and metrics["rollout_is_mean"] == 0.0
+    normalised = _weight_metrics(
+        [[3.0], [3.0]],
+        torch.ones(2, 1, dtype=torch.bool),
+        _correction(level, lower=0.5, normalise=True),
+    )
+    assert normalised["rollout_is_batch_norm_factor"] == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_of_one_token(level):
+    metrics = _weight_metrics([[0.0]], torch.tensor([[True]]), _correction(level))
+    assert metrics["rollout_is_std"] == 0.0
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(1.0, rel=1e-7)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_of_nothing_are_not_a_number(level):
+    metrics = _weight_metrics(
+        torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bool), _correction(level)
+    )
+    assert len(metrics) == 14
+    assert all(math.isnan(number) for number in metrics.values())
+
+
+def test_no_weights_no_metrics():
+    assert (
+        _weight_metrics(torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool), _correction(None))
+        == {}
+    )
+
+
+def test_shares_of_what_was_rejected():
+    log_ratio = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 9.0], [1.0, 1.0, 1.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
+    criteria = (Criterion("token_k1", 0.5, 2.0), Criterion("seq_sum_k2", None, 9.0))
+    metrics = _rejection_metrics(log_ratio, mask, criteria)
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
+    assert metrics["rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+    assert metrics["rollout_rs_token_k1_masked_fraction"] == pytest.approx(1 / 5)
+    assert metrics["rollout_rs_seq_sum_k2_masked_fraction"] == 0.0
+
+    kept = _rejection_metrics(log_ratio, mask, ())
+    assert kept == {"rollout_rs_masked_fraction": 0.0, "rollout_rs_seq_masked_fraction": 0.0}
+
+    metrics = _rejection_metrics(log_ratio, torch.zeros_like(mask), criteria)
+    assert metrics.pop("rollout_rs_seq_sum_k2_fraction_low") == 0.0  # there is no lower bound
+    assert all(math.isnan(number) for number in metrics.values())
+
+
+def _rejection_metrics(log_ratio, mask, criteria):
+    correction = _correction(None, criteria=criteria)
+    return rejection_metrics(correct(log_ratio, mask, correction), correction, log_ratio, mask)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"),
+    [
+        (
+            Criterion("token_k1", 0.5, 2.0),
+            {
+                "mean": -0.2083333,
+                "max": 0.2,
+                "min": -1.0,
+                "fraction_high": 0.0,
+                "fraction_low": 1 / 6,
+                "std": 0.2812764,
+                "seq_mean": -0.2138889,
+                "seq_std": 0.1214305,
+                "seq_max": -0.075,
+                "seq_min": -0.3,
+                "seq_max_deviation": 0.3,
+                "seq_fraction_high": 0.0,
+                "seq_fraction_low": 0.0,
+                "masked_fraction": 1 / 6,
+                "seq_masked_fraction": 1 / 3,
+            },
+        ),
+        (
+            Criterion("seq_mean_k3", None, 0.02),
+            {
+                "mean": 0.1322189,
+                "max": 0.2456709,
+                "min": 0.003221,
+                "fraction_high": 2 / 3,
+                "fraction_low": 0.0,
+                "std": 0.0079097,
+                "seq_mean": 0.0995836,
+                "seq_std": 0.1286464,
+                "seq_max": 0.2456709,
+                "seq_min": 0.003221,
+                "seq_max_deviation": 0.2456709,
+                "seq_fraction_high": 2 / 3,
+                "masked_fraction": 2 / 3,
+                "seq_masked_fraction": 2 / 3,
+            },
+        ),
+        (
+            Criterion("seq_sum_k1", 0.8, 1.1),
+            {
+                "mean": -0.5,
+                "max": -0.15,
+                "min": -0.8,
+                "fraction_high": 0.0,
+                "fraction_low": 2 / 3,
+                "std": 0.0344802,
+                "seq_mean": -0.4166667,
+                "seq_std": 0.340343,
+                "seq_max": -0.15,
+                "seq_min": -0.8,
+                "seq_max_deviation": 0.8,
+                "seq_fraction_high": 0.0,
+                "seq_fraction_low": 2 / 3,
+                "masked_fraction": 2 / 3,
+                "seq_masked_fraction": 2 / 3,
+            },
+        ),
+    ],
+    ids=lambda x: x.statistic if isinstance(x, Criterion) else "",
+)
+def test_metrics_of_a_criterion_are_those_of_verl(criterion, expected):
+    log_ratio = torch.tensor([[0.0, 1.0, -0.2], [0.1, 0.05, 9.0], [0.3, NAN, 0.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    assert criterion_metrics(criterion, log_ratio, mask) == pytest.approx(expected, abs=2e-7)
+
+
+def _mean(numbers):
+    return sum(numbers) / len(numbers) if numbers else NAN
+
+
+def _std(numbers):
+    if not numbers:
+        return NAN
+    return statistics.stdev(numbers) if len(numbers) > 1 else 0.0
+
+
+def _slow_weights(rows, correction):
+    upper = correction.upper
+    lower = correction.lower
+    ratios = []
+    weights = []
+    means = []
+    raw_means = []
+    for row in rows:
+        begin = len(weights)
+        for x in row:
+            ratio = math.exp(x if correction.level == "token" else sum(row))
+            ratios.append(ratio)
+            if lower is None:
+                weights.append(min(ratio, upper))
+            else:
+                weights.append(ratio if lower <= ratio <= upper else 0.0)
+        if row:
+            means.append(_mean(weights[begin:]))
+            raw_means.append(_mean(ratios[begin:]))
+
+    units = ratios if correction.level == "token" else [math.exp(sum(row)) for row in rows if row]
+    extremes = weights if correction.level == "token" else units
+    floor = 1 / upper if lower is None else lower
+    mean = _mean(weights)
+    squares = _mean([w * w for w in weights])
+    banded = {}
+    if lower is not None:
+        banded["oob_ratio"] = _mean([float(not lower <= x <= upper) for x in ratios])
+    if correction.normalise:
+        factor = mean if correction.level == "token" else _mean(means)
+        banded["batch_norm_factor"] = factor if factor > 1e-8 else 1.0
+    return banded | {
+        "seq_mean": _mean(means),
+        "seq_std": _std(means),
+        "seq_max": max(means, default=NAN),
+        "seq_min": min(means, default=NAN),
+        "seq_max_deviation": max((abs(x - 1) for x in means), default=NAN),
+        "seq_fraction_high": _mean([float(x > upper) for x in raw_means]),
+        "seq_fraction_low": _mean([float(x < floor) for x in raw_means]),
+        "mean": mean,
+        "max": max(extremes, default=NAN),
+        "min": min(extremes, default=NAN),
+        "std": math.sqrt(max(squares - mean**2, 0.0)) if weights else NAN,
+        "eff_sample_size": NAN if not weights else mean**2 / squares if squares else 0.0,
+        "ratio_fraction_high": _mean([float(x > upper) for x in units]),
+        "ratio_fraction_low": _mean([float(x < floor) for x in units]),
+    }
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    mask=masks(),
+    seed=st.integers(0, 1000),
+    level=st.sampled_from(["token", "sequence"]),
+    upper=st.sampled_from([1.3, 2.0]),
+    lower=st.sampled_from([None, 0.4, 0.8]),
+    normalise=st.booleans(),
+)
+def test_weight_metrics_equal_the_slow_loop(mask, seed, level, upper, lower, normalise):
+    log_ratio = torch.randn(
+        mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    correction = _correction(level, upper, lower, normalise)
+    metrics = _without_prefix(_weight_metrics(log_ratio.masked_fill(~mask, NAN), mask, correction))
+    expected = _slow_weights(kept_rows(log_ratio, mask), correction)
+    # The standard deviation of the loop is rounded more; the sample size has an epsilon in its
+    # quotient.
+    assert metrics.pop("std") == pytest.approx(expected.pop("std"), abs=1e-6, nan_ok=True)
+    assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9, nan_ok=True)
+
+
+_ESTIMATES = {
+    "k1": lambda x: -x,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: math.exp(x) - 1 - x,
+}
+_OF_SEQUENCE = {"sum": sum, "mean": _mean, "max": max}
+
+
+def _slow_criterion(rows, criterion):
+    *level, estimate = criterion.statistic.split("_")
+    lower, upper = criterion.bounds
+    rows = [[_ESTIMATES[estimate](x) for x in row] for row in rows if row]
+    if level == ["token"]:
+        means = [_mean(row) for row in rows]
+        values = [x for row in rows for x in row]
+        rows_of_values = rows
+    else:
+        means = values = [_OF_SEQUENCE[level[1]](row) for row in rows]
+        rows_of_values = [[x] * len(row) for x, row in zip(values, rows, strict=True)]
+
+    def high(numbers):
+        return _mean([float(x > upper) for x in numbers])
+
+    def low(numbers):
+        return _mean([float(lower is not None and x < lower) for x in numbers])
+
+    tokens = [x for row in rows_of_values for x in row]
+    clamped = [min(max(x, 0.0 if lower is None else lower), upper) for x in tokens]
+    bad = [[x > upper or (lower is not None and x < lower) for x in row] for row in rows_of_values]
+    metrics = {
+        "mean": _mean(tokens),
+        "max": max(values, default=NAN),
+        "min": min(values, default=NAN),
+        "fraction_high": high(values),
+        "fraction_low": low(values) if lower is not None else 0.0,
+        "std": statistics.pstdev(clamped) if clamped else NAN,
+        "seq_mean": _mean(means),
+        "seq_std": _std(means),
+        "seq_max": max(means, default=NAN),
+        "seq_min": min(means, default=NAN),
+        "seq_max_deviation": max((abs(x) for x in means), default=NAN),
+        "seq_fraction_high": high(means),
+        "masked_fraction": _mean([float(x) for row in bad for x in row]),
+        "seq_masked_fraction": _mean([float(any(row)) for row in bad]),
+    }
+    if lower is not None:
+        metrics["seq_fraction_low"] = low(means)
+    return metrics
+
+
+@pytest.mark.parametrize("statistic", get_args(Statistic))
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(mask=masks(), seed=st.integers(0, 1000))
+def test_metrics_of_each_criterion_equal_the_slow_loop(statistic, mask, seed):
+    log_ratio = torch.randn(
+        mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    k1 = statistic.endswith("k1")
+    criterion = Criterion(statistic, 0.7 if k1 else None, 1.6 if k1 else 0.3)
+    metrics = criterion_metrics(criterion, log_ratio.masked_fill(~mask, NAN), mask)
+    expected = _slow_criterion(kept_rows(log_ratio, mask), criterion)
+    assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True)

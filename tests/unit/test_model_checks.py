@@ -1,0 +1,255 @@
+"""What must hold between keys and models, as their `config.json` says it, and the dry run.
+
+The checks that need no file are tested in `test_config_checks`.
+"""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from mrlhf.config import RewardModelConfig, SFTConfig
+from mrlhf.errors import ConfigError
+from mrlhf.models.families import load_spec
+from mrlhf.preflight import check_models, dry_run
+from mrlhf.preflight.model_checks import cache_needs
+from tests.engine_models import hf_model
+from tests.unit.configurations import ppo, problems, supervised
+
+FACTS = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+}
+
+
+def model_dir(tmp_path, **changes):
+    facts = {**FACTS, **changes}
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in facts.items() if value != "absent"})
+    )
+    return str(tmp_path)
+
+
+def unchecked(specs):
+    return [name for name, spec in specs.items() if spec is None]
+
+
+def test_vllm_is_refused_for_a_model_that_it_was_not_tested_with(tmp_path):
+    hf_model("phi3").config.save_pretrained(tmp_path)
+    message = (
+        "rollout.engine is vllm, which is not supported for a model with the family phi3; set "
+        "rollout.engine=native"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        check_models(ppo(actor__path=str(tmp_path), rollout__engine="vllm"))
+    assert message in str(refusal.value).splitlines()
+
+
+def test_check_models_reads_config_json(tmp_path):
+    path = model_dir(tmp_path)
+    specs = check_models(ppo(actor__path=path, critic__path="none"))
+    assert unchecked(specs) == ["critic"]
+    assert list(specs) == ["actor", "critic", "rollout"]
+
+    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not fit the model's 6 layers"):
+        check_models(ppo(actor__path=path, actor__pp=4))
+
+    assert unchecked(check_models(ppo(actor__path=path, rollout__tp=8))) == []
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tp 16 does not fit the model's 8 attention heads"
+    ):
+        check_models(ppo(actor__path=path, rollout__tp=16))
+    with pytest.raises(
+        ConfigError, match="257 tokens, is beyond the model's max_position_embeddings 256"
+    ):
+        check_models(ppo(actor__path=path, data__max_response_length=217))
+
+
+def test_one_mistake_is_reported_once(tmp_path):
+    """The reference inherits the actor's layout, and the engine runs the actor's model."""
+    path = model_dir(tmp_path, hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    config = ppo(
+        actor__path=path, actor__use_kl_loss=True, actor__tp=4, critic__tp=2, rollout__tp=2
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_models(config)
+    of_kv_heads = "3 key and value heads (it must divide them or be a multiple of them)"
+    assert str(caught.value).splitlines() == [
+        "actor.tp 4 does not fit the model's 6 attention heads; use one of 1, 3, 6",
+        f"critic.tp 2 does not fit the model's {of_kv_heads}; use one of 1, 3, 6",
+        f"rollout.tp 2 does not fit the model's {of_kv_heads}; use one of 1, 3, 6",
+    ]
+
+    config = ppo(
+        actor__path=path, actor__use_kl_loss=True, actor__tp=6, critic__tp=1, rollout__tp=2
+    )
+    with pytest.raises(ConfigError, match=r"^rollout\.tp 2 .*; use one of 1, 3, 6$"):
+        check_models(config)
+
+    fitting = {"actor__tp": 1, "critic__tp": 1, "rollout__tp": 1}
+    long = ppo(actor__path=path, actor__use_kl_loss=True, data__max_response_length=217, **fitting)
+    with pytest.raises(ConfigError) as caught:
+        check_models(long)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("actor: the data's longest sequence, 257 tokens, is beyond")
+
+
+def test_the_head_of_a_model_is_that_of_its_role(tmp_path):
+    path = model_dir(tmp_path)
+    config = ppo(
+        actor__path=path,
+        actor__use_kl_loss=True,
+        reward_model={"path": path, "micro_batch_tokens": 512},
+        reward__terms=[{"name": "reward_model"}],
+    )
+
+    assert {name: spec.head for name, spec in check_models(config).items()} == {
+        "actor": "lm",
+        "critic": "scalar",
+        "reference": "lm",
+        "reward_model": "scalar",
+        "rollout": "lm",
+    }
+
+    assert check_models(supervised(SFTConfig, model__path=path))["model"].head == "lm"
+    assert check_models(supervised(RewardModelConfig, model__path=path))["model"].head == "scalar"
+
+
+def test_config_json_without_key_and_value_heads(tmp_path):
+    path = model_dir(tmp_path, num_key_value_heads="absent")
+    assert unchecked(check_models(supervised(SFTConfig, model__path=path, model__tp=8))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not supported; supported are"),
+        ({"model_type": "my_decoder"}, "my_decoder"),
+        ({"hidden_act": "gelu"}, "only silu is supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not"),
+        ({"num_hidden_layers": "absent"}, "num_hidden_layers"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused_once_in_one_line(tmp_path, changes, what):
+    config = ppo(actor__path=model_dir(tmp_path, **changes))  # the critic's path too
+    for refuse in (check_models, lambda config: dry_run(config, 8)):
+        with pytest.raises(ConfigError) as caught:
+            refuse(config)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith("actor: ") and what in line
+
+
+def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
+    good = tmp_path / "good"
+    bad = tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    config = ppo(
+        actor__path=model_dir(good),
+        actor__pp=4,
+        critic__path=model_dir(bad, model_type="gemma2"),
+    )
+    with pytest.raises(ConfigError) as caught:
+        check_models(config)
+    assert [line.split()[0] for line in str(caught.value).splitlines()] == ["critic:", "actor.pp"]
+
+
+def test_the_kv_cache_holds_one_sequence_at_least(tmp_path):
+    path = model_dir(tmp_path, num_hidden_layers=64, head_dim=256)
+    changes = {"actor__path": path, "critic__path": "none", "rollout__block_size": 16}
+    on_cpu = {"distributed__device": "cpu"}
+    changes["distributed__device"] = "cuda"
+
+    with pytest.raises(ConfigError) as caught:
+        check_models(ppo(**changes, rollout__kv_cache_mb=13))
+    # 100 tokens are 7 blocks of 16; of the 4 KV heads, a rank of 2 has 2; a GPU has bfloat16
+    assert str(caught.value) == (
+        "rollout.kv_cache_mb 13 = 13631488 bytes is less than one sequence needs, 2 x 64 layers x "
+        "2 KV heads x 256 x 2 bytes x 112 tokens = 14680064 bytes; set rollout.kv_cache_mb to at "
+        "least 14 or lower the data's maximum lengths"
+    )
+    check_models(ppo(**changes, rollout__kv_cache_mb=14))
+    for float32 in ({"actor__dtype": "float32"}, on_cpu):
+        with pytest.raises(
+            ConfigError, match=r"= 29360128 bytes; set rollout\.kv_cache_mb to at least 28 or"
+        ):
+            check_models(ppo(**{**changes, **float32}, rollout__kv_cache_mb=14))
+
+    # with more ranks than heads, each rank holds one head
+    with pytest.raises(
+        ConfigError, match=r"x 1 KV heads x 256 x 2 bytes x 112 tokens = 7340032 bytes"
+    ):
+        check_models(ppo(**changes, rollout__tp=8, rollout__kv_cache_mb=6))
+
+
+def test_dry_run_checks_first(tmp_path):
+    paths = {
+        "actor__path": model_dir(tmp_path),
+        "critic__path": "none",
+        "data__tokenizer": "tokenizer",
+    }
+
+    text = dry_run(ppo(**paths), 8)
+    assert text.endswith(
+        "not checked, not on this machine: critic.path none\n"
+        "not checked, not on this machine: data.tokenizer tokenizer\n"
+        "not checked, not on this machine: data.train_files a.jsonl\n"
+        "not checked, not on this machine: the weights of actor\n"
+        "what could be checked fits 8 ranks"
+    )
+    assert (
+        "the KV cache of a rank on a CPU\n"
+        "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 4 bytes x 112 tokens = 86016 "
+        "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 12 samples at full length\n"
+    ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1, distributed__device="cpu"), 8)
+
+    on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8)
+    assert "the KV cache of a rank on a GPU\n" in on_gpu
+    assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98304 bytes\n" in on_gpu
+    assert "KV cache in blocks of 256 tokens, <= 1 a sample" in on_gpu
+
+    with pytest.raises(ConfigError):
+        dry_run(ppo(), 6)
+
+
+def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
+    wrong = {"critic__tp": 3, "critic__micro_batch_tokens": 1, "critic__ppo_mini_batch_size": 48}
+    wrong["critic__optim"] = {"lr_warmup_steps": 10}
+    assert len(problems(ppo(**wrong), 8)) == 4
+    paths = {"actor__path": model_dir(tmp_path), "data__tokenizer": "tokenizer"}
+    text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8)
+    assert "critic.path" not in text
+    assert "  no critic: grpo needs none\n  rewards: scores\n  advantages: grpo\n" in text
+    assert "  critic" not in text
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize("bfloat16_instructions", [False, True])
+def test_the_cache_is_what_the_engine_takes_on_this_machine(
+    tmp_path, monkeypatch, has_gpu, bfloat16_instructions
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16_instructions)
+
+    spec = load_spec(model_dir(tmp_path), "lm")
+    widened = not (has_gpu or bfloat16_instructions)
+    found = {}
+    for dtype, engine in itertools.product(("auto", "bfloat16", "float32"), ("native", "vllm")):
+        config = ppo(actor__dtype=dtype, rollout__engine=engine)
+        found[dtype, engine] = cache_needs(config, spec).shape.itemsize
+
+    assert found == {
+        ("auto", "native"): 2 if has_gpu else 4,
+        ("auto", "vllm"): 2 if has_gpu else 4,
+        ("bfloat16", "native"): 4 if widened else 2,
+        ("bfloat16", "vllm"): 2,
+        ("float32", "native"): 4,
+        ("float32", "vllm"): 4,
+    }
