@@ -50,6 +50,7 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "optim.warmup_style": "optim.lr_decay_style",
         "optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps",
         "optim.total_training_steps": "optim.lr_decay_steps",
+        "optim.min_lr": "optim.min_lr_ratio",
     }
 )
 # whole keys, or sections; the first of ours that exists is meant
@@ -97,6 +98,7 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "trainer.rollout_data_dir": ("rollout.dump_freq",),
         "trainer.seed": ("seed",),
         "trainer.total_training_steps": ("trainer.total_steps",),
+        "trainer.log_val_generations": ("trainer.log_samples",),
     }
 )
 
@@ -151,8 +153,26 @@ _MISSING: Mapping[str, str] = MappingProxyType(
         "actor.calculate_sum_pi_squared": "it is computed where algorithm.adv_estimator needs it",
         "reward_model.enable": "a reward model is in use if reward_model.path is set",
         "trainer.val_only": "",
-        "trainer.log_val_generations": "",
         "trainer.validation_data_dir": "",
+        "data.train_max_samples": "all rows of data.train_files are used",
+        "data.val_max_samples": "all rows of data.val_files are used",
+        "data.val_batch_size": "all rows of data.val_files are one batch",
+        "data.apply_chat_template_kwargs": "",
+        "rollout.do_sample": "training always samples; validation is greedy",
+        "rollout.ignore_eos": "a response always ends at an end token",
+        "rollout.max_model_len": ("it is data.max_prompt_length + data.max_response_length"),
+        "rollout.enable_chunked_prefill": (
+            "prompts are always computed in parts of rollout.max_prefill_tokens"
+        ),
+        "rollout.load_format": "the engine always gets its weights from the actor",
+        "rollout.log_prob_use_dynamic_bsz": _PACKED,
+        "rollout.nnodes": _RANKS,
+        "rollout.n_gpus_per_node": _RANKS,
+        "reward.num_workers": "each rank scores its share of the responses",
+        "reward_model.num_workers": "each rank scores its share of the responses",
+        "reward_model.launch_reward_fn_async": "each rank scores its share of the responses",
+        "critic.enable": "algorithm.adv_estimator decides whether there is a critic",
+        "actor_rollout_ref.nccl_timeout": "distributed.timeout_s limits every wait",
     }
 )
 _MISSING_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
@@ -173,7 +193,48 @@ _MISSING_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "lora_rank": _NO_LORA,
         "lora_alpha": _NO_LORA,
         "rollout": "the reward model scores in the run's own processes",
+        "nccl_timeout": "distributed.timeout_s limits every wait",
+        "rollout_n": "it is always rollout.n",
+        "data_loader_seed": "one seed is for everything",
+        "shuffle": "mini-batches are drawn in the order of the batch",
+        "checkpoint": "a checkpoint holds all that a run needs; see trainer.save_freq",
+        "optim.optimizer": "the optimizer is AdamW",
+        "optim.optimizer_impl": "the optimizer is AdamW",
     }
+)
+_WITHOUT_REASON = (
+    *("actor_rollout_ref", "distillation", "transfer_queue", "global_profiler", "skip"),
+    *("sandbox_fusion", "reward.sandbox_fusion", "trainer.v1"),
+    *("trainer.use_v1", "trainer.checkpoint_callback_class", "trainer.del_local_ckpt_after_load"),
+    *("data.use_shm", "data.function_tool_path", "data.return_raw_input_ids"),
+    *("data.return_raw_chat", "data.return_full_prompt", "data.dataloader_num_workers"),
+    *("data.image_patch_size", "data.validation_shuffle", "data.filter_overlong_prompts_workers"),
+    *("data.custom_cls", "data.return_multi_modal_inputs", "data.mm_processor_kwargs"),
+    *("data.sampler", "data.datagen", "rollout.mtp"),
+    *("reward_model.enable_resource_pool", "reward_model.n_gpus_per_node", "reward_model.nnodes"),
+    *("reward_model.reward_loop_source", "reward_model.reward_loop_module_path"),
+    *("reward_model.reward_loop_class_name", "rollout.full_determinism"),
+    *("rollout.cudagraph_capture_sizes", "rollout.data_parallel_size"),
+    *("rollout.expert_parallel_size", "rollout.pipeline_model_parallel_size"),
+    *("rollout.enable_prefix_caching", "rollout.logprobs_mode", "rollout.scheduling_policy"),
+    *("rollout.layered_summon", "rollout.disable_log_stats", "rollout.over_sample_rate"),
+    *("rollout.multi_stage_wake_up", "rollout.engine_kwargs", "rollout.router_config_path"),
+    *("rollout.checkpoint_engine", "rollout.trace", "rollout.skip_tokenizer_init"),
+    *("rollout.enable_rollout_routing_replay", "rollout.moe_load_balance_metrics_interval"),
+    *("rollout.prometheus", "rollout.quantization", "rollout.quantization_config_file"),
+    *("rollout.qat", "rollout.disaggregation", "rollout.limit_images", "rollout.profiler"),
+    *("actor.policy_loss.dro_beta",),
+)
+_WITHOUT_REASON_BELOW_A_ROLE = (
+    *("model", "profiler", "qat", "use_torch_compile", "freeze_vision_tower"),
+    *("calculate_entropy", "use_prefix_grouper", "use_fused_kernels", "router_replay"),
+    *("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size"),
+    *("entropy_checkpointing", "pad_to_length", "load_weight", "veomni", "torchtitan"),
+    *("optim.num_cycles", "optim.zero_indexed_step", "optim.override_optimizer_config"),
+    *("optim.lr_warmup_init", "optim.weight_decay_incr_style", "optim.lr_wsd_decay_style"),
+    *("optim.lr_wsd_decay_steps", "optim.use_checkpoint_opt_param_scheduler"),
+    *("optim.use_precision_aware_optimizer", "optim.main_grads_dtype", "optim.exp_avg_dtype"),
+    *("optim.exp_avg_sq_dtype", "optim.use_layer_wise_distributed_optimizer"),
 )
 
 
@@ -229,6 +290,12 @@ def _reason(name: str) -> str | None:
     role, _, rest = name.partition(".")
     if reason is None and role in _ROLES:
         reason = _longest(_MISSING_BELOW_A_ROLE, rest)
+        if reason is None and rest.startswith("optim.muon_"):
+            reason = "the optimizer is AdamW"
+        if reason is None:
+            reason = _longest(dict.fromkeys(_WITHOUT_REASON_BELOW_A_ROLE, ""), rest)
+    if reason is None:
+        reason = _longest(dict.fromkeys(_WITHOUT_REASON, ""), name)
     return reason
 
 

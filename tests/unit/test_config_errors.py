@@ -155,6 +155,30 @@ def test_dots_in_the_keys_of_a_file(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "hint"),
+    [
+        ("critic.enable", "algorithm.adv_estimator decides whether there is a critic"),
+        ("actor_rollout_ref.actor.optim.muon_momentum", "the optimizer is AdamW"),
+        ("actor_rollout_ref.rollout.do_sample", "training always samples; validation is greedy"),
+        ("actor_rollout_ref.model.use_liger", ""),
+        ("distillation.enabled", ""),
+        ("reward.num_workers", "each rank scores its share of the responses"),
+    ],
+)
+def test_a_key_of_verl_without_counterpart_suggests_no_other(theirs, hint):
+    known = {key.name for key in keys(PPOConfig)}
+    wanted = f"verl's '{theirs}' has no counterpart here" + (f": {hint}" if hint else "")
+    assert verl_names.verl_hint(theirs, known) == wanted
+
+
+@pytest.mark.parametrize(
+    "ours", ["actor.optim.lrr", "rollout.stp", "data.train_file", "critic.tpp"]
+)
+def test_a_misspelt_key_of_ours_is_not_taken_for_one_of_verl(ours):
+    assert verl_names.verl_hint(ours, {key.name for key in keys(PPOConfig)}) is None
+
+
 def test_each_key_of_verl_leads_to_one_that_exists():
     known = [key.name for root in (PPOConfig, SFTConfig) for key in keys(root)]
     names = [ours for entry in verl_names._ELSEWHERE.values() for ours in entry]
