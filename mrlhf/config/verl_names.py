@@ -203,7 +203,8 @@ _MISSING_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
     }
 )
 _WITHOUT_REASON = (
-    *("actor_rollout_ref", "distillation", "transfer_queue", "global_profiler", "skip"),
+    *("distillation", "transfer_queue", "global_profiler", "skip"),
+    "actor_rollout_ref.hybrid_engine",
     *("sandbox_fusion", "reward.sandbox_fusion", "trainer.v1"),
     *("trainer.use_v1", "trainer.checkpoint_callback_class", "trainer.del_local_ckpt_after_load"),
     *("data.use_shm", "data.function_tool_path", "data.return_raw_input_ids"),
