@@ -51,6 +51,35 @@ def one_tensor(inputs, options):
 def of_one(inputs):
     return inputs
 """
+STOPS = """
+class Stop(BaseException):
+    def __str__(self):
+        return {}["text"]
+
+raise Stop
+"""
+KINDS = """
+import functools
+
+f = max
+
+async def later(inputs, options):
+    return inputs
+
+def pieces(inputs, options):
+    yield inputs
+
+async def stream(inputs, options):
+    yield inputs
+
+bound = functools.partial(later, options=None)
+
+class Pieces:
+    def __call__(self, inputs, options):
+        yield inputs
+
+of_class = Pieces()
+"""
 
 
 @pytest.fixture
@@ -136,12 +165,21 @@ def test_an_estimator_that_returns_one_tensor_is_refused(file):
         ),
         ("leaves.py:f", "leaves.py cannot be imported: SystemExit: 3 (line 1)"),
         ("unfinished.py:f", "unfinished.py cannot be imported: SyntaxError: "),
+        ("stops.py:f", "stops.py cannot be imported: Stop: its text cannot be read, which raised "),
+        ("kinds.py:f", "f in {directory}/kinds.py does not say which parameters it has (no "),
+        ("kinds.py:later", "later in {directory}/kinds.py is an async function, which a call does"),
+        ("kinds.py:pieces", "pieces in {directory}/kinds.py is a generator function (it has "),
+        ("kinds.py:stream", "stream in {directory}/kinds.py is an async generator function (it "),
+        ("kinds.py:bound", "bound in {directory}/kinds.py is an async function, which a call "),
+        ("kinds.py:of_class", "of_class in {directory}/kinds.py is a generator function (it has "),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line_of_the_dry_run(tmp_path, file, name, message):
     (tmp_path / "broken.py").write_text("x = 0\ny = 1 / x\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "unfinished.py").write_text("def f(inputs, options\n")
+    (tmp_path / "stops.py").write_text(STOPS)
+    (tmp_path / "kinds.py").write_text(KINDS)
     reference = f"{tmp_path}/{name}"
     config = ppo(actor__policy_loss__loss_mode=reference)
     for _ in range(2):  # a file that failed is not taken for imported
@@ -149,7 +187,7 @@ def test_what_cannot_be_loaded_is_one_line_of_the_dry_run(tmp_path, file, name, 
             dry_run(config, 8)
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"bad value '{reference}' for '{LOSS}': ")
-        assert message.format(file=file) in line
+        assert message.format(file=file, directory=tmp_path) in line
 
 
 def test_every_function_that_cannot_be_loaded_has_a_line(file):
