@@ -1,11 +1,12 @@
 """A policy loss and an advantage estimator from a user's file: what they get, what is refused."""
 
+import re
 import sys
 
 import pytest
 import torch
 
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, MethodError, UserTraceback
 from mrlhf.methods import find_method
 from mrlhf.preflight import describe, dry_run
 from mrlhf.rl.advantages import (
@@ -27,7 +28,7 @@ LOSS = "actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
 FILE = """
 import neighbour_of_methods
-from mrlhf.rl.policy_losses import make_policy_loss
+from mrlhf.rl.policy_losses import make_policy_loss, vanilla
 
 imports = []
 imports.append(neighbour_of_methods.NUMBER)
@@ -50,7 +51,30 @@ def one_tensor(inputs, options):
 
 def of_one(inputs):
     return inputs
+
+def fails_in_torch(inputs, options):
+    import torch
+    return torch.vmap(lambda row: row.no_such_thing)(inputs.mask)
+
+def fails_of_a_cause(inputs, options):
+    try:
+        vanilla(None, options)
+    except AttributeError as error:
+        raise ValueError("two\\nlines") from error
+
+def leaves(inputs, options):
+    raise SystemExit(3)
 """
+# Each function that raises, what is said of it, and the functions that its traceback names.
+FAILING = [
+    (
+        "fails_in_torch",
+        "AttributeError: 'Tensor' object has no attribute 'no_such_thing'",
+        ["fails_in_torch", "<lambda>"],
+    ),
+    ("fails_of_a_cause", "ValueError: two lines", ["fails_of_a_cause", "fails_of_a_cause"]),
+    ("leaves", "SystemExit: 3", ["leaves"]),
+]
 STOPS = """
 class Stop(BaseException):
     def __str__(self):
@@ -116,7 +140,8 @@ def test_our_own_names_come_first():
 def test_a_file_is_imported_once(file):
     first = find_method(LOSS, f"{file}:doubled", POLICY_LOSSES)
     again = find_method(ESTIMATOR, f"{file}:doubled", {})
-    assert first is again and first.__globals__["imports"] == [7]
+    assert first.__wrapped__ is again.__wrapped__
+    assert first.__wrapped__.__globals__["imports"] == [7]
 
 
 def test_a_users_loss_is_given_clean_inputs(file):
@@ -152,6 +177,27 @@ def test_an_estimator_that_returns_one_tensor_is_refused(file):
     function = find_method(ESTIMATOR, f"{file}:one_tensor", ADVANTAGE_ESTIMATORS)
     with pytest.raises(ConfigError, match=r"must return \(advantages, returns\), .* \(1, 2\)"):
         estimate_advantages(function, batch_of_two_tokens(), AdvantageOptions())
+
+
+@pytest.mark.parametrize(("name", "summary", "functions"), FAILING)
+@pytest.mark.parametrize("key", [LOSS, ESTIMATOR])
+def test_what_a_users_function_raises_is_one_line_and_the_users_frames(
+    file, key, name, summary, functions
+):
+    function = find_method(key, f"{file}:{name}", {})
+    with pytest.raises(MethodError) as caught:
+        if key == LOSS:
+            policy_loss(function, inputs_of_two_tokens(), PolicyLossOptions())
+        else:
+            estimate_advantages(function, batch_of_two_tokens(), AdvantageOptions())
+
+    message = str(caught.value)
+    assert message.startswith(f"{key}: {name} of {file} raised {summary} (line ")
+    assert "\n" not in message
+    trace = str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, UserTraceback)
+    assert trace.count('File "') == trace.count(f'File "{file}"') == len(functions)
+    assert re.findall(r", line \d+, in (\S+)", trace) == functions
 
 
 @pytest.mark.parametrize(
