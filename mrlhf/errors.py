@@ -28,6 +28,10 @@ class RewardError(MrlhfError, RuntimeError):
     """A reward function cannot be loaded, failed, took too long, or returned no number."""
 
 
+class MethodError(MrlhfError, RuntimeError):
+    """A user's own policy loss or advantage estimator raised an error."""
+
+
 class EngineError(MrlhfError, RuntimeError):
     """The inference engine cannot do what it was asked for."""
 

@@ -1,15 +1,23 @@
 """The function that the name of a method stands for: from our own table, or from a user's file.
 
-It does not know what the functions compute.
+What a user's function raises is told in one line and with the user's lines of code alone. This file
+does not know what the functions compute.
 """
 
 from __future__ import annotations
 
+import functools
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from mrlhf.errors import ConfigError
-from mrlhf.user_code import UserCodeError, load_function, read_reference
+import torch
+
+from mrlhf.errors import ConfigError, MethodError, UserTraceback
+from mrlhf.user_code import UserCodeError, load_function, read_reference, summarise_error
+
+_NOT_THE_USERS = tuple(Path(file).resolve().parent for file in (__file__, torch.__file__))
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -18,7 +26,7 @@ def find_method(key: str, name: str, table: Mapping[Any, MethodT]) -> MethodT:
     """The function of `table` called `name`, else the user's function "path/to/file.py:function".
 
     A user's file is imported by the first call and not again, in this process, whose models it may
-    use. Its function is called as f(inputs, options).
+    use. Its function is called as f(inputs, options); what it raises comes as a MethodError.
 
     Args:
         key: the configuration key that holds `name`, for the message.
@@ -33,7 +41,41 @@ def find_method(key: str, name: str, table: Mapping[Any, MethodT]) -> MethodT:
         return table[name]
     try:
         file, function = read_reference(name)
-        loaded = load_function(file.resolve(), function, ("inputs", "options"), by_name=False)
+        file = file.resolve()
+        loaded = load_function(file, function, ("inputs", "options"), by_name=False)
     except UserCodeError as error:
         raise ConfigError(f"bad value '{name}' for '{key}': {error}") from error
-    return cast(MethodT, loaded)
+    return cast(MethodT, _with_own_errors(loaded, file, f"{key}: {function} of {file}"))
+
+
+def _with_own_errors(function: Callable[..., Any], file: Path, title: str) -> Callable[..., Any]:
+    """`function`, whose errors are told as those of the user's `file`."""
+
+    @functools.wraps(function)
+    def call(inputs: object, options: object) -> Any:
+        try:
+            return function(inputs, options)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            text = f"{title} raised {summarise_error(error, file)}"
+            raise MethodError(text) from UserTraceback(_users_traceback(error, file))
+
+    return call
+
+
+def _users_traceback(error: BaseException, file: Path) -> str:
+    """The traceback of `error` and of its causes, without the lines of mrlhf and of torch."""
+    told = traceback.TracebackException.from_exception(error)
+    chain: list[traceback.TracebackException | None] = [told]
+    while chain:
+        link = chain.pop()
+        if link is not None:
+            link.stack[:] = [frame for frame in link.stack if _is_users(frame.filename, file)]
+            chain += [link.__cause__, link.__context__]
+    return "".join(told.format())
+
+
+def _is_users(filename: str, file: Path) -> bool:
+    path = Path(filename).resolve()  # torch may be found through a link
+    return path == file or not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)

@@ -73,7 +73,8 @@ def load_function(
 
     Raises:
         UserCodeError: the file cannot be imported, has no such function, or the function takes
-            other arguments. Where the file raised an error, that is the cause.
+            other arguments or does not return its result. Where the file raised an error, that is
+            the cause.
     """
     members = vars(_import_file(file))
     function = members.get(name)
@@ -85,15 +86,11 @@ def load_function(
         hint = f"did you mean {near}?" if near else f"it has {functions}"
         raise UserCodeError(f"{file} has no function {name!r}; {hint}")
 
-    signature = inspect.signature(function)
     try:
-        if by_name:
-            signature.bind(**dict.fromkeys(parameters))
-        else:
-            signature.bind(*parameters)
-    except TypeError as error:
-        needed = ", ".join(parameters)
-        raise UserCodeError(f"{name} in {file} must accept {needed}: {error}") from None
+        _check_kind(function)
+        _check_parameters(function, parameters, by_name)
+    except UserCodeError as error:
+        raise UserCodeError(f"{name} in {file} {error}") from None
     return function
 
 
@@ -105,7 +102,51 @@ def summarise_error(error: BaseException, file: Path) -> str:
         if frame.filename == str(file)
     ]
     place = f" (line {lines[-1]})" if lines else ""
-    return " ".join(f"{type(error).__name__}: {error}".split()) + place
+    try:
+        message = str(error)
+    except Exception as failure:  # the user's own __str__
+        message = f"its text cannot be read, which raised {type(failure).__name__}"
+    return " ".join(f"{type(error).__name__}: {message}".split()) + place
+
+
+def _check_kind(function: Callable[..., Any]) -> None:
+    """Refuse a function whose call returns something that is still to be run."""
+    for code in (function, type(function).__call__):  # an object is called through its class
+        kind = None
+        if inspect.iscoroutinefunction(code):
+            kind = "an async function"
+        elif inspect.isgeneratorfunction(code):
+            kind = "a generator function (it has yield)"
+        elif inspect.isasyncgenfunction(code):
+            kind = "an async generator function (it has yield)"
+
+        if kind is not None:
+            raise UserCodeError(
+                f"is {kind}, which a call does not run; write a plain function that returns its "
+                "result"
+            )
+
+
+def _check_parameters(
+    function: Callable[..., Any], parameters: Sequence[str], by_name: bool
+) -> None:
+    needed = ", ".join(parameters)
+    try:
+        signature = inspect.signature(function)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserCodeError(
+            f"does not say which parameters it has ({reason}); call it in a function of your own "
+            f"that accepts {needed}"
+        ) from None
+
+    try:
+        if by_name:
+            signature.bind(**dict.fromkeys(parameters))
+        else:
+            signature.bind(*parameters)
+    except TypeError as error:
+        raise UserCodeError(f"must accept {needed}: {error}") from None
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -123,7 +164,9 @@ def _import_file(file: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise UserCodeError(f"{file} cannot be imported: {summarise_error(error, file)}") from error
     return module

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-from mrlhf.errors import ConfigError, DataError, HangError, MrlhfError, UserTraceback
+from mrlhf.errors import ConfigError, DataError, HangError, MethodError, MrlhfError, UserTraceback
 from mrlhf.job import STORE_S, Launch, connect_before_start, write_error_file
 from mrlhf.run.hangs import is_time_out
 
@@ -60,6 +60,8 @@ class Failure:
         text: the message.
         moment: when it failed, in seconds since 1970.
         is_cause: whether the message says why, and not only that another rank is gone.
+        trace: a traceback that is said after the message, and that the summary leaves out; it
+            begins on a line of its own.
     """
 
     rank: int
@@ -67,6 +69,12 @@ class Failure:
     text: str
     moment: float
     is_cause: bool = True
+    trace: str = ""
+
+    @property
+    def whole(self) -> str:
+        """What the user is told: the message and the traceback."""
+        return self.text + self.trace
 
     def leave_for_summary(self) -> None:
         """Leave the message for torchrun's summary, which says of a killed rank how it ended."""
@@ -152,7 +160,7 @@ class Failures:
 
         stands = heard or own
         if speaks:
-            say(own.text)
+            say(own.whole)
         stands.leave_for_summary()
         if speaks:
             self._publish(own)
@@ -178,14 +186,14 @@ class Failures:
 def tell_before_start(launch: Launch, own: Failure, say: Callable[[str], object]) -> Failure:
     """`Failures.tell` for a process that has not joined the job; it waits for a store briefly."""
     if launch.world_size == 1:
-        say(own.text)
+        say(own.whole)
         own.leave_for_summary()
         return own
     try:
         store = connect_before_start(STORE_S)
     except MrlhfError:
         # Rather several times than not at all.
-        say(own.text)
+        say(own.whole)
         return own
     return Failures(store, launch.rank, launch.world_size).tell(own, say)
 
@@ -204,13 +212,15 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
         at_start: whether nothing was trained yet. What goes wrong then will go wrong again, so it
             counts as bad input.
     """
-    if isinstance(error, MrlhfError):
+    if isinstance(error, MrlhfError) and not _waits_for_others(error):
         is_input = isinstance(error, (ConfigError, DataError))
         is_input = is_input or (at_start and not isinstance(error, HangError))
-        text = f"{type(error).__name__}: {error}{users_traceback(error)}"
-        return Failure(rank, BAD_INPUT if is_input else FAILED, text, time.time())
+        code = BAD_INPUT if is_input else FAILED
+        text = f"{type(error).__name__}: {error}"
+        return Failure(rank, code, text, time.time(), trace=users_traceback(error))
 
     is_cause = True
+    trace = ""
     first_line = next(iter(str(error).splitlines()), "")
     if is_time_out(error):
         text = (
@@ -224,9 +234,10 @@ def explain(error: BaseException, rank: int, at_start: bool) -> Failure:
             f"({first_line})"
         )
     else:
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        text = f"this rank failed\n{trace.rstrip()}"
-    return Failure(rank, FAILED, text, time.time(), is_cause)
+        text = f"this rank failed with {type(error).__name__}: {first_line}".rstrip(": ")
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        trace = "\n" + "".join(lines).rstrip()
+    return Failure(rank, FAILED, text, time.time(), is_cause, trace)
 
 
 def users_traceback(error: BaseException) -> str:
@@ -235,6 +246,13 @@ def users_traceback(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, UserTraceback):
         cause = cause.__cause__
     return "" if cause is None else str(cause)
+
+
+def _waits_for_others(error: MrlhfError) -> bool:
+    """Whether a user's method failed in a collective, because another rank did not take part."""
+    return isinstance(error, MethodError) and (
+        is_time_out(error) or _is_lost_connection(str(error))
+    )
 
 
 def _is_lost_connection(text: str) -> bool:

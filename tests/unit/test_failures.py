@@ -16,6 +16,7 @@ from mrlhf.errors import (
     ConfigError,
     DataError,
     HangError,
+    MethodError,
     MrlhfError,
     RewardError,
     TrainingError,
@@ -42,6 +43,7 @@ def signals_as_before() -> Iterator[None]:
         (DataError("no"), 2, 2),
         (WeightError("no"), 2, 1),
         (RewardError("no"), 2, 1),
+        (MethodError("no"), 2, 1),
         (CheckpointError("no"), 2, 1),
         (TrainingError("no"), 2, 1),
         (HangError("no"), 1, 1),
@@ -71,6 +73,12 @@ def test_the_exit_code_says_whether_starting_again_may_help(
             "operation)",
             True,
         ),
+        (
+            MethodError("f of m.py raised RuntimeError: Connection closed by peer [127.0.0.1]:1"),
+            "rank 3 lost its connection to another rank, which has ended without saying why "
+            "(f of m.py raised RuntimeError: Connection closed by peer [127.0.0.1]:1)",
+            False,
+        ),
     ],
 )
 def test_what_torch_says_of_other_ranks_is_one_line(
@@ -80,10 +88,31 @@ def test_what_torch_says_of_other_ranks_is_one_line(
     assert (failure.code, failure.text, failure.is_cause) == (1, text, is_cause)
 
 
-def test_the_traceback_of_users_code_follows_the_line() -> None:
-    error = RewardError("it raised")
+@pytest.mark.parametrize("kind", [RewardError, MethodError])
+def test_the_traceback_of_users_code_follows_the_line_but_not_in_the_summary(
+    kind: type[MrlhfError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = kind("it raised")
     error.__cause__ = UserTraceback("Traceback:\n  in f\n")
-    assert explain(error, 0, at_start=False).text == "RewardError: it raised\nTraceback:\n  in f"
+    own = explain(error, 0, at_start=False)
+    said: list[str] = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0.json"))
+    Failures(HashStore(), 0, 1).tell(own, said.append)
+
+    line = f"{kind.__name__}: it raised"
+    assert said == [f"{line}\nTraceback:\n  in f"]
+    message = json.loads((tmp_path / "0.json").read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == line
+
+
+def test_the_summary_of_our_own_bug_is_one_line() -> None:
+    try:
+        raise KeyError("gone")
+    except KeyError as error:
+        failure = explain(error, 0, at_start=False)
+    assert failure.text == "this rank failed with KeyError: 'gone'"
+    assert failure.whole.startswith(f"{failure.text}\nTraceback (most recent call last):\n")
+    assert failure.whole.endswith("\nKeyError: 'gone'")
 
 
 def test_the_first_to_ask_speaks_and_all_leave_its_message(

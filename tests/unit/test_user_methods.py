@@ -1,11 +1,12 @@
 """A policy loss and an advantage estimator from a user's file: what they get, what is refused."""
 
+import re
 import sys
 
 import pytest
 import torch
 
-from mrlhf.errors import ConfigError
+from mrlhf.errors import ConfigError, MethodError, UserTraceback
 from mrlhf.methods import find_method
 from mrlhf.preflight import describe, dry_run
 from mrlhf.rl.advantages import (
@@ -27,7 +28,7 @@ LOSS = "actor.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
 FILE = """
 import neighbour_of_methods
-from mrlhf.rl.policy_losses import make_policy_loss
+from mrlhf.rl.policy_losses import make_policy_loss, vanilla
 
 imports = []
 imports.append(neighbour_of_methods.NUMBER)
@@ -50,6 +51,58 @@ def one_tensor(inputs, options):
 
 def of_one(inputs):
     return inputs
+
+def fails_in_torch(inputs, options):
+    import torch
+    return torch.vmap(lambda row: row.no_such_thing)(inputs.mask)
+
+def fails_of_a_cause(inputs, options):
+    try:
+        vanilla(None, options)
+    except AttributeError as error:
+        raise ValueError("two\\nlines") from error
+
+def leaves(inputs, options):
+    raise SystemExit(3)
+"""
+# Each function that raises, what is said of it, and the functions that its traceback names.
+FAILING = [
+    (
+        "fails_in_torch",
+        "AttributeError: 'Tensor' object has no attribute 'no_such_thing'",
+        ["fails_in_torch", "<lambda>"],
+    ),
+    ("fails_of_a_cause", "ValueError: two lines", ["fails_of_a_cause", "fails_of_a_cause"]),
+    ("leaves", "SystemExit: 3", ["leaves"]),
+]
+STOPS = """
+class Stop(BaseException):
+    def __str__(self):
+        return {}["text"]
+
+raise Stop
+"""
+KINDS = """
+import functools
+
+f = max
+
+async def later(inputs, options):
+    return inputs
+
+def pieces(inputs, options):
+    yield inputs
+
+async def stream(inputs, options):
+    yield inputs
+
+bound = functools.partial(later, options=None)
+
+class Pieces:
+    def __call__(self, inputs, options):
+        yield inputs
+
+of_class = Pieces()
 """
 
 
@@ -87,7 +140,8 @@ def test_our_own_names_come_first():
 def test_a_file_is_imported_once(file):
     first = find_method(LOSS, f"{file}:doubled", POLICY_LOSSES)
     again = find_method(ESTIMATOR, f"{file}:doubled", {})
-    assert first is again and first.__globals__["imports"] == [7]
+    assert first.__wrapped__ is again.__wrapped__
+    assert first.__wrapped__.__globals__["imports"] == [7]
 
 
 def test_a_users_loss_is_given_clean_inputs(file):
@@ -125,6 +179,27 @@ def test_an_estimator_that_returns_one_tensor_is_refused(file):
         estimate_advantages(function, batch_of_two_tokens(), AdvantageOptions())
 
 
+@pytest.mark.parametrize(("name", "summary", "functions"), FAILING)
+@pytest.mark.parametrize("key", [LOSS, ESTIMATOR])
+def test_what_a_users_function_raises_is_one_line_and_the_users_frames(
+    file, key, name, summary, functions
+):
+    function = find_method(key, f"{file}:{name}", {})
+    with pytest.raises(MethodError) as caught:
+        if key == LOSS:
+            policy_loss(function, inputs_of_two_tokens(), PolicyLossOptions())
+        else:
+            estimate_advantages(function, batch_of_two_tokens(), AdvantageOptions())
+
+    message = str(caught.value)
+    assert message.startswith(f"{key}: {name} of {file} raised {summary} (line ")
+    assert "\n" not in message
+    trace = str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, UserTraceback)
+    assert trace.count('File "') == trace.count(f'File "{file}"') == len(functions)
+    assert re.findall(r", line \d+, in (\S+)", trace) == functions
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -136,12 +211,21 @@ def test_an_estimator_that_returns_one_tensor_is_refused(file):
         ),
         ("leaves.py:f", "leaves.py cannot be imported: SystemExit: 3 (line 1)"),
         ("unfinished.py:f", "unfinished.py cannot be imported: SyntaxError: "),
+        ("stops.py:f", "stops.py cannot be imported: Stop: its text cannot be read, which raised "),
+        ("kinds.py:f", "f in {directory}/kinds.py does not say which parameters it has (no "),
+        ("kinds.py:later", "later in {directory}/kinds.py is an async function, which a call does"),
+        ("kinds.py:pieces", "pieces in {directory}/kinds.py is a generator function (it has "),
+        ("kinds.py:stream", "stream in {directory}/kinds.py is an async generator function (it "),
+        ("kinds.py:bound", "bound in {directory}/kinds.py is an async function, which a call "),
+        ("kinds.py:of_class", "of_class in {directory}/kinds.py is a generator function (it has "),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line_of_the_dry_run(tmp_path, file, name, message):
     (tmp_path / "broken.py").write_text("x = 0\ny = 1 / x\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "unfinished.py").write_text("def f(inputs, options\n")
+    (tmp_path / "stops.py").write_text(STOPS)
+    (tmp_path / "kinds.py").write_text(KINDS)
     reference = f"{tmp_path}/{name}"
     config = ppo(actor__policy_loss__loss_mode=reference)
     for _ in range(2):  # a file that failed is not taken for imported
@@ -149,7 +233,7 @@ def test_what_cannot_be_loaded_is_one_line_of_the_dry_run(tmp_path, file, name, 
             dry_run(config, 8)
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"bad value '{reference}' for '{LOSS}': ")
-        assert message.format(file=file) in line
+        assert message.format(file=file, directory=tmp_path) in line
 
 
 def test_every_function_that_cannot_be_loaded_has_a_line(file):
