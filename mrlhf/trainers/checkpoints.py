@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint
-from mrlhf.checkpoint.manifest import MANIFEST, checkpoint_name
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.errors import CheckpointError
-from mrlhf.run.directory import CHECKPOINTS
 from mrlhf.run.startup import Run
 from mrlhf.trainers.best_export import BestExport
 from mrlhf.training.engine import ModelEngine

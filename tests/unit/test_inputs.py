@@ -324,6 +324,19 @@ def test_a_run_may_read_what_lies_beside_its_models(place):
     assert "fits 1 rank" in dry_run(ppo(trainer__output_dir="own", actor__path="own/model"), 1)
 
 
+def test_a_directory_without_a_checkpoint_is_nothing_to_go_on_from(place):
+    (place / "begun" / "checkpoints" / "step_000004").mkdir(parents=True)
+    for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004", "model"):
+        assert refusal(ppo(trainer__resume=named)) == (
+            f"trainer.resume {named} has no whole checkpoint; give a checkpoint, the output "
+            "directory of a run that has one, auto or never"
+        )
+
+    (place / "begun" / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
+    for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004"):
+        assert "fits 1 rank" in dry_run(ppo(trainer__resume=named), 1)
+
+
 def test_a_directory_without_permission_to_write(place, monkeypatch):
     """As another user than the superuser, who may write everywhere."""
     allowed = os.access
