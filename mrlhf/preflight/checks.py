@@ -17,6 +17,7 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.preflight.method_checks import in_yaml, method_problems
+from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
@@ -45,6 +46,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     elif fits:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
+    problems += metric_problems(config)
     problems += unread_numbers(config)
 
     if problems:

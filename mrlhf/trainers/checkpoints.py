@@ -135,7 +135,14 @@ class Checkpoints:
         return own
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """Take note of what was measured before the first step, with the initial model."""
+        """Take note of what was validated before the first step, with the initial model.
+
+        Raises:
+            ConfigError: `trainer.keep_best` or `trainer.export_best` is a metric of the validation
+                that it does not measure.
+        """
+        self._best.check_validation(metrics.keys())
+        self._best_export.check_validation(metrics.keys())
         self._names |= metrics.keys()
         self._best_export.after_step(0, metrics)
 
