@@ -20,6 +20,7 @@ from mrlhf.weights.boxes import Box
 from mrlhf.weights.shard import Shape
 
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
 REPLACED = ".replaced"
 FORMAT = 1
 WEIGHT = "weight"
@@ -123,6 +124,23 @@ def checkpoints_in(directory: Path) -> list[Path]:
             if match and (path / MANIFEST).is_file():
                 found.append((int(match[1]), match[2] is not None, path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def named_checkpoint(path: Path) -> Path | None:
+    """What `path` names: a checkpoint, or else the folder with the checkpoints of a run.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints, or the output directory of a run.
+
+    Returns:
+        Its real path; None if there is no whole checkpoint.
+    """
+    if (path / MANIFEST).is_file():
+        return path.resolve()
+    for folder in (path / CHECKPOINTS, path):
+        if checkpoints_in(folder):
+            return folder.resolve()
+    return None
 
 
 def hidden_directories(directory: Path) -> list[Path]:

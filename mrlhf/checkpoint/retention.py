@@ -52,9 +52,21 @@ class Best:
         if self.metric is not None and self.metric not in measured:
             kind = self.metric.split("/")[0]
             alike = [name for name in measured if name.startswith(f"{kind}/")]
-            near = difflib.get_close_matches(self.metric, sorted(alike or measured), 1, cutoff=0.1)
+            near = difflib.get_close_matches(self.metric, sorted(alike or measured), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{self.key} is {self.metric}, which this run does not measure{hint}")
+
+    def check_validation(self, measured: AbstractSet[str]) -> None:
+        """Refuse a metric of the validation that a validation does not measure.
+
+        Args:
+            measured: the names of all metrics of a validation.
+
+        Raises:
+            ConfigError: naming the nearest metric.
+        """
+        if self.metric is not None and self.metric.startswith(("val/", "val_sampled/")):
+            self.check(measured)
 
     def is_improved_by(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether step `step` has the best value so far; takes note of it then."""

@@ -17,6 +17,8 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.preflight.method_checks import in_yaml, method_problems
+from mrlhf.preflight.metric_checks import metric_problems
+from mrlhf.rewards.term_names import term_names
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
@@ -44,6 +46,7 @@ def check(config: AnyConfig, world_size: int) -> None:
     elif fits:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
+    problems += metric_problems(config)
     problems += unread_numbers(config)
 
     if problems:
@@ -204,10 +207,10 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
 
 def _reward_problems(config: PPOConfig) -> Iterator[str]:
     names = [term.name for term in config.reward.terms]
-    for name in sorted(set(names)):
-        count = names.count(name)
-        if count > 1:
-            yield f"reward.terms holds '{name}' {count} times; keep one and add the weights"
+    try:
+        term_names(names)
+    except ConfigError as error:
+        yield str(error)
 
     uses_model = "reward_model" in names
     if uses_model and config.reward_model is None:

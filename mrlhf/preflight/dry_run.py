@@ -47,7 +47,7 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     if world_size is None:
         world_size = smallest_world(config)
     check(config, world_size)
-    _check_output(config)
+    check_output(config)
     absent = absent_paths(config)
     specs = check_models(config)
     if isinstance(config, PPOConfig):
@@ -73,17 +73,13 @@ def preflight(config: AnyConfig, world_size: int) -> str:
         ConfigError: one line a mistake.
     """
     check(config, world_size)
-    _check_output(config)
+    check_output(config)
     require_paths(config)
     check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
         check_user_methods(config)
         require_engine(config.rollout.engine)
     return describe(config, world_size)
-
-
-def _check_output(config: AnyConfig) -> None:
-    check_output(config.trainer.output_dir, "actor" if isinstance(config, PPOConfig) else "model")
 
 
 def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> str:

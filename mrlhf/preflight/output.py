@@ -1,16 +1,19 @@
 """Finds out whether a run can write into its output directory, without creating anything there.
 
-It knows the names of what a run writes, and that nothing else may stand in their place. It does not
-know what an earlier run has left there.
+It knows the names of what a run writes, and that nothing else may stand in their place, nor any
+input. It does not know what an earlier run has left there.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import ConfigError
+from mrlhf.preflight.paths import AnyConfig, input_paths
 
 _FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
 _FILES = ("metrics.jsonl", "config.yaml", "run.json", "summary.json", "curves.png")
@@ -25,18 +28,24 @@ _FULL_OR_READ_ONLY = {
 }
 
 
-def check_output(path: str, export: str) -> None:
-    """Refuse an output directory into which this process cannot write.
-
-    Args:
-        path: `trainer.output_dir`.
-        export: the folder in it that will hold the trained model.
+def check_output(config: AnyConfig) -> None:
+    """Refuse an output directory into which this process cannot write, or that holds an input in
+    the place of a model that the run will write.
 
     Raises:
         ConfigError: in one line.
     """
+    path = config.trainer.output_dir
     directory = Path(path)
-    problem = _problem(directory) or _in_the_way(directory, export)
+    models = ["actor" if isinstance(config, PPOConfig) else "model"]
+    if config.trainer.export_best is not None:
+        models.append(f"{models[0]}_best")
+
+    problem = (
+        _problem(directory)
+        or _in_the_way(directory, models)
+        or _overwritten(config, [directory / name for name in models])
+    )
     if problem is not None:
         raise ConfigError(f"trainer.output_dir {path} {problem}; name another directory")
 
@@ -79,9 +88,21 @@ def _refusal(directory: Path) -> str | None:
     return None
 
 
-def _in_the_way(directory: Path, export: str) -> str | None:
+def _overwritten(config: AnyConfig, models: Sequence[Path]) -> str | None:
+    """Which input lies where the run writes a model, whose files replace all that is there."""
+    for model in models:
+        place = Path(os.path.realpath(model))
+        replaced = (place, place.with_name(f"{place.name}.partial"))
+        for read in input_paths(config):
+            real = Path(os.path.realpath(read.path))
+            if any(real.is_relative_to(other) for other in replaced):
+                return f"would write a model to {model}, and so overwrite {read}"
+    return None
+
+
+def _in_the_way(directory: Path, models: Sequence[str]) -> str | None:
     """What stands where the run will write something of another kind."""
-    for name in (export, *_FOLDERS):
+    for name in (*models, *_FOLDERS):
         path = directory / name
         if os.path.lexists(path) and not path.is_dir():
             return f"holds a file '{name}' where the run makes a directory"

@@ -1,7 +1,7 @@
 """The files and directories that a configuration names, and what is wrong with those on this
 machine.
 
-It knows which keys hold paths and what kind of thing each names. It reads no file.
+It knows which keys hold paths and what kind of thing each names. It reads no file's content.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mrlhf.checkpoint.manifest import named_checkpoint
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.errors import ConfigError
 from mrlhf.user_code import is_reference
@@ -144,6 +145,11 @@ def _problem(path: InputPath) -> str | None:
 
     if not os.access(place, os.R_OK | (os.X_OK if is_directory else 0)):
         return f"{path} cannot be read: permission denied"
+    if path.key == "trainer.resume" and named_checkpoint(place) is None:
+        return (
+            f"{path} has no whole checkpoint; give a checkpoint, the output directory of a run "
+            "that has one, auto or never"
+        )
     if path.holds is not None and not (place / path.holds).is_file():
         return f"{path} holds no {path.holds}; name a directory that does"
     return None

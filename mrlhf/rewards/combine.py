@@ -24,6 +24,7 @@ from mrlhf.rewards.interface import (
     split_score,
 )
 from mrlhf.rewards.rules import ANSWERS, FORMAT_PATTERN, RULES, format_match
+from mrlhf.rewards.term_names import term_names
 
 __all__ = ["EXTERNAL_TERMS", "RewardFunction", "mix"]
 
@@ -75,7 +76,7 @@ class RewardFunction:
     """Scores batches by a fixed list of weighted terms.
 
     Attributes:
-        weights: each term's weight, under the name of its rule or of the user's function.
+        weights: each term's weight, under its name as `term_names` gives it.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class RewardFunction:
                 malformed.
             RewardError: a user's function cannot be loaded.
         """
-        self.weights = {name.rpartition(":")[2]: float(weight) for name, weight in terms}
-        _check_terms(terms, self.weights)
+        _check_terms(terms)
+        references = [reference for reference, _ in terms]
+        names = term_names(references)
+        self.weights = {name: float(weight) for name, (_, weight) in zip(names, terms, strict=True)}
         try:
             re.compile(format_pattern)
         except re.error as error:
@@ -108,14 +111,13 @@ class RewardFunction:
             ) from error
 
         rules: dict[str, Rule] = {**RULES, "format": partial(format_match, pattern=format_pattern)}
-        self._rules = {name: rules[name] for name, _ in terms if name in rules}
+        self._rules = {name: rules[name] for name in references if name in rules}
 
         self._custom: dict[str, CustomReward] = {}
         try:
-            for name, _ in terms:
-                if ":" in name:
-                    custom = load_custom(name, limits or Limits())
-                    self._custom[custom.name] = custom
+            for name, reference in zip(names, references, strict=True):
+                if ":" in reference:
+                    self._custom[name] = load_custom(reference, limits or Limits())
         except RewardError:
             self.close()
             raise
@@ -194,14 +196,9 @@ class RewardFunction:
         return results
 
 
-def _check_terms(terms: Sequence[tuple[str, float]], weights: Mapping[str, float]) -> None:
+def _check_terms(terms: Sequence[tuple[str, float]]) -> None:
     if not terms:
         raise ConfigError("reward.terms is empty; give at least one term, such as exact_match")
-    if len(weights) < len(terms):
-        raise ConfigError(
-            f"reward.terms names one term twice: {[name for name, _ in terms]}; give it once, with "
-            "the sum of the weights"
-        )
 
     known = (*RULES, *EXTERNAL_TERMS)
     for name, weight in terms:

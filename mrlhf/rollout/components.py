@@ -16,6 +16,7 @@ from mrlhf.batch import Rollout
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.config.sections import RewardSection
 from mrlhf.errors import RewardError
+from mrlhf.rewards.term_names import term_names
 from mrlhf.rollout.scoring import Scores
 
 KEY = "algorithm.gdpo_reward_keys"
@@ -67,7 +68,8 @@ def reward_components(
     """
     keys = algorithm.gdpo_reward_keys
     if keys is None:
-        weight_of = {term.name.rpartition(":")[2]: term.weight for term in reward.terms}
+        every = term_names([term.name for term in reward.terms])
+        weight_of = dict(zip(every, (term.weight for term in reward.terms), strict=True))
         names = [name for name, weight in weight_of.items() if weight]
         weights = [weight_of[name] for name in names]
     else:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrlhf.checkpoint.manifest import (
-    MANIFEST,
+    CHECKPOINTS,
     bring_back_replaced,
     checkpoint_name,
     checkpoints_in,
+    named_checkpoint,
 )
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
@@ -30,7 +31,6 @@ from mrlhf.run.summary import SUMMARY
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _CONFIG = "config.yaml"
@@ -216,12 +216,9 @@ def _named_checkpoint(resume: str) -> Path | None:
         return None
 
     path = Path(resume)
-    if (path / MANIFEST).is_file():
-        return path.resolve()
-    for folder in (path / CHECKPOINTS, path):
-        if checkpoints_in(folder):
-            return folder.resolve()
-
+    found = named_checkpoint(path)
+    if found is not None:
+        return found
     what = "has no whole checkpoint" if path.is_dir() else "does not exist"
     raise ConfigError(
         f"trainer.resume names {path}, which {what}; give a checkpoint, the output directory of a "

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, checkpoints_in
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
 from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.run.directory import CHECKPOINTS, MODEL_FILES
+from mrlhf.run.directory import MODEL_FILES
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.files import flush
 

@@ -52,6 +52,14 @@ class BestExport:
         """
         self._best.check(measured)
 
+    def check_validation(self, measured: AbstractSet[str]) -> None:
+        """Refuse a metric of the validation that is not among those which a validation measures.
+
+        Raises:
+            ConfigError: naming the nearest metric.
+        """
+        self._best.check_validation(measured)
+
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Export the model if step `step` is the best so far; step 0 is before training.
 

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint
-from mrlhf.checkpoint.manifest import MANIFEST, checkpoint_name
+from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
 from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
 from mrlhf.errors import CheckpointError
-from mrlhf.run.directory import CHECKPOINTS
 from mrlhf.run.startup import Run
 from mrlhf.trainers.best_export import BestExport
 from mrlhf.training.engine import ModelEngine
@@ -136,7 +135,14 @@ class Checkpoints:
         return own
 
     def before_training(self, metrics: Mapping[str, float]) -> None:
-        """Take note of what was measured before the first step, with the initial model."""
+        """Take note of what was validated before the first step, with the initial model.
+
+        Raises:
+            ConfigError: `trainer.keep_best` or `trainer.export_best` is a metric of the validation
+                that it does not measure.
+        """
+        self._best.check_validation(metrics.keys())
+        self._best_export.check_validation(metrics.keys())
         self._names |= metrics.keys()
         self._best_export.after_step(0, metrics)
 

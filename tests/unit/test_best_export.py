@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from mrlhf.checkpoint.retention import Best
+from mrlhf.config.sections import TrainerSection
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.trainers.best_export import BestExport
+from mrlhf.trainers.checkpoints import Checkpoints, Measured
 
 METRIC = "val/sums/acc@1"
 
@@ -105,3 +108,27 @@ def test_a_metric_that_is_not_measured_is_refused(world: dist.ProcessGroup, tmp_
     model = Model(world, tmp_path / "actor_best")
     with pytest.raises(ConfigError, match=r"^trainer\.export_best is .*did you mean val/sum/acc@1"):
         model.best.check({"val/sum/acc@1", "actor/lr"})
+
+
+@pytest.mark.parametrize("key", ["keep_best", "export_best"])
+def test_the_validation_before_training_shows_a_wrong_name(
+    key: str, world: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    def before_training(metric: str) -> None:
+        trainer = TrainerSection.model_validate({"output_dir": str(tmp_path), key: metric})
+        config = SimpleNamespace(trainer=trainer, roles=dict, model_dump=dict)
+        run = SimpleNamespace(output_dir=tmp_path, lock=None, is_main_rank=True)
+        checkpoints = Checkpoints(
+            run,  # type: ignore[arg-type]
+            config,  # type: ignore[arg-type]
+            {"model": None},  # type: ignore[dict-item]
+            10,
+            lambda directory: None,
+            Measured(has_validation=True),
+        )
+        checkpoints.before_training({"val/sums/reward_mean": 0.5})
+
+    before_training("val/sums/reward_mean")
+    before_training("actor/entropy")  # is measured from the first step on
+    with pytest.raises(ConfigError, match=rf"^trainer\.{key} is val/sums/acc@1, which this run"):
+        before_training("val/sums/acc@1")

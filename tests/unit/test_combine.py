@@ -7,6 +7,7 @@ import pytest
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.rewards.combine import RewardFunction, mix
 from mrlhf.rewards.interface import RewardInput
+from mrlhf.rewards.term_names import term_names
 
 
 def inputs(*solutions):
@@ -106,14 +107,42 @@ def test_a_users_answers(tmp_path):
     assert set(result.metrics) == {"plain", "last", "last/acc"}
 
 
+def test_functions_of_the_same_name_are_told_apart_by_their_files(tmp_path):
+    for name, score in (("q1", 1), ("q2", 10)):
+        (tmp_path / f"{name}.py").write_text(
+            "def f(data_source, solution_str, ground_truth, extra_info):\n"
+            f"    return {{'score': {score}, 'acc': 1, 'pred': '{name}'}}\n"
+        )
+    terms = [(f"{tmp_path}/q1.py:f", 1.0), (f"{tmp_path}/q2.py:f", 0.5)]
+    with RewardFunction(terms) as reward:
+        result = reward.score(inputs("18"))
+    assert reward.weights == {"q1.f": 1.0, "q2.f": 0.5}
+    assert result.scores == [6.0]
+    assert result.metrics == {"q1.f": [1], "q2.f": [10], "q1.f/acc": [1], "q2.f/acc": [1]}
+    assert result.answers == {"q1.f": ["q1"], "q2.f": ["q2"]}
+
+
+@pytest.mark.parametrize(
+    ("terms", "names"),
+    [
+        (["gsm8k", "a/q.py:f", "q.py:g"], ["gsm8k", "f", "g"]),
+        (["a/q.py:f", "b/q.py:f", "g.py:f"], ["a.q.f", "b.q.f", "g.f"]),
+        (["gsm8k", "my.py:gsm8k"], ["gsm8k", "my.gsm8k"]),
+        (["my.py:reward_model"], ["my.reward_model"]),
+    ],
+)
+def test_names_of_terms(terms, names):
+    assert term_names(terms) == names
+
+
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
         ([], "give at least one term"),
         ([("exactmatch", 1.0)], "did you mean exact_match"),
         ([("zzz", 1.0)], "use one of exact_match, "),
-        ([("gsm8k", 1.0), ("gsm8k", 2.0)], "names one term twice"),
-        ([("gsm8k", 1.0), ("f.py:gsm8k", 2.0)], "names one term twice"),
+        ([("gsm8k", 1.0), ("gsm8k", 2.0)], "holds 'gsm8k' 2 times; keep one"),
+        ([("f.py:f", 1.0), ("./f.py:f", 2.0)], "holds './f.py:f' 2 times; keep one"),
         ([("gsm8k", math.inf)], "weights must be finite"),
     ],
 )

@@ -346,3 +346,24 @@ def test_help_shows_defaults_and_where_they_come_from(capsys):
     assert "  critic.path = actor.path  (str)" in said
     assert "  actor.dtype = auto  (auto | float32 | bfloat16)" in said
     assert "  trainer.total_steps = null  (int | null)" in said
+
+
+@pytest.mark.parametrize("key", ["keep_best", "export_best"])
+@pytest.mark.parametrize("name", ["foo", "acc@1", "val", "val/", "/val/x", "vall/x", "sft/loss"])
+def test_names_that_no_metric_has(key, name):
+    said = problems(ppo(**{f"trainer__{key}": name}), 8)
+    assert len(said) == 1
+    start = f"trainer.{key} is {name}, which is no metric of this run; their names begin with actor"
+    assert said[0].startswith(start)
+
+
+def test_names_that_a_metric_may_have():
+    for name in ("val/openai/gsm8k/acc@1", "val_sampled/x/acc@1", "response_length/mean"):
+        check(ppo(trainer__keep_best=name), 8)
+    check(supervised(SFTConfig, trainer__export_best="sft/loss"), 2)
+    check(supervised(RewardModelConfig, trainer__export_best="rm/accuracy"), 2)
+    said = problems(supervised(SFTConfig, trainer__export_best="rm/loss"), 2)
+    assert said == [
+        "trainer.export_best is rm/loss, which is no metric of this run; their names begin with "
+        "sft/, perf/, timing_s/, val/"
+    ]

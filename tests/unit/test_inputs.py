@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from safetensors.torch import save_file
@@ -292,6 +293,48 @@ def test_an_output_directory_that_cannot_be_written(place, output_dir, expected)
     said = refusal(ppo(trainer__output_dir=output_dir))
     assert said.startswith(f"trainer.output_dir {output_dir} {expected.format(place=place)}")
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "changes", "said"),
+    [
+        ("own", {"actor__path": "own/actor"}, "own/actor, and so overwrite actor.path own/actor;"),
+        ("own", {"data__val_files": ["own/actor/v.jsonl"]}, "overwrite data.val_files own/actor/v"),
+        ("own/", {"data__tokenizer": "own/actor.partial/t"}, "overwrite data.tokenizer own/actor."),
+        ("linked", {"actor__path": "model"}, "linked/actor, and so overwrite actor.path model;"),
+        (
+            "own",
+            {"actor__path": "own/actor_best", "trainer__export_best": "val/sum/reward"},
+            "own/actor_best, and so overwrite actor.path own/actor_best;",
+        ),
+    ],
+)
+def test_the_exported_model_replaces_no_input(place, output_dir, changes, said):
+    (place / "linked").mkdir(exist_ok=True)
+    if not (place / "linked" / "actor").exists():
+        (place / "linked" / "actor").symlink_to(place / "model")
+    config = ppo(trainer__output_dir=output_dir, trainer__test_freq=1, **changes)
+    assert f"trainer.output_dir {output_dir} would write a model to " in refusal(config)
+    assert said in refusal(config)
+
+
+def test_a_run_may_read_what_lies_beside_its_models(place):
+    (place / "own" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(place / "model", place / "own" / "model")
+    assert "fits 1 rank" in dry_run(ppo(trainer__output_dir="own", actor__path="own/model"), 1)
+
+
+def test_a_directory_without_a_checkpoint_is_nothing_to_go_on_from(place):
+    (place / "begun" / "checkpoints" / "step_000004").mkdir(parents=True)
+    for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004", "model"):
+        assert refusal(ppo(trainer__resume=named)) == (
+            f"trainer.resume {named} has no whole checkpoint; give a checkpoint, the output "
+            "directory of a run that has one, auto or never"
+        )
+
+    (place / "begun" / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
+    for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004"):
+        assert "fits 1 rank" in dry_run(ppo(trainer__resume=named), 1)
 
 
 def test_a_directory_without_permission_to_write(place, monkeypatch):

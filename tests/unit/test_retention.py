@@ -60,6 +60,8 @@ def test_a_metric_that_is_not_measured_is_refused() -> None:
         Best("trainer.keep_best", "val/sums/acc", "max").check(
             {"val/sum/acc@1", "val/sum/reward", "loss"}
         )
+    with pytest.raises(ConfigError, match=r"val/zz, which this run does not measure$"):
+        Best("trainer.keep_best", "val/zz", "max").check({"val/sum/acc@1", "val/sum/reward"})
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:

@@ -150,6 +150,15 @@ def test_terms_that_cannot_be_compared_are_refused(key, line):
         reward_components(Scores(torch.zeros(2), TERMS), _rollout(), section, REWARD)
 
 
+def test_terms_whose_functions_have_the_same_name():
+    terms = [{"name": "q1.py:f"}, {"name": "q2.py:f", "weight": 0.5}]
+    reward = RewardSection.model_validate({"terms": terms})
+    scores = Scores(torch.zeros(2), {"q1.f": [1.0, 2.0], "q2.f": [3.0, 4.0]})
+    found = reward_components(scores, _rollout(), AlgorithmSection(), reward)
+    assert (found.names, found.weights) == (("q1.f", "q2.f"), (1.0, 0.5))
+    assert found.scores.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
 def test_metrics_of_terms():
     table = torch.tensor([[1.0, 3.0], [2.0, 2.0]])
     assert RewardComponents(("a", "b"), (1.0, 1.0), table).metrics() == {

@@ -1,0 +1,50 @@
+"""What must hold for the names of metrics by which the best step is kept.
+
+It knows how names of metrics begin. Which ones a run measures is known after its first validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+
+_PPO = (
+    "actor",
+    "critic",
+    "gdpo",
+    "perf",
+    "prompt_length",
+    "reshard",
+    "response",
+    "response_length",
+    "response_length_non_aborted",
+    "reward",
+    "rollout",
+    "rollout_corr",
+    "timing_per_token_ms",
+    "timing_s",
+    "training",
+    "val",
+    "val_sampled",
+)
+_SUPERVISED = ("perf", "timing_s", "val")
+
+
+def metric_problems(config: PPOConfig | SFTConfig | RewardModelConfig) -> Iterator[str]:
+    """Names that no metric of such a run can have, one line each."""
+    if isinstance(config, PPOConfig):
+        kinds: tuple[str, ...] = _PPO
+    else:
+        kinds = ("sft" if isinstance(config, SFTConfig) else "rm", *_SUPERVISED)
+
+    trainer = config.trainer
+    for key, name in (("keep_best", trainer.keep_best), ("export_best", trainer.export_best)):
+        if name is None:
+            continue
+        kind, slash, rest = name.partition("/")
+        if kind not in kinds or not slash or not rest:
+            yield (
+                f"trainer.{key} is {name}, which is no metric of this run; their names begin with "
+                f"{', '.join(f'{known}/' for known in kinds)}"
+            )
