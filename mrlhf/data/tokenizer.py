@@ -29,6 +29,10 @@ Prompt = str | Sequence[Message]
 
 _FAST_FILE = "tokenizer.json"
 _CONFIG_FILE = "tokenizer_config.json"
+_VOCABULARIES = (
+    *(_FAST_FILE, MODEL_FILE, "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+)
 _LONGEST_REASON = 300  # characters of an error of transformers that are shown
 _LONGEST_EXCERPT = 40  # characters of a text that are shown
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -213,6 +217,7 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         _set_chat_template(backend, chat_template)
     tokenizer = Tokenizer(backend)
     if not any(tokenizer.is_ordinary(token) for token in tokenizer.ids):
+        _check_vocabulary(Path(path))
         raise DataError(f"the tokenizer {path} has no tokens for text; its files are damaged")
     return tokenizer
 
@@ -270,10 +275,26 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
                 f"the tokenizer {path} needs Python code of its own (auto_map), which is never "
                 "run; save it anew as a plain tokenizer.json"
             ) from None
+        _check_vocabulary(path)
         if model is None and (path / MODEL_FILE).is_file():
             check_sentencepiece(path / MODEL_FILE)
         raise DataError(f"cannot load a tokenizer from {path}: {_brief(error)}") from error
     return backend
+
+
+def _check_vocabulary(path: Path) -> None:
+    """Tell a directory without the files of a tokenizer from one whose files are damaged.
+
+    A few tokenizers (of bytes) need no such file, so this is only asked of what cannot be loaded.
+
+    Raises:
+        DataError: there is no file with tokens.
+    """
+    if not path.is_file() and not any((path / name).is_file() for name in _VOCABULARIES):
+        raise DataError(
+            f"tokenizer {path}: the directory holds no {_FAST_FILE}, {MODEL_FILE}, vocab.json or "
+            "vocab.txt; name one that holds the tokenizer's files"
+        ) from None
 
 
 def _read_object(file: Path) -> dict[str, Any] | None:

@@ -228,9 +228,9 @@ class Generator:
             row = int((~torch.isfinite(rollout_logprobs)).any(dim=1).nonzero()[0])
             raise EngineError(
                 f"the engine gave a token of prompt uid {prompts.uid[row // n]} the "
-                "log-probability inf or nan; the policy's weights are probably not finite: look "
-                "at actor/grad_norm of the steps before, lower actor.optim.lr or set "
-                "actor.optim.skip_grad_norm"
+                "log-probability inf or nan; the policy's weights are probably not finite: before "
+                "the first update look at the model's files, and later at actor/grad_norm of the "
+                "steps before, lower actor.optim.lr or set actor.optim.skip_grad_norm"
             )
 
         return Rollout(

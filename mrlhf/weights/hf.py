@@ -32,7 +32,7 @@ from mrlhf.weights.files import (
     temporary,
 )
 from mrlhf.weights.shard import Key, Shape, Slot
-from mrlhf.weights.stored import OpenFiles, Wanted, match, survey
+from mrlhf.weights.stored import OpenFiles, StoredTensor, Wanted, match, survey
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def read_weights(path: str | Path, slots: Sequence[Slot], wanted: Wanted) -> lis
         The tensors that the directory may lack, and lacks; their slots stay as they are.
 
     Raises:
-        WeightError: there are no safetensors, or they are damaged or not those of the model.
+        WeightError: there are no safetensors, or they are damaged, not those of the model or not
+            finite.
     """
     tensors = match(survey(Path(path)), wanted)
     with OpenFiles(tensors.values()) as files:
@@ -75,7 +76,21 @@ def read_weights(path: str | Path, slots: Sequence[Slot], wanted: Wanted) -> lis
                 stored = files.slice(tensors[piece.name])
                 index = (slice(None),) * piece.dim + (slice(piece.start, piece.stop),)
                 slot.store(stored[index])
+                _check_finite(slot, tensors[piece.name])
     return [name for name in wanted.shapes if name not in tensors]
+
+
+def _check_finite(slot: Slot, source: StoredTensor) -> None:
+    """Refuse numbers with which nothing can be computed, as the model holds them.
+
+    Raises:
+        WeightError: names the tensor and its file.
+    """
+    if not bool(torch.isfinite(slot.load()).all()):
+        raise WeightError(
+            f"{source.file}: {source.name} holds NaN or inf in {slot.parameter.dtype}; the file is "
+            "damaged, or was saved when training had diverged: take another model"
+        )
 
 
 def write_weights(

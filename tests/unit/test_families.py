@@ -267,10 +267,36 @@ def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
 def test_a_feature_that_a_family_cannot_have_is_refused(
     model: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    sizes = {key: getattr(tiny_config("llama"), key) for key in SIZES}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model, **sizes, **changes}))
+    stated: dict[str, Any] = {"model_type": model, "head_dim": 4, "pad_token_id": None}
+    stated |= {key: getattr(tiny_config("llama"), key) for key in SIZES}
+    (tmp_path / "config.json").write_text(json.dumps({**stated, **changes}))
     refusal = _refusal(tmp_path)
     assert message in refusal and "\n" not in refusal
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "key"),
+    [
+        ("ministral", {}, "head_dim"),
+        ("ministral", {"head_dim": None}, "head_dim"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "head_dim"),
+        ("qwen2", {"head_dim": None}, "head_dim"),
+        ("olmo2", {"head_dim": None, "pad_token_id": None}, "head_dim"),
+        ("phi3", {}, "pad_token_id"),
+    ],
+)
+def test_what_transformers_cannot_build_is_refused(
+    model: str, changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    stated = {"model_type": model, **{key: getattr(tiny_config("llama"), key) for key in SIZES}}
+    (tmp_path / "config.json").write_text(json.dumps({**stated, **changes}))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"), pytest.raises((TypeError, AssertionError)):
+        transformers.AutoModelForCausalLM.from_config(config)
+
+    refusal = _refusal(tmp_path)
+    assert refusal.startswith(f"{tmp_path}: config.json states no {key}")
+    assert "\n" not in refusal
 
 
 def test_a_granite_model_with_a_scalar_head_is_refused(tmp_path: Path) -> None:

@@ -143,6 +143,30 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert all(slot.parameter.isnan().all() for slot in slots)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (float("nan"), torch.float32),
+        (float("-inf"), torch.bfloat16),
+        (1e38, torch.float16),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(
+    value: float, dtype: torch.dtype, checkpoint: Path
+) -> None:
+    spec = tiny_spec("llama")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensor = full_tensors(spec)[name].clone()
+    tensor[-1, -1] = value
+    _damage(checkpoint, **{name.replace(".", "__"): tensor})
+
+    slots = _slots(spec, LAYOUTS[0], 0, dtype)
+    with pytest.raises(WeightError) as refusal:
+        read_weights(checkpoint, slots, Wanted(tensor_shapes(spec)))
+    file = checkpoint / "model.safetensors"
+    assert str(refusal.value).startswith(f"{file}: {name} holds NaN or inf in {dtype}; ")
+
+
 def test_long_lists_of_names_are_cut(checkpoint: Path) -> None:
     shapes = tensor_shapes(tiny_spec("qwen2"))
     with pytest.raises(WeightError, match=r"q_proj.bias, .*k_proj.bias, .*v_proj.bias and 9 more"):

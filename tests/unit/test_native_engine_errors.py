@@ -49,7 +49,10 @@ def test_weights_that_are_not_finite_are_named(temperature):
     engine = make_engine(hf_model("llama"))
     engine.weight_slots()[0].parameter.fill_(float("nan"))
     engine.commit(2)
-    with pytest.raises(EngineError, match="NaN or inf"):
+    with pytest.raises(
+        EngineError,
+        match="NaN or inf; before the first update look at the m",
+    ):
         answer(engine, PROMPTS, UIDS, SamplingParams(temperature=temperature, max_tokens=3, seed=0))
 
 
@@ -123,7 +126,10 @@ def test_weights_that_were_not_finite_leave_nothing_behind():
     good = engine.weight_slots()[0].parameter.clone()
     engine.weight_slots()[0].parameter.fill_(float("nan"))
     engine.commit(2)
-    with pytest.raises(EngineError, match="NaN or inf"):
+    with pytest.raises(
+        EngineError,
+        match="NaN or inf; before the first update look at the m",
+    ):
         answer(engine, [[1] * 16] * 4, range(4), GREEDY)
     engine.weight_slots()[0].parameter.copy_(good)
     engine.commit(3)

@@ -184,6 +184,12 @@ def test_tied_embeddings_are_those_of_transformers(case: str, tmp_path: Path) ->
     )
 
 
+LFS_POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 12345
+"""
+
+
 def _write_header(file: Path, header: Any, data: bytes = b"") -> None:
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -205,6 +211,7 @@ def _unreadable(file: Path) -> None:
         (_unreadable, "not readable: "),
         (lambda file: file.write_bytes(b""), "not readable: "),
         (lambda file: file.write_bytes(b"garbage" * 999), "not readable: "),
+        (lambda file: file.write_text(LFS_POINTER), "a Git LFS pointer and not the weights; run"),
         (lambda file: _write_header(file, {"a": 1}), "not readable: "),
         (lambda file: _write_header(file, {}), "no tensor model.embed_tokens.weight"),
     ],

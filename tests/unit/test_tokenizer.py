@@ -224,8 +224,26 @@ def test_code_beside_a_tokenizer_is_never_run(directory, tmp_path, whole, monkey
 def test_missing_tokenizer(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="cannot load a tokenizer"):
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"config.json": {"model_type": "qwen2"}},
+        {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}},
+        {"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "</s>"}},
+    ],
+)
+def test_a_directory_without_a_tokenizer_is_said_to_be(files, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(DataError) as caught:
         load_tokenizer(tmp_path)
+    assert str(caught.value) == (
+        f"tokenizer {tmp_path}: the directory holds no tokenizer.json, tokenizer.model, "
+        "vocab.json or vocab.txt; name one that holds the tokenizer's files"
+    )
 
 
 def broken(text, **changes):

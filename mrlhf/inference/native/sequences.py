@@ -91,8 +91,9 @@ class Sequences:
         """
         if not np.isfinite(logprobs).all():
             raise EngineError(
-                "the policy's logits are not finite: its weights hold NaN or inf; lower the "
-                "learning rate"
+                "the policy's logits are not finite: its weights, or what it computes with them, "
+                "hold NaN or inf; before the first update look at the model's files, and later "
+                "lower the learning rate"
             )
         counts = self._counts[rows]
         self._tokens[rows, self._prompt_lengths[rows] + counts] = tokens

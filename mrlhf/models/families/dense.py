@@ -77,6 +77,7 @@ def dense_spec(config: dict[str, Any], head: Head, partial_rotary: bool = False)
     for key in (*_REQUIRED_KEYS, "max_position_embeddings"):
         if config[key] < 1:
             raise ConfigError(f"config.json has {key}={config[key]}; it must be at least 1")
+    _check_completed(config)
 
     num_heads = config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or num_heads
@@ -210,6 +211,26 @@ def decoder_spec(
     from mrlhf.models.layers import dense_decoder
 
     return dense_decoder(spec, chunk.layers, transformer_engine)
+
+
+def _check_completed(config: dict[str, Any]) -> None:
+    """Refuse a model that transformers completes, and then cannot build.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if "head_dim" in config and config["head_dim"] is None:
+        raise ConfigError(
+            "config.json states no head_dim, without which transformers cannot build the model; "
+            "set it, for most models to hidden_size / num_attention_heads"
+        )
+
+    pad = config.get("pad_token_id")
+    if pad is not None and pad >= config["vocab_size"]:
+        raise ConfigError(
+            f"config.json states no pad_token_id, and the {pad} that transformers takes then is "
+            f"not below vocab_size {config['vocab_size']}; set it to a token, or to null"
+        )
 
 
 def _rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
