@@ -10,6 +10,7 @@ import difflib
 import json
 import logging
 import math
+import os
 import sys
 import time
 import warnings
@@ -75,6 +76,17 @@ def configure_logging(rank: int) -> None:
 
     logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("mrlhf.data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
+
+
+def quiet_transformers() -> None:
+    """Hide the warnings of transformers, unless TRANSFORMERS_VERBOSITY asks for them.
+
+    They are about how it is called, which the user cannot change. What a user must know of models
+    and tokenizers is said elsewhere.
+    """
+    # It reads the variable when it is imported; if that has been done, the level counts.
+    if os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error") == "error":
+        logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 class MetricsWriter:

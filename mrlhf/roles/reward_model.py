@@ -8,7 +8,7 @@ is used for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -58,7 +58,7 @@ def scored_tokens(sequences: Sequence[Sequence[int]], spec: ModelSpec) -> list[S
     return scored
 
 
-def with_pad_token(spec: ModelSpec, pad_id: int, vocab_size: int) -> ModelSpec:
+def with_pad_token(spec: ModelSpec, pad_id: int, ids: Collection[int]) -> ModelSpec:
     """The spec of a reward model that is to be trained, with a padding token.
 
     Its own padding token stays if the tokenizer knows it, and otherwise the tokenizer's takes its
@@ -67,10 +67,10 @@ def with_pad_token(spec: ModelSpec, pad_id: int, vocab_size: int) -> ModelSpec:
     Args:
         spec: the model.
         pad_id: the tokenizer's padding token.
-        vocab_size: tokens of the tokenizer.
+        ids: all token ids of the tokenizer.
     """
     own = spec.hf_config.get("pad_token_id")
-    if own is not None and 0 <= own < vocab_size:
+    if own in ids:
         return spec
     return replace(spec, hf_config={**spec.hf_config, "pad_token_id": pad_id})
 

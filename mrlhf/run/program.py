@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.job import read_launch
-from mrlhf.log import configure_logging
+from mrlhf.log import configure_logging, quiet_transformers
 from mrlhf.run.failures import (
     BAD_INPUT,
     FAILED,
@@ -65,6 +65,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     Returns:
         The exit code, if there was nothing to run: after a dry run or bad input.
     """
+    quiet_transformers()
     try:
         config, dry = parse_args(program.root, argv)
         if dry is not None:

@@ -30,7 +30,7 @@ def train_reward_model(config: RewardModelConfig) -> None:
         task = PreferenceLearning(inputs.pairs, inputs.held_out)
         tokenizer = inputs.tokenizer
         stored = load_spec(config.model.path, "scalar")
-        spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.vocab_size)
+        spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.ids)
         SupervisedTrainer(config, inputs, run, spec, task).fit()
 
 

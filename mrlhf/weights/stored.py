@@ -111,15 +111,20 @@ def survey(directory: Path) -> StoredModel:
         raise WeightError(f"{directory}: {_absence(directory)}")
 
     tensors: dict[str, StoredTensor] = {}
+    doubles: dict[str, str] = {}
     for file in files:
         for tensor in _header(file):
             earlier = tensors.get(tensor.name)
             if earlier is not None:
-                remarks.append(
-                    f"{directory}: {tensor.name} is in {earlier.file.name} and in {file.name}; the "
-                    "latter is read, as by transformers"
-                )
+                doubles[tensor.name] = f"{tensor.name} is in {earlier.file.name} and in {file.name}"
             tensors[tensor.name] = tensor
+
+    if doubles:
+        more = f", and {len(doubles) - 1} more tensors are in two files" if len(doubles) > 1 else ""
+        remarks.append(
+            f"{directory}: {next(iter(doubles.values()))}{more}; the latter is read, as by "
+            "transformers"
+        )
     return StoredModel(directory, tensors, tuple(remarks))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
 from tests.plain_ppo import SIZES
 from tests.ranks import run_ranks
+from tests.shards import tiny_spec
 from tests.tiny_task import write_tiny_task
 
 EOS = 2
@@ -111,7 +113,7 @@ def _export(
     """Give the model a padding token as training does, score with it, and export it."""
     tokenizer = load_tokenizer(directory.parent / f"tokenizer-{name}")
     stated = engine.spec
-    engine.spec = with_pad_token(stated, tokenizer.pad_id, tokenizer.vocab_size)
+    engine.spec = with_pad_token(stated, tokenizer.pad_id, tokenizer.ids)
     scores[directory.name] = score_sequences(engine, SEQUENCES).tolist()
     export_checkpoint(ExportedModel(engine, tokenizer, max_shard_mb=100), directory)
     engine.spec = stated
@@ -157,3 +159,11 @@ def test_the_token_that_is_scored(run: Any) -> None:
     assert scored_tokens(SEQUENCES[:3], spec) == [[5, 9, 11]] * 3
     assert scored_tokens([[EOS, EOS], [3, EOS, 4]], spec) == [[EOS], [3, EOS, 4]]
     assert scored_tokens(SEQUENCES, load_spec(root / "null", "scalar")) == SEQUENCES
+
+
+@pytest.mark.parametrize(("own", "kept"), [(30, 30), (5, 2), (None, 2), (-1, 2)])
+def test_a_pad_that_the_tokenizer_has_stays(own: int | None, kept: int) -> None:
+    """The tokenizer has four tokens, and gaps between their ids."""
+    stated = tiny_spec("llama", "scalar")
+    spec = replace(stated, hf_config={**stated.hf_config, "pad_token_id": own})
+    assert with_pad_token(spec, 2, {1, 2, 29, 30}).hf_config["pad_token_id"] == kept

@@ -3,14 +3,23 @@
 import io
 import json
 import logging
+import os
 import resource
+import subprocess
 import sys
 import time
 
 import pytest
 
 from mrlhf.errors import ConfigError, DataError
-from mrlhf.log import MetricsWriter, Progress, configure_logging, plot_curves, read_metrics
+from mrlhf.log import (
+    MetricsWriter,
+    Progress,
+    configure_logging,
+    plot_curves,
+    quiet_transformers,
+    read_metrics,
+)
 
 
 @pytest.fixture
@@ -39,6 +48,36 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 + informs
     assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo: slow disk")
+
+
+@pytest.mark.parametrize(("asked", "level"), [(None, "ERROR"), ("warning", "WARNING")])
+def test_warnings_of_transformers_are_shown_if_asked_for(asked, level, monkeypatch):
+    theirs = logging.getLogger("transformers")
+    before = theirs.level
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", asked or "")
+    if asked is None:
+        monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+    try:
+        theirs.setLevel(logging.WARNING)
+        quiet_transformers()
+        assert logging.getLevelName(theirs.level) == level
+    finally:
+        theirs.setLevel(before)
+
+
+def test_transformers_is_quiet_if_it_is_imported_later():
+    program = """if True:
+        import logging
+        from mrlhf.log import quiet_transformers
+        quiet_transformers()
+        import transformers.utils
+        logging.getLogger("transformers.any").warning("too long")
+    """
+    environment = {key: text for key, text in os.environ.items() if "VERBOSITY" not in key}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "too long" not in ran.stderr
 
 
 def test_each_step_is_one_sorted_line_readable_at_once(tmp_path):

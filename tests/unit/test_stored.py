@@ -184,6 +184,17 @@ def test_tied_embeddings_are_those_of_transformers(case: str, tmp_path: Path) ->
     )
 
 
+def test_tensors_in_two_files_are_one_remark(tmp_path: Path) -> None:
+    tensors = _model(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    _save_shards(tmp_path, tensors, {name: tensors[name] for name in (OUTPUT, EMBEDDING, NORM)})
+    assert check_weight_files(tmp_path, load_spec(tmp_path, "lm"), needs_head=False) == (
+        f"{tmp_path}: {OUTPUT} is in model-00001-of-00002.safetensors and in "
+        "model-00002-of-00002.safetensors, and 2 more tensors are in two files; the latter is "
+        "read, as by transformers",
+    )
+
+
 LFS_POINTER = """version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
 size 12345
