@@ -87,7 +87,7 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_says(config: Path) -> None:
 def test_its_keys_have_their_defaults() -> None:
     rows = re.findall(r"^\| `trainer\.(\w+)` \| (\S+) \|", CHECKPOINTS, re.MULTILINE)
     fields = TrainerSection.model_fields
-    assert len(rows) == 10
+    assert len(rows) == 12
     for name, default in rows:
         assert yaml.safe_load(default) == fields[name].default, name
 

@@ -11,9 +11,11 @@ from tests.e2e.programs import torchrun
 pytestmark = pytest.mark.timeout(200)
 
 
-def test_an_engine_that_raises_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+def test_an_engine_that_raises_on_one_rank_ends_the_job(start_policy: Path, tmp_path: Path) -> None:
     keys = [
-        "actor.path=configs/models/demo_llama",
+        f"actor.path={start_policy}/sft/model",
+        f"data.train_files={start_policy}/data/train.jsonl",
+        f"data.val_files={start_policy}/data/held_out.jsonl",
         "actor.tp=2",
         "actor.pp=1",
         f"trainer.output_dir={tmp_path}",
