@@ -23,6 +23,7 @@ from mrlhf.device import Device
 from mrlhf.errors import ConfigError, HangError
 
 STORE_S = 10.0  # for the store to answer, where nothing has to be waited for
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def read_launch() -> Launch:
     """The place of this process, from the environment variables that torchrun sets.
 
     Raises:
-        ConfigError: the process was not started by torchrun.
+        ConfigError: the process was not started by torchrun, or a variable of the launcher or of
+            Slurm has a value that it cannot have.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
@@ -53,22 +55,72 @@ def read_launch() -> Launch:
             f"environment variables {', '.join(missing)} are not set; "
             f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
         )
-    for name in (*names[:3], "MASTER_PORT"):
-        if not os.environ[name].isdecimal():
-            raise ConfigError(f"environment variable {name} is {os.environ[name]!r}, no number")
-    rank, world_size, local_rank = (int(os.environ[name]) for name in names[:3])
-    return Launch(rank, world_size, local_rank)
+    world_size = _number("WORLD_SIZE", least=1)
+    launch = Launch(
+        rank=_number("RANK", most=world_size - 1, bound="WORLD_SIZE - 1"),
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK", most=world_size - 1, bound="WORLD_SIZE - 1"),
+    )
+
+    # What is read later is checked here too, before this process joins the others.
+    _number("MASTER_PORT", least=1, most=65535)
+    processes_on_this_machine()
+    end_of_allocation()
+    read_starts()
+    return launch
 
 
 def end_of_allocation() -> float | None:
-    """When Slurm ends the job, in seconds since 1970; None if Slurm does not say."""
-    end = os.environ.get("SLURM_JOB_END_TIME")
-    return None if end is None else float(end)
+    """When Slurm ends the job, in seconds since 1970; None if Slurm does not say.
+
+    Raises:
+        ConfigError: what Slurm says is no number.
+    """
+    name = "SLURM_JOB_END_TIME"
+    return float(_number(name)) if name in os.environ else None
 
 
 def processes_on_this_machine() -> int:
-    """Number of processes of the job on this machine; 1 if no launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Number of processes of the job on this machine; 1 if no launcher says.
+
+    Raises:
+        ConfigError: what the launcher says is no such number.
+    """
+    return _number("LOCAL_WORLD_SIZE", least=1, default="1")
+
+
+def _number(
+    name: str,
+    *,
+    least: int = 0,
+    most: int | None = None,
+    bound: str | None = None,
+    default: str | None = None,
+) -> int:
+    """The whole number in the environment variable `name`.
+
+    Args:
+        name: the variable; it is set if there is no default.
+        least: the smallest number that it may be.
+        most: the largest one; None: any.
+        bound: what messages call the largest one; None: the number itself.
+        default: the text that stands for a variable that is not set.
+
+    Raises:
+        ConfigError: it is no whole number, or out of its bounds.
+    """
+    text = os.environ[name] if default is None else os.environ.get(name, default)
+    start = f"environment variable {name} is {text[:40]!r}"
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        raise ConfigError(f"{start}, no number; what starts the job sets it, so leave it alone")
+
+    number = int(text)
+    if number < least or (most is not None and number > most):
+        highest = "" if most is None else f" and at most {bound or most}"
+        if bound is not None:
+            highest += f" = {most}"
+        raise ConfigError(f"{start}, and must be at least {least}{highest}")
+    return number
 
 
 def write_error_file(message: str, moment: float) -> None:
@@ -102,16 +154,20 @@ class Starts:
 
 
 def read_starts() -> Starts:
-    """What started this process, from the environment variables of Slurm and torchrun."""
+    """What started this process, from the environment variables of Slurm and torchrun.
+
+    Raises:
+        ConfigError: a count of restarts is no number.
+    """
     job = os.environ.get("SLURM_JOB_ID")
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     launcher = f"torchrun {run}" if run != "none" else f"torchrun process {os.getppid()}"
     names = (launcher,) if job is None else (launcher, f"Slurm job {job}")
 
     again = []
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+    if _number("TORCHELASTIC_RESTART_COUNT", default="0") > 0:
         again.append(launcher)
-    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and job is not None:
+    if _number("SLURM_RESTART_COUNT", default="0") > 0 and job is not None:
         again.append(names[-1])
     return Starts(job, names, tuple(again))
 
@@ -149,7 +205,7 @@ def connect(timeout_s: float) -> dist.Store:
     """
     launch = read_launch()
     host = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+    port = _number("MASTER_PORT", least=1, most=65535)
 
     try:
         return dist.TCPStore(

@@ -161,12 +161,14 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
 def _unknown(node: Any, known: set[str], prefix: str = "") -> Iterator[str]:
     """The dotted names in `node` that are no keys.
 
-    What stands below a value is left to the value's own check.
+    What stands below a value is left to the value's own check; so is a list in the place of a
+    section, and a section in the place of a list.
     """
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, list):
+    needs_list = any(key.startswith(f"{starred(prefix)}*.") for key in known)
+    if isinstance(node, list) and needs_list:
         items = enumerate(node)
-    elif isinstance(node, dict):
+    elif isinstance(node, dict) and not needs_list:
         items = node.items()
 
     for name, value in items:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mrlhf.user_code import check_name, is_reference
 
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 _VARIABLE = re.compile(r"\$(\w+|\{[^{}]*\})")
 
 
@@ -19,7 +20,8 @@ def expand_path(text: str) -> str:
     """`text` with a `~` at its start and the environment's variables in it replaced.
 
     Raises:
-        ValueError: it is empty or no path, or names a user or a variable that does not exist.
+        ValueError: it is empty or no path but an address, or names a user or a variable that does
+            not exist.
     """
     if not text.strip():
         raise ValueError("should be a path, and is empty")
@@ -27,6 +29,12 @@ def expand_path(text: str) -> str:
         raise ValueError("should be a path, and holds characters that cannot be printed")
 
     path = _VARIABLE.sub(_value, text)
+    scheme = _SCHEME.match(path.strip())
+    if scheme is not None:
+        raise ValueError(
+            f"should be a path of the file system, and '{scheme[0]}' begins an address; copy what "
+            "is there into a directory, and name that"
+        )
     if path.startswith("~"):
         path = os.path.expanduser(path)
         if path.startswith("~"):

@@ -293,6 +293,13 @@ class RewardTermSection(Section):
     )
     weight: Number = Field(1.0, description="factor of this term in the sum")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_section(cls, raw: Any) -> Any:
+        if isinstance(raw, str):
+            raise ValueError(f"should be a section with keys of its own: {{name: {raw}}}")
+        return raw
+
     @field_validator("name", mode="before")
     @classmethod
     def _is_rule_or_function(cls, name: object) -> str:

@@ -24,6 +24,8 @@ __all__ = ["PreferencePairs", "encode_preferences", "split_by_prompt"]
 
 logger = logging.getLogger(__name__)
 
+_RESPONSE = "must be a string, or messages of which the last is the assistant's"
+
 
 @dataclass(frozen=True)
 class PreferencePairs:
@@ -150,15 +152,15 @@ def split_by_prompt(
         DataError: the fraction is outside [0, 1), or leaves nothing to train on.
     """
     if not 0.0 <= held_out_fraction < 1.0:
-        raise DataError(f"held_out_fraction {held_out_fraction} is not in [0, 1)")
+        raise DataError(f"data.held_out_fraction {held_out_fraction} is not in [0, 1)")
 
     keys = [json.dumps(_parts(row)[0], sort_keys=True) for row in rows]
     ranked = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     held_out = set(ranked[: round(held_out_fraction * len(ranked))])
     if len(held_out) == len(ranked):
         raise DataError(
-            f"held_out_fraction {held_out_fraction} of {len(ranked)} prompts leaves none to train "
-            "on; lower it"
+            f"data.held_out_fraction {held_out_fraction} of {len(ranked)} prompts leaves none to "
+            "train on; lower it"
         )
 
     train_rows: list[Row] = []
@@ -172,11 +174,24 @@ def split_by_prompt(
 
 
 def _parts(row: Row) -> tuple[Prompt, str, str]:
-    """The prompt, the chosen and the rejected response of a row."""
+    """The prompt, the chosen and the rejected response of a row.
+
+    Raises:
+        DataError: a part is missing or malformed, or the responses are not of the same form.
+    """
     chosen = row.require("chosen")
     rejected = row.require("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
         return prompt_of(row), chosen, rejected
+
+    for name, response in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(response, str | list):
+            raise DataError(f"{row.where}: {name!r} {_RESPONSE}")
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"{row.where}: one of 'chosen' and 'rejected' is a string and the other a list; write "
+            "both as strings, or both as messages"
+        )
 
     context, better = _conversation(row, "chosen", chosen)
     other_context, worse = _conversation(row, "rejected", rejected)
@@ -204,8 +219,5 @@ def _conversation(row: Row, name: str, messages: Any) -> tuple[list[Message], st
         and last.get("role") == "assistant"
         and isinstance(last.get("content"), str)
     ):
-        raise DataError(
-            f"{row.where}: {name!r} must be a string, or messages of which the last is the "
-            "assistant's"
-        )
+        raise DataError(f"{row.where}: {name!r} {_RESPONSE}")
     return messages[:-1], last["content"]

@@ -355,3 +355,39 @@ def test_odd_values_are_refused_in_one_line_or_kept(root):
                     numbers.append((name, kept))
 
     assert set(numbers) <= SENSIBLE
+
+
+@pytest.mark.parametrize(
+    ("override", "shown", "key", "scheme"),
+    [
+        ("actor.path=s3://b/m", "s3://b/m", "actor.path", "s3://"),
+        ("trainer.output_dir=hdfs://b/m", "hdfs://b/m", "trainer.output_dir", "hdfs://"),
+        ("data.train_files=[http://h/a]", "http://h/a", "data.train_files.0", "http://"),
+        ("data.tokenizer=file:///t", "file:///t", "data.tokenizer", "file://"),
+        ("trainer.resume=gs://b", "gs://b", "trainer.resume", "gs://"),
+        (
+            "reward.terms=[{name: 's3://b/f.py:f'}]",
+            "s3://b/f.py:f",
+            "reward.terms.0.name",
+            "s3://",
+        ),
+    ],
+)
+def test_addresses_are_no_paths(tmp_path, override, shown, key, scheme):
+    assert message(tmp_path, PPO, override) == (
+        f"bad value '{shown}' for '{key}': should be a path of the file system, and '{scheme}' "
+        "begins an address; copy what is there into a directory, and name that"
+    )
+
+
+def test_other_forms_than_sections_and_lists(tmp_path):
+    assert message(tmp_path, PPO, "reward.terms=[exact_match]") == (
+        "bad value 'exact_match' for 'reward.terms.0': should be a section with keys of its own: "
+        "{name: exact_match}"
+    )
+    assert message(tmp_path, PPO.replace("critic: {pp: 2}", "critic: [1]")) == (
+        "bad value [1] for 'critic': should be a section with keys of its own"
+    )
+    assert message(tmp_path, PPO.replace("[{name: gsm8k}]", "{name: gsm8k}")) == (
+        "bad value {'name': 'gsm8k'} for 'reward.terms': input should be a valid list"
+    )

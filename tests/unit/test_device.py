@@ -183,6 +183,36 @@ def test_launch_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         read_launch()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "8", "RANK is '8', and must be at least 0 and at most WORLD_SIZE - 1 = 7"),
+        ("RANK", "-1", "RANK is '-1', no number; what starts the job sets it, so leave it alone"),
+        ("LOCAL_RANK", "9", "LOCAL_RANK is '9', and must be at least 0 and at most WORLD_SIZE"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', and must be at least 1"),
+        ("WORLD_SIZE", "", "WORLD_SIZE is '', no number"),
+        ("MASTER_PORT", "0", "MASTER_PORT is '0', and must be at least 1 and at most 65535"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is '65536', and must be at least 1 and at most"),
+        ("LOCAL_WORLD_SIZE", "x", "LOCAL_WORLD_SIZE is 'x', no number"),
+        ("SLURM_JOB_END_TIME", "nan", "SLURM_JOB_END_TIME is 'nan', no number"),
+        ("SLURM_JOB_END_TIME", "9" * 5000, "SLURM_JOB_END_TIME is '999"),
+        ("SLURM_RESTART_COUNT", "once", "SLURM_RESTART_COUNT is 'once', no number"),
+        ("TORCHELASTIC_RESTART_COUNT", "-1", "TORCHELASTIC_RESTART_COUNT is '-1', no number"),
+    ],
+)
+def test_values_that_no_launcher_gives(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    store = {"MASTER_ADDR": "x", "MASTER_PORT": "65535"}
+    for variable, text in {**given, **store, name: value}.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError) as caught:
+        read_launch()
+    assert str(caught.value).startswith(f"environment variable {message}")
+    assert "\n" not in str(caught.value)
+
+
 def test_peak_memory_on_the_cpu_counts_what_was_touched() -> None:
     before = CPU.max_memory_allocated()
     # With four bytes an element this is more than the process has ever held.

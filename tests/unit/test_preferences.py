@@ -82,8 +82,10 @@ def test_long_pairs_are_dropped_whole_and_counted(tokenizer, caplog):
         ({"prompt": "1", "chosen": "2"}, "no value for 'rejected'"),
         (
             {"prompt": "1", "chosen": "2", "rejected": [BAD]},
-            "'chosen' must be a string, or messages",
+            "one of 'chosen' and 'rejected' is a string and the other a list; write both as",
         ),
+        ({"prompt": "1", "chosen": "2", "rejected": 5}, ":1: 'rejected' must be a string, or"),
+        ({"prompt": "1", "chosen": 5, "rejected": "2"}, ":1: 'chosen' must be a string, or"),
         (
             {"prompt": "1", "chosen": [USER], "rejected": [BAD]},
             "'chosen' must be a string, or messages",
@@ -163,5 +165,5 @@ def test_split_of_nothing_and_of_everything():
     assert split_by_prompt(data, 0.0, seed=1) == (data, [])
     with pytest.raises(DataError, match=r"not in \[0, 1\)"):
         split_by_prompt(data, 1.0, seed=1)
-    with pytest.raises(DataError, match="leaves none to train on"):
+    with pytest.raises(DataError, match=r"^data\.held_out_fraction .* leaves none to train on"):
         split_by_prompt(data, 0.99, seed=1)
