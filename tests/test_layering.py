@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "batch", "rl", "user_code"},
+    {"errors", "hub_files", "batch", "rl", "user_code"},
     {"config", "device", "log", "metrics", "methods"},
     {"job", "parallel", "data", "rewards"},
     {"weights"},

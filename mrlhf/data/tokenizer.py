@@ -8,7 +8,6 @@ data files or models.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from mrlhf.data.subword import MODEL_FILE, check_sentencepiece, convert_sentencepiece
 from mrlhf.errors import DataError
+from mrlhf.hub_files import read_object, refuse_pointer
 
 __all__ = ["Message", "Prompt", "Tokenizer", "load_tokenizer"]
 
@@ -252,12 +252,15 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
             "`hf download`)"
         )
 
+    refuse_pointer(path / MODEL_FILE, DataError)
     has_hf_files = (path / _FAST_FILE).is_file() or (path / _CONFIG_FILE).is_file()
     if (path / MODEL_FILE).is_file() and not has_hf_files:
         return convert_sentencepiece(path / MODEL_FILE)
 
-    model = _read_object(path / _FAST_FILE)
-    config = _read_object(path / _CONFIG_FILE)
+    model, config = (
+        read_object(file, DataError) if file.is_file() else None
+        for file in (path / _FAST_FILE, path / _CONFIG_FILE)
+    )
     if model is not None and not isinstance(model.get("model"), dict):
         raise DataError(f'{path / _FAST_FILE}: no "model", so it is no tokenizer; save it anew')
 
@@ -295,19 +298,6 @@ def _check_vocabulary(path: Path) -> None:
             f"tokenizer {path}: the directory holds no {_FAST_FILE}, {MODEL_FILE}, vocab.json or "
             "vocab.txt; name one that holds the tokenizer's files"
         ) from None
-
-
-def _read_object(file: Path) -> dict[str, Any] | None:
-    """The JSON object in `file`; None if there is no such file."""
-    if not file.is_file():
-        return None
-    try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not readable as JSON: {error}") from error
-    if not isinstance(stated, dict):
-        raise DataError(f"{file}: a JSON object is needed, not {type(stated).__name__}")
-    return stated
 
 
 def _is_generic(model: object | None, config: Mapping[str, Any] | None) -> bool:

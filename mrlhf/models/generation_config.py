@@ -6,13 +6,13 @@ It knows neither tokenizers nor engines.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
 
 from mrlhf.errors import ConfigError
+from mrlhf.hub_files import read_object
 
 __all__ = ["end_token_ids", "read_generation_config", "write_generation_config"]
 
@@ -34,7 +34,7 @@ def end_token_ids(directory: str | Path) -> dict[int, str]:
     for name in ("config.json", _FILE):
         file = Path(directory) / name
         if file.is_file():
-            stated = _object_of(file, _text_of(file)).get("eos_token_id")
+            stated = read_object(file, ConfigError).get("eos_token_id")
             ids |= dict.fromkeys(_token_ids(file, stated), name)
     return ids
 
@@ -48,15 +48,14 @@ def read_generation_config(directory: str | Path) -> str | None:
     file = Path(directory) / _FILE
     if not file.is_file():
         return None
-    text = _text_of(file)
-    stated = _object_of(file, text)
+    stated = read_object(file, ConfigError)
     try:
         GenerationConfig.from_dict(stated)
     except Exception as error:  # of many types, each with its own way to say that a value is wrong
         raise ConfigError(
             f"{file}: transformers refuses it: {' '.join(str(error).split())}"
         ) from error
-    return text
+    return file.read_text(encoding="utf-8")
 
 
 def write_generation_config(text: str, directory: Path) -> None:
@@ -66,23 +65,6 @@ def write_generation_config(text: str, directory: Path) -> None:
         OSError: it cannot be written.
     """
     (directory / _FILE).write_text(text, encoding="utf-8")
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-
-
-def _object_of(file: Path, text: str) -> dict[str, Any]:
-    try:
-        stated = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not readable as JSON: {error}") from error
-    if not isinstance(stated, dict):
-        raise ConfigError(f"{file}: a JSON object is needed, not {type(stated).__name__}")
-    return stated
 
 
 def _token_ids(file: Path, stated: Any) -> list[int]:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mrlhf.errors import WeightError
+from mrlhf.hub_files import refuse_pointer
 from mrlhf.weights.shard import Shape
 
 SINGLE = "model.safetensors"
@@ -32,7 +33,6 @@ _OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _PREFIX = "model."
 _BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_ONCE = 4096
-_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -234,20 +234,8 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        if _is_pointer(file):
-            raise WeightError(
-                f"{file}: a Git LFS pointer and not the weights; run `git lfs pull` there"
-            ) from None
+        refuse_pointer(file, WeightError)
         raise WeightError(f"{file}: not readable: {_one_line(error)}; copy it again") from error
-
-
-def _is_pointer(file: Path) -> bool:
-    """Whether the file is what `git clone` leaves in the place of a large file."""
-    try:
-        with file.open("rb") as stream:
-            return stream.read(len(_POINTER)) == _POINTER
-    except OSError:
-        return False
 
 
 def _header(file: Path) -> list[StoredTensor]:

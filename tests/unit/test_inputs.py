@@ -223,7 +223,7 @@ def test_what_is_here_is_checked_though_other_things_are_absent():
         ),
         (
             {"data__tokenizer": "model"},
-            "data.tokenizer: cannot load a tokenizer from model",
+            "data.tokenizer: tokenizer model: the directory holds no tokenizer.json",
         ),
         ({"data__val_files": "rewards.py"}, "rewards.py: cannot read .py"),
         ({"data__train_batch_size": 16}, "data.train_files hold 8 prompts"),

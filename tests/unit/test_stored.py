@@ -222,7 +222,7 @@ def _unreadable(file: Path) -> None:
         (_unreadable, "not readable: "),
         (lambda file: file.write_bytes(b""), "not readable: "),
         (lambda file: file.write_bytes(b"garbage" * 999), "not readable: "),
-        (lambda file: file.write_text(LFS_POINTER), "a Git LFS pointer and not the weights; run"),
+        (lambda file: file.write_text(LFS_POINTER), "a Git LFS pointer and not the file itself"),
         (lambda file: _write_header(file, {"a": 1}), "not readable: "),
         (lambda file: _write_header(file, {}), "no tensor model.embed_tokens.weight"),
     ],

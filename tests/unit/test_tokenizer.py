@@ -246,6 +246,13 @@ def test_a_directory_without_a_tokenizer_is_said_to_be(files, tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", MODEL_FILE])
+def test_a_git_lfs_pointer_is_said_to_be(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\nsize 12345\n")
+    with pytest.raises(DataError, match=f"{name}: a Git LFS pointer .*; run `git lfs pull` there"):
+        load_tokenizer(tmp_path)
+
+
 def broken(text, **changes):
     return json.dumps({**json.loads(text), **changes})
 

@@ -6,7 +6,6 @@ ranks.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from mrlhf.errors import ConfigError, WeightError
+from mrlhf.hub_files import read_object
 from mrlhf.models.families.base import Chunk, Family
 from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
@@ -83,7 +83,11 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
         ConfigError: as for `load_spec`.
     """
     file = Path(path) / "config.json"
-    stated = _read_object(file)
+    if not file.is_file():
+        raise ConfigError(
+            f"{path}: no config.json there; give the directory of a Hugging Face model"
+        )
+    stated = read_object(file, ConfigError)
     family = _stated_family(file, stated)
     for key in family.required_keys:
         if stated.get(key) is None:
@@ -190,20 +194,6 @@ def _stated_dtype(spec: ModelSpec) -> torch.dtype | None:
     """The number format in which transformers would load the model, if `config.json` says it."""
     dtype = getattr(torch, str(spec.hf_config.get("dtype")).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ConfigError(
-            f"{file.parent}: no config.json there; give the directory of a Hugging Face model"
-        )
-    try:
-        stated = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not readable as JSON: {error}") from error
-    if not isinstance(stated, dict):
-        raise ConfigError(f"{file}: a JSON object is needed, not {type(stated).__name__}")
-    return stated
 
 
 def _stated_family(file: Path, stated: dict[str, Any]) -> Family:

@@ -1,0 +1,49 @@
+"""Files as they come from a hub of models: JSON objects, and what Git LFS leaves for large files.
+
+This file does not know what the files mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mrlhf.errors import MrlhfError
+
+__all__ = ["read_object", "refuse_pointer"]
+
+_POINTER = b"version https://git-lfs"
+
+
+def read_object(file: Path, refusal: type[MrlhfError]) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        MrlhfError: of the type `refusal`; the file cannot be read, or holds something else.
+    """
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        refuse_pointer(file, refusal)
+        raise refusal(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(stated, dict):
+        raise refusal(f"{file}: a JSON object is needed, not {type(stated).__name__}")
+    return stated
+
+
+def refuse_pointer(file: Path, refusal: type[MrlhfError]) -> None:
+    """Refuse what `git clone` leaves in the place of a large file.
+
+    Raises:
+        MrlhfError: of the type `refusal`; the file is a pointer of Git LFS.
+    """
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(_POINTER))
+    except OSError:
+        return
+    if start == _POINTER:
+        raise refusal(
+            f"{file}: a Git LFS pointer and not the file itself; run `git lfs pull` there"
+        ) from None
