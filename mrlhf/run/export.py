@@ -69,7 +69,9 @@ def export_result(model: ExportedModel, directory: Path, step: int) -> None:
         export_checkpoint(model, directory)
     except CheckpointError as error:
         newest_first = checkpoints_in(directory.parent / CHECKPOINTS)
-        newest = newest_first[0] if newest_first else None
+        own = newest_first[0] if newest_first else None
+        # Rank 0 says for all: on another machine a directory may look older for a while.
+        newest = all_gather_objects(own, model.engine.groups.world)[0]
         if newest is not None and newest.name == checkpoint_name(step, unfinished_step=False):
             raise CheckpointError(
                 f"{error}; the trained model is in {newest}: start the same command again once "
