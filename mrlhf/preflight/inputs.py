@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import PromptDataSection, SupervisedDataSection
@@ -39,6 +39,7 @@ from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
 FilesKey = Literal["train_files", "val_files"]
+InputsT = TypeVar("InputsT", "PPOInputs", "SFTInputs", "RewardModelInputs")
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,7 @@ def read_ppo_inputs(config: PPOConfig) -> PPOInputs:
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
-    inputs = _ppo_inputs(config, absent=())
-    assert inputs is not None, "nothing is absent, so everything is read"
-    return inputs
+    return _whole(_ppo_inputs(config, absent=()))
 
 
 def read_sft_inputs(config: SFTConfig) -> SFTInputs:
@@ -117,9 +116,7 @@ def read_sft_inputs(config: SFTConfig) -> SFTInputs:
     Raises:
         ConfigError, DataError: an input cannot be used; one line.
     """
-    inputs = _sft_inputs(config, absent=())
-    assert inputs is not None, "nothing is absent, so everything is read"
-    return inputs
+    return _whole(_sft_inputs(config, absent=()))
 
 
 def read_reward_model_inputs(config: RewardModelConfig) -> RewardModelInputs:
@@ -128,7 +125,10 @@ def read_reward_model_inputs(config: RewardModelConfig) -> RewardModelInputs:
     Raises:
         ConfigError, DataError: an input cannot be used; one line.
     """
-    inputs = _reward_model_inputs(config, absent=())
+    return _whole(_reward_model_inputs(config, absent=()))
+
+
+def _whole(inputs: InputsT | None) -> InputsT:
     assert inputs is not None, "nothing is absent, so everything is read"
     return inputs
 
