@@ -12,7 +12,7 @@ The counts are those of a dense Llama-like model. This file knows neither device
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mrlhf.models.spec import ModelSpec
 
@@ -36,6 +36,12 @@ def forward_flops(spec: ModelSpec, length: int) -> int:
 def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
     """Operations of one forward and backward pass over sequences of these `lengths`, in tokens."""
     return float((1 + BACKWARD) * sum(forward_flops(spec, length) for length in lengths))
+
+
+def row_costs(spec: ModelSpec, lengths: Sequence[int]) -> list[int]:
+    """Operations of one forward pass over each of the sequences of these `lengths`, in tokens."""
+    cost_of = {length: forward_flops(spec, length) for length in set(lengths)}
+    return [cost_of[length] for length in lengths]
 
 
 def visible_pairs(length: int, window: int | None) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import Pack, make_pack
+from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 
 Result = TypeVar("Result")
@@ -56,8 +57,11 @@ class Pipeline:
         self._shortest = make_pack([[0]], [1], [0], "last", multiple)
         self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._communication = {}
+        self._clock = None
         if groups.layout.pp > 1:
             self._communication["p2p_communicator"] = P2PCommunicator(groups.pp, config)
+            self._clock = StageClock(device, groups.coordinates.pp, groups.layout.pp)
+            config.timers = self._clock
 
     @torch.no_grad()
     def forward(
@@ -110,8 +114,14 @@ class Pipeline:
             scalar, kept = loss(self._selected(output, pack), number)
             return scalar * scale, kept
 
+        if self._clock is not None:
+            self._clock.begin()
         with self._stops.phase("forward and backward") as phase:
             return self._schedule(packs, finish, phase, forward_only=False)
+
+    def idle_and_busy(self) -> tuple[float, float] | None:
+        """Of the last `forward_backward`; see `StageClock`. None if there is only one stage."""
+        return None if self._clock is None else self._clock.idle_and_busy()
 
     def _schedule(
         self,

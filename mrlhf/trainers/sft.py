@@ -17,6 +17,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
+from mrlhf.trainers.step_metrics import balance_metrics
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
 
@@ -61,7 +62,8 @@ class FineTuning:
         sequences, prompt_lengths = _split([self._examples[row] for row in rows])
         tokens = sum(len(sequence) for sequence in sequences)
         response_tokens = tokens - sum(prompt_lengths)
-        packs = engine.cut(sequences, prompt_lengths, "response").packs
+        cut = engine.cut(sequences, prompt_lengths, "response")
+        packs = cut.packs
 
         def loss(logits: Tensor, number: int) -> tuple[Tensor, PackResult]:
             total = -token_logprobs(logits, packs[number]).sum()
@@ -71,6 +73,7 @@ class FineTuning:
 
         result = engine.train_mini_batch(packs, loss, ("sft/loss",))
         metrics = engine.end_update("sft", result.tally, 1)
+        metrics |= balance_metrics("sft", engine, cut)
         return metrics | {"perf/total_num_tokens": tokens}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:

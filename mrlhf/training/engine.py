@@ -26,6 +26,7 @@ from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
+from mrlhf.models.flops import row_costs
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.groups import RoleGroups
@@ -34,6 +35,7 @@ from mrlhf.parallel.microbatch import (
     Pack,
     PackedMiniBatch,
     Select,
+    balance_of,
     cut_mini_batches,
     make_pack,
 )
@@ -59,6 +61,9 @@ class PackResult:
 
 
 Loss = Callable[[Tensor, int], tuple[Tensor, PackResult]]
+
+BUBBLE = "bubble"
+"""The name in a tally of the seconds in which pipeline stages were idle, over those when busy."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +195,12 @@ class ModelEngine:
             together: number of consecutive rows that must stay in one micro-batch.
         """
         lengths = [len(tokens) for tokens in sequences]
+        costs = row_costs(self.spec, lengths)
         layout = self.groups.layout
         multiple = layout.tp if self._section.sequence_parallel else 1
         mini_batches = cut_mini_batches(
             lengths,
+            costs,
             mini_batch_rows or len(sequences),
             layout.dp,
             self._section.micro_batch_tokens,
@@ -205,7 +212,7 @@ class ModelEngine:
             share = mini_batch.micro_batches[self.groups.coordinates.dp]
             packs = [make_pack(sequences, prompt_lengths, rows, select, multiple) for rows in share]
             packed.append(PackedMiniBatch(mini_batch.rows, packs))
-        return BatchCut(packed)
+        return BatchCut(packed, balance_of(mini_batches, costs))
 
     def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
@@ -324,6 +331,8 @@ class ModelEngine:
         Returns:
             The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
             `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps.
+            With several pipeline stages also `perf/bubble/<prefix>`, the time in which the stages
+            stood idle over the time in which they computed.
         """
         assert self.optimizer is not None, "a frozen model has no update"
         metrics = total.means()
@@ -332,6 +341,8 @@ class ModelEngine:
         metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
         metrics[f"{prefix}/skipped_steps"] = skipped
         metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        if BUBBLE in metrics:
+            metrics[f"perf/bubble/{prefix}"] = metrics.pop(BUBBLE)
         self.optimizer.advance_schedule()
         return metrics
 
@@ -352,6 +363,13 @@ class ModelEngine:
         local = Tally()
         for tally in tallies:
             local.merge(tally)
+
+        timed = self._pipeline.idle_and_busy()
+        if timed is not None:
+            idle, busy = timed
+            local.add(BUBBLE, idle, busy)
+            names = [*names, BUBBLE]
+
         vector = local.to_vector(names)
         torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
         return Tally.from_vector(names, vector)
