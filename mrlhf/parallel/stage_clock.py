@@ -7,6 +7,8 @@ handed to them in the place of these timers. It knows neither models nor micro-b
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -28,27 +30,33 @@ class StageClock:
         self._device = device
         self._stage = stage
         self._stages = stages
-        self._began = 0.0
-        self._ended = 0.0
         self._exchange_began = 0.0
+        self._ended = 0.0  # the last exchange or backward pass; what follows is no stage's alone
         self._waited = 0.0
+        self._idle = 0.0
+        self._busy = 0.0
 
-    def begin(self) -> None:
-        """Begin to measure one run of the schedule."""
-        self._began = self._now()
-        self._ended = self._began
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure the run of a schedule in the body of a `with` statement, unless it raises."""
+        began = self._now()
         self._waited = 0.0
-
-    def idle_and_busy(self) -> tuple[float, float]:
-        """What this stage adds to two sums over all stages: seconds idle, and seconds busy.
-
-        The first stage has the first forward and the last backward pass, so it is there from the
-        beginning of the schedule to its end. It adds the idle time of all stages as if none of them
-        had been busy, and each stage takes its busy time off.
-        """
-        span = self._ended - self._began
+        yield
+        span = self._ended - began
         busy = span - self._waited
-        return (self._stages * span if self._stage == 0 else 0.0) - busy, busy
+
+        # The first stage has the first forward and the last backward pass, so its span is that of
+        # the whole schedule. Of that, each stage is idle while it is not busy.
+        whole = self._stages * span if self._stage == 0 else 0.0
+        self._idle += whole - busy
+        self._busy += busy
+
+    def take(self) -> tuple[float, float]:
+        """What to add up over the stages: seconds idle and seconds busy, since the last call."""
+        taken = (self._idle, self._busy)
+        self._idle = 0.0
+        self._busy = 0.0
+        return taken
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """The timer of this name; the level does not matter."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,18 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
+from mrlhf.batch import Sequences
 from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
-from mrlhf.models.flops import row_costs
+from mrlhf.models.flops import sequence_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.parallel.microbatch import (
-    BatchCut,
-    Pack,
-    PackedMiniBatch,
-    Select,
-    balance_of,
-    cut_mini_batches,
-    make_pack,
-)
+from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
+from mrlhf.parallel.packs import Pack, Select, make_packs
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.training.optimizer import ShardedOptimizer
@@ -61,9 +56,6 @@ class PackResult:
 
 
 Loss = Callable[[Tensor, int], tuple[Tensor, PackResult]]
-
-BUBBLE = "bubble"
-"""The name in a tally of the seconds in which pipeline stages were idle, over those when busy."""
 
 
 @dataclass(frozen=True)
@@ -179,25 +171,24 @@ class ModelEngine:
 
     def cut(
         self,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
+        sequences: Sequences,
         select: Select,
         mini_batch_rows: int | None = None,
         together: int = 1,
     ) -> BatchCut:
         """Cut a batch for this engine's layout and token budget, and pack this rank's share.
 
+        The packs are on this engine's device, ready for every pass of the step.
+
         Args:
-            sequences: token ids of each row of the batch.
-            prompt_lengths: tokens of each row's prompt; see `make_pack`.
-            select: the positions whose output is wanted; see `make_pack`.
+            sequences: all rows of the batch.
+            select: the positions whose output is wanted; see `make_packs`.
             mini_batch_rows: rows of one optimizer step; all rows where None.
             together: number of consecutive rows that must stay in one micro-batch.
         """
-        lengths = [len(tokens) for tokens in sequences]
-        costs = row_costs(self.spec, lengths)
+        lengths = sequences.lengths.tolist()
+        costs = self._costs(sequences, select)
         layout = self.groups.layout
-        multiple = layout.tp if self._section.sequence_parallel else 1
         mini_batches = cut_mini_batches(
             lengths,
             costs,
@@ -207,11 +198,19 @@ class ModelEngine:
             together,
         )
 
-        packed = []
-        for mini_batch in mini_batches:
-            share = mini_batch.micro_batches[self.groups.coordinates.dp]
-            packs = [make_pack(sequences, prompt_lengths, rows, select, multiple) for rows in share]
-            packed.append(PackedMiniBatch(mini_batch.rows, packs))
+        shares = [
+            mini_batch.micro_batches[self.groups.coordinates.dp] for mini_batch in mini_batches
+        ]
+        multiple = layout.tp if self._section.sequence_parallel else 1
+        packs = make_packs(
+            sequences, list(chain.from_iterable(shares)), select, multiple, self.device
+        )
+
+        remaining = iter(packs)
+        packed = [
+            PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
+            for mini_batch, share in zip(mini_batches, shares, strict=True)
+        ]
         return BatchCut(packed, balance_of(mini_batches, costs))
 
     def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
@@ -221,7 +220,7 @@ class ModelEngine:
     def per_token(
         self,
         packs: Sequence[Pack],
-        mask: Tensor,
+        shape: tuple[int, int],
         evaluate: Callable[[Tensor, int], Tensor],
         channels: int = 1,
     ) -> Tensor:
@@ -229,19 +228,21 @@ class ModelEngine:
 
         Args:
             packs: this rank's share of the batch.
-            mask: bool [batch, width]; each row has as many True entries as its sequence has
-                selected positions.
+            shape: batch and width of the tables that the packs' places count in.
             evaluate: as for `Pipeline.forward`; returns [channels, selected].
             channels: numbers for each position.
 
         Returns:
-            float32 [channels, batch, width] on the host of every rank, 0 where the mask is False.
+            float32 [channels, batch, width] on the host of every rank, 0 where nothing is selected.
         """
         results = self._pipeline.forward(packs, evaluate)
-        table = torch.zeros(channels, *mask.shape, dtype=torch.float32)
+        table = torch.zeros(channels, *shape, dtype=torch.float32)
 
-        for pack, flat in zip(packs, results, strict=False):  # only the last stage has results
-            table[:, pack.rows] = spread(flat.float().cpu(), mask[pack.rows])
+        if results:  # only the last stage has any
+            # The numbers stay on the device until the last pack is done.
+            flat = torch.cat([result.float() for result in results], dim=1).cpu()
+            places = torch.cat([pack.places for pack in packs])
+            table.view(channels, -1).index_copy_(1, places, flat)
 
         # Each entry is non-zero on one rank only, so the sum is exact.
         torch.distributed.all_reduce(table, group=self.groups.dp_pp)
@@ -341,10 +342,17 @@ class ModelEngine:
         metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
         metrics[f"{prefix}/skipped_steps"] = skipped
         metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
-        if BUBBLE in metrics:
-            metrics[f"perf/bubble/{prefix}"] = metrics.pop(BUBBLE)
+        metrics |= self._bubble(prefix)
         self.optimizer.advance_schedule()
         return metrics
+
+    def _costs(self, sequences: Sequences, select: Select) -> list[int]:
+        """The operations of a forward pass over each sequence."""
+        if select == "response":
+            outputs = sequences.lengths - sequences.prompt_lengths
+        else:
+            outputs = torch.ones_like(sequences.lengths)
+        return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
 
     def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult]:
         """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
@@ -363,24 +371,20 @@ class ModelEngine:
         local = Tally()
         for tally in tallies:
             local.merge(tally)
-
-        timed = self._pipeline.idle_and_busy()
-        if timed is not None:
-            idle, busy = timed
-            local.add(BUBBLE, idle, busy)
-            names = [*names, BUBBLE]
-
         vector = local.to_vector(names)
         torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
         return Tally.from_vector(names, vector)
 
+    def _bubble(self, prefix: str) -> dict[str, float]:
+        """`perf/bubble/<prefix>` since the last call; nothing without pipeline stages."""
+        clock = self._pipeline.clock
+        if clock is None:
+            return {}
+        seconds = torch.tensor(clock.take(), dtype=torch.float64, device="cpu")
+        torch.distributed.all_reduce(seconds, group=self.groups.world)
+        idle, busy = seconds.tolist()
+        return {f"perf/bubble/{prefix}": idle / busy}
+
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
             chunk.train(training)
-
-
-def spread(flat: Tensor, mask: Tensor) -> Tensor:
-    """Lay [channels, selected] out as [channels, rows, width], row by row where `mask` is True."""
-    table = flat.new_zeros(flat.shape[0], *mask.shape)
-    table[:, mask] = flat
-    return table

@@ -16,15 +16,15 @@ def run(
     """Go through `events`: at this time, this timer starts or stops."""
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    clock.begin()
-    for seconds, name, event in events:
-        now = 100.0 + seconds
-        timer = clock(name, log_level=2)
-        if event == "start":
-            timer.start(barrier=True)
-        else:
-            timer.stop()
-    return clock.idle_and_busy()
+    with clock.measured():
+        for seconds, name, event in events:
+            now = 100.0 + seconds
+            timer = clock(name, log_level=2)
+            if event == "start":
+                timer.start(barrier=True)
+            else:
+                timer.stop()
+    return clock.take()
 
 
 def test_the_bubble_of_two_stages_and_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +59,7 @@ def test_the_bubble_of_two_stages_and_one_micro_batch(monkeypatch: pytest.Monkey
         monkeypatch,
     )
 
+    # The reduction of the gradients, at the end, is not part of the schedule.
     assert first == (2 * 6.0 - 3.0, 3.0)
     assert last == (-3.0, 3.0)
     assert (first[0] + last[0]) / (first[1] + last[1]) == 1.0  # (2 - 1) / 1 micro-batch
