@@ -129,7 +129,7 @@ def seconds_by_category(work: Callable[[], object], vocab: int) -> dict[str, flo
 
 
 def _is_operator(name: str) -> bool:
-    """Whether an event is an operator, and no range around operators, whose own time is Python's."""
+    """Whether an event is an operator. A range around operators is none: its own time is Python's."""
     return "::" in name and not name.startswith("autograd::engine")
 
 

@@ -157,9 +157,7 @@ def _trainer(case: Case, directory: Path) -> PPOTrainer:
     policy.generate = functools.partial(policy.generate, logits_processor=ends)
     return PPOTrainer(
         args=settings,
-        processing_class=AutoTokenizer.from_pretrained(
-            directory / "tokenizer", padding_side="left"
-        ),
+        processing_class=tokenizer,
         model=policy,
         ref_model=AutoModelForCausalLM.from_pretrained(directory / "policy"),
         reward_model=AutoModelForSequenceClassification.from_pretrained(directory / "reward"),
