@@ -50,10 +50,11 @@ def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> flo
     return float((1 + BACKWARD) * forward)
 
 
-def row_costs(spec: ModelSpec, lengths: Sequence[int]) -> list[int]:
-    """Operations of one forward pass over each of the sequences of these `lengths`, in tokens."""
-    cost_of = {length: forward_flops(spec, length) for length in set(lengths)}
-    return [cost_of[length] for length in lengths]
+def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    """`forward_flops` of each of many sequences: their tokens, and their positions with outputs."""
+    layers = {length: forward_flops(spec, length, 0) for length in set(lengths)}
+    head = forward_flops(spec, 0, 1)
+    return [layers[length] + head * count for length, count in zip(lengths, outputs, strict=True)]
 
 
 def visible_pairs(length: int, window: int | None) -> int:

@@ -376,14 +376,17 @@ class ModelEngine:
         return Tally.from_vector(names, vector)
 
     def _bubble(self, prefix: str) -> dict[str, float]:
-        """`perf/bubble/<prefix>` since the last call; nothing without pipeline stages."""
+        """`perf/bubble/<prefix>` since the last call.
+
+        Nothing without pipeline stages, or if an earlier process trained all mini-batches.
+        """
         clock = self._pipeline.clock
         if clock is None:
             return {}
         seconds = torch.tensor(clock.take(), dtype=torch.float64, device="cpu")
         torch.distributed.all_reduce(seconds, group=self.groups.world)
         idle, busy = seconds.tolist()
-        return {f"perf/bubble/{prefix}": idle / busy}
+        return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

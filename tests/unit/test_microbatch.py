@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
 import torch
 
 from mrlhf.batch import Sequences
