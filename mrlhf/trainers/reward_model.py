@@ -75,7 +75,7 @@ class PreferenceLearning:
 
         names = ("rm/loss", "rm/accuracy", "rm/margin")
         result = engine.train_mini_batch(cut.packs, loss, names)
-        metrics = engine.end_update("rm", result.tally, 1)
+        metrics = engine.end_update("rm", engine.metrics_of([result]), 1)
         metrics |= balance_metrics("rm", engine, cut)
         return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 

@@ -73,7 +73,7 @@ class FineTuning:
             return total / response_tokens, PackResult(tally)
 
         result = engine.train_mini_batch(packs, loss, ("sft/loss",))
-        metrics = engine.end_update("sft", result.tally, 1)
+        metrics = engine.end_update("sft", engine.metrics_of([result]), 1)
         metrics |= balance_metrics("sft", engine, cut)
         return metrics | {"perf/total_num_tokens": tokens}
 
