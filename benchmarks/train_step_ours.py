@@ -75,7 +75,7 @@ class _Ours:
         run = Run(device, rank, dist.get_world_size(), GroupFactory(600.0), arguments.case)
         parts = assemble(config, read_ppo_inputs(config), run)
 
-        self._vocab = parts.actor.engine.spec.vocab_size
+        self._vocab = parts.actor.engine.spec.padded_vocab(arguments.tp) // arguments.tp
         self._trainer = PPOTrainer(config, run, parts)
         self._number = 0
         _force_lengths(parts.generator.engine, case.response_lengths)
