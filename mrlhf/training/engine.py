@@ -29,11 +29,12 @@ from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
+from mrlhf.models.flops import sequence_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, cut_mini_batches
+from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
 from mrlhf.parallel.packs import Pack, Select, make_packs
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
@@ -188,9 +189,12 @@ class ModelEngine:
             mini_batch_rows: rows of one optimizer step; all rows where None.
             together: number of consecutive rows that must stay in one micro-batch.
         """
+        lengths = sequences.lengths.tolist()
+        costs = self._costs(sequences, select)
         layout = self.groups.layout
         mini_batches = cut_mini_batches(
-            sequences.lengths.tolist(),
+            lengths,
+            costs,
             mini_batch_rows or len(sequences),
             layout.dp,
             self._section.micro_batch_tokens,
@@ -206,12 +210,11 @@ class ModelEngine:
         )
 
         remaining = iter(packs)
-        return BatchCut(
-            [
-                PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
-                for mini_batch, share in zip(mini_batches, shares, strict=True)
-            ]
-        )
+        packed = [
+            PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
+            for mini_batch, share in zip(mini_batches, shares, strict=True)
+        ]
+        return BatchCut(packed, balance_of(mini_batches, costs))
 
     def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
@@ -364,6 +367,8 @@ class ModelEngine:
         Returns:
             The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
             `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps.
+            With several pipeline stages also `perf/bubble/<prefix>`, the time in which the stages
+            stood idle over the time in which they computed.
         """
         assert self.optimizer is not None, "a frozen model has no update"
         metrics = total.means()
@@ -372,8 +377,17 @@ class ModelEngine:
         metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
         metrics[f"{prefix}/skipped_steps"] = skipped
         metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        metrics |= self._bubble(prefix)
         self.optimizer.advance_schedule()
         return metrics
+
+    def _costs(self, sequences: Sequences, select: Select) -> list[int]:
+        """The operations of a forward pass over each sequence."""
+        if select == "response":
+            outputs = sequences.lengths - sequences.prompt_lengths
+        else:
+            outputs = torch.ones_like(sequences.lengths)
+        return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
 
     def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult]:
         """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
@@ -386,6 +400,19 @@ class ModelEngine:
             return self._pipeline.forward_backward(packs, loss)
         finally:
             self._set_training(False)
+
+    def _bubble(self, prefix: str) -> dict[str, float]:
+        """`perf/bubble/<prefix>` since the last call.
+
+        Nothing without pipeline stages, or if an earlier process trained all mini-batches.
+        """
+        clock = self._pipeline.clock
+        if clock is None:
+            return {}
+        seconds = torch.tensor(clock.take(), dtype=torch.float64, device="cpu")
+        torch.distributed.all_reduce(seconds, group=self.groups.world)
+        idle, busy = seconds.tolist()
+        return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
