@@ -1,4 +1,4 @@
-"""Cuts a batch of sequences into mini-batches, data-parallel shares and packed micro-batches.
+"""Cuts a batch of sequences into mini-batches, data-parallel shares and micro-batches.
 
 Everything is a pure function of lengths, so every rank knows every other rank's share without
 asking. A batch is cut once a step, and the cut goes wherever the batch goes: the same sequences
@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-import torch
-from torch import Tensor
-
-Select = Literal["response", "last"]
+from mrlhf.parallel.balance import pack_rows, split_balanced
+from mrlhf.parallel.packs import Pack
 
 
 @dataclass(frozen=True)
@@ -33,27 +30,30 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """Sequences laid end to end, as one micro-batch of a pipeline.
+class Balance:
+    """How evenly a cut shares out the work.
 
     Attributes:
-        rows: rows of the batch that are in the pack, in order.
-        token_ids: int64 [tokens].
-        position_ids: int64 [tokens], from 0 in each sequence.
-        boundaries: int32 [sequences + 1], where each sequence begins, and the end.
-        longest: tokens of the longest sequence.
-        select: int64 [selected], the positions whose output is wanted.
-        targets: int64 [selected], the token that follows each selected position (0 after the last
-            token).
+        imbalance: the cost of the costliest rank over the mean of all data-parallel ranks; with
+            several mini-batches, the sum of the one over the sum of the other, since the ranks wait
+            for each other at the end of each.
+        micro_batches: of a data-parallel rank in a mini-batch; the mean.
     """
 
-    rows: list[int]
-    token_ids: Tensor
-    position_ids: Tensor
-    boundaries: Tensor
-    longest: int
-    select: Tensor
-    targets: Tensor
+    imbalance: float
+    micro_batches: float
+
+    def bubble(self, stages: int, chunks: int = 1) -> float:
+        """Time that a stage of a pipeline stands idle, as a share of the time that it computes.
+
+        This is what a schedule of the 1F1B kind costs with micro-batches of equal cost, by
+        https://arxiv.org/abs/2104.04473, section 2.2.
+
+        Args:
+            stages: pipeline stages.
+            chunks: parts of the model on each stage (virtual stages).
+        """
+        return (stages - 1) / (self.micro_batches * chunks)
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,29 @@ class PackedMiniBatch:
 
     @property
     def local_packs(self) -> list[Pack]:
-        """The packs with their rows counted from the first row of the mini-batch."""
+        """The packs with their rows and places counted from the first row of the mini-batch."""
         first = self.rows[0]
-        return [replace(pack, rows=[row - first for row in pack.rows]) for pack in self.packs]
+        return [
+            replace(
+                pack,
+                rows=[row - first for row in pack.rows],
+                places=pack.places - first * pack.width,
+            )
+            for pack in self.packs
+        ]
 
 
 @dataclass(frozen=True)
 class BatchCut:
-    """A batch as one data-parallel rank computes it, mini-batch by mini-batch."""
+    """A batch as one data-parallel rank computes it, mini-batch by mini-batch.
+
+    Attributes:
+        mini_batches: this rank's part of each.
+        balance: how evenly the work is shared out over all ranks.
+    """
 
     mini_batches: list[PackedMiniBatch]
+    balance: Balance
 
     @property
     def packs(self) -> list[Pack]:
@@ -87,55 +100,40 @@ class BatchCut:
         return [pack for mini_batch in self.mini_batches for pack in mini_batch.packs]
 
 
-def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `lengths` in `parts` parts of nearly equal total length, none empty, each
-    ascending.
-
-    Longest first, each to the part with the least so far. There must be at least as many lengths as
-    parts.
-    """
-    assert len(lengths) >= parts, f"{len(lengths)} sequences cannot fill {parts} parts"
-    loads = [(0, 0, part) for part in range(parts)]
-    shares: list[list[int]] = [[] for _ in range(parts)]
-
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, count, part = min(loads)
-        shares[part].append(index)
-        loads[part] = (load + lengths[index], count + 1, part)
-    return [sorted(share) for share in shares]
-
-
-def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths` in as few packs of at most `budget` tokens as first-fit-decreasing
-    finds.
-
-    A sequence longer than the budget has a pack of its own.
-    """
-    packs: list[list[int]] = []
-    loads: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = (number for number, load in enumerate(loads) if load + lengths[index] <= budget)
-        chosen = next(fits, None)
-        if chosen is None:
-            packs.append([index])
-            loads.append(lengths[index])
-        else:
-            packs[chosen].append(index)
-            loads[chosen] += lengths[index]
-    return sorted(sorted(pack) for pack in packs)
+def balance_of(mini_batches: Sequence[MiniBatch], costs: Sequence[int]) -> Balance:
+    """How evenly a cut shares out rows of these costs."""
+    largest = 0
+    total = 0
+    packs = 0
+    ranks = 0
+    for mini_batch in mini_batches:
+        loads = []
+        for share in mini_batch.micro_batches:
+            loads.append(sum(costs[row] for pack in share for row in pack))
+            packs += len(share)
+        largest += max(loads) * len(loads)
+        total += sum(loads)
+        ranks += len(loads)
+    return Balance(imbalance=largest / total, micro_batches=packs / ranks)
 
 
 def cut_mini_batches(
-    lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int, together: int = 1
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    mini_batch_rows: int,
+    dp: int,
+    budget: int,
+    together: int = 1,
 ) -> list[MiniBatch]:
     """Cut rows 0..len(lengths)-1, in order, into mini-batches and share each out over `dp` ranks.
 
-    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget`. If there
-    are fewer rows than ranks, the last ranks get none; such a mini-batch can be evaluated, but not
-    trained on.
+    Which rows share an optimizer step depends on the batch alone, not on costs, `dp` or `budget`.
+    If there are fewer rows than ranks, the last ranks get none; such a mini-batch can be evaluated,
+    but not trained on.
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, which take memory.
+        costs: the work for each sequence, which takes time; in any unit.
         mini_batch_rows: rows of a mini-batch; the last mini-batch may be smaller.
         dp: data-parallel ranks.
         budget: most tokens of a micro-batch.
@@ -150,59 +148,15 @@ def cut_mini_batches(
         rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
         units = [rows[i : i + together] for i in range(0, len(rows), together)]
         unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
+        unit_costs = [sum(costs[row] for row in unit) for unit in units]
         parts = min(dp, len(units))
 
         micro_batches: list[list[list[int]]] = [[] for _ in range(dp)]
-        for rank, share in enumerate(split_balanced(unit_lengths, parts)):
-            for pack in pack_rows([unit_lengths[i] for i in share], budget):
+        for rank, share in enumerate(split_balanced(unit_costs, parts)):
+            lengths_here = [unit_lengths[i] for i in share]
+            costs_here = [unit_costs[i] for i in share]
+            for pack in pack_rows(lengths_here, costs_here, budget):
                 packed_units = [units[share[i]] for i in pack]
                 micro_batches[rank].append([row for unit in packed_units for row in unit])
         mini_batches.append(MiniBatch(rows, micro_batches))
     return mini_batches
-
-
-def make_pack(
-    sequences: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    rows: list[int],
-    select: Select,
-    multiple: int,
-) -> Pack:
-    """Lay the sequences at `rows` end to end.
-
-    Args:
-        sequences: token ids of each row of the batch.
-        prompt_lengths: tokens of each row's prompt, >= 1.
-        rows: the rows to pack.
-        select: "response": for each response token the position before it (where its log-prob and
-            value come from); "last": each sequence's last token.
-        multiple: the pack's token count is padded to a multiple of this, as a last sequence of
-            zeros.
-    """
-    chosen = [torch.tensor(sequences[row], dtype=torch.int64) for row in rows]
-    sizes = [len(tokens) for tokens in chosen]
-    begins = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).tolist()
-
-    selected = []
-    targets = []
-    for row, tokens, begin in zip(rows, chosen, begins, strict=False):
-        first = prompt_lengths[row] - 1 if select == "response" else len(tokens) - 1
-        last = len(tokens) - 1 if select == "response" else len(tokens)
-        selected.append(torch.arange(begin + first, begin + last))
-        targets.append(torch.nn.functional.pad(tokens, (0, 1))[first + 1 : last + 1])
-
-    padding = -begins[-1] % multiple
-    if padding:
-        chosen.append(torch.zeros(padding, dtype=torch.int64))
-        sizes.append(padding)
-        begins.append(begins[-1] + padding)
-
-    return Pack(
-        rows=rows,
-        token_ids=torch.cat(chosen),
-        position_ids=torch.cat([torch.arange(size) for size in sizes]),
-        boundaries=torch.tensor(begins, dtype=torch.int32),
-        longest=max(sizes),
-        select=torch.cat(selected),
-        targets=torch.cat(targets),
-    )

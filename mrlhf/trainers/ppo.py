@@ -34,7 +34,7 @@ from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_exp
 from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.samples import describe_samples
-from mrlhf.trainers.step_metrics import batch_metrics, utilisation
+from mrlhf.trainers.step_metrics import balance_metrics, batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,7 @@ class PPOTrainer:
         for name, engine in parts.trained().items():
             cut = cut_of[name]
             assert cut is not None
+            metrics |= balance_metrics(name, engine, cut)
             metrics |= utilisation(
                 name,
                 engine,
@@ -160,16 +161,14 @@ class PPOTrainer:
         parts = self.parts
         samples = parts.samples_per_mini_batch
         sequences = rollout.sequences()
-        prompt_lengths = rollout.prompt_lengths
 
-        actor = parts.actor.engine.cut(sequences, prompt_lengths, "response", samples["actor"])
+        actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
         critic = None
         if parts.critic is not None:
-            engine = parts.critic.engine
-            critic = engine.cut(sequences, prompt_lengths, "response", samples["critic"])
+            critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
         reference = None
         if parts.reference is not None:
-            reference = parts.reference.engine.cut(sequences, prompt_lengths, "response")
+            reference = parts.reference.engine.cut(sequences, "response")
         return Cuts(actor, critic, reference)
 
     def learn_from(

@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mrlhf.batch import Experience
+from mrlhf.batch import Experience, Sequences
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
@@ -95,7 +95,7 @@ class Step:
     @property
     def comparable_metrics(self) -> dict[str, float]:
         """The metrics that no layout may change."""
-        free = ("timing", "perf/", "reshard/", "rollout/")
+        free = ("timing", "perf/", "train/", "reshard/", "rollout/")
         return {name: value for name, value in self.metrics.items() if not name.startswith(free)}
 
 
@@ -138,13 +138,13 @@ class Runs:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
         return plain_ppo.load(self.root / f"{MODEL}{suffix}")
 
-    def rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    def rewards(self, sequences: Sequences) -> list[float]:
         """What the reward model gives each sequence, weighted."""
         judge = plain_ppo.load(self.root / REWARD_MODEL)
         rewards = []
         for sequence in sequences:
             with torch.no_grad():
-                scores = judge.score(judge.model(torch.tensor([sequence]))[0])
+                scores = judge.score(judge.model(sequence[None])[0])
             rewards.append(scores[0, -1].item() * REWARD_WEIGHT)
         return rewards
 
