@@ -168,6 +168,7 @@ class Scorer:
         self, rollout: Rollout, rows: Sequence[int], model_scores: Mapping[str, Sequence[float]]
     ) -> RewardResult:
         """Score the responses at `rows`, unless the run stops meanwhile."""
+        lengths = rollout.response_lengths
         parts = []
         with self._stops.phase("scoring") as phase:
             for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
@@ -177,13 +178,14 @@ class Scorer:
                 external = {
                     name: [column[row] for row in some] for name, column in model_scores.items()
                 }
-                parts.append(self._function.score(self._inputs(rollout, some), external))
+                parts.append(self._function.score(self._inputs(rollout, lengths, some), external))
         return _join_results(parts)
 
-    def _inputs(self, rollout: Rollout, rows: Sequence[int]) -> list[RewardInput]:
+    def _inputs(
+        self, rollout: Rollout, lengths: Sequence[int], rows: Sequence[int]
+    ) -> list[RewardInput]:
         """The input that the terms get for each of the responses at `rows`."""
         prompts = rollout.prompts
-        lengths = rollout.response_lengths
 
         inputs = []
         for row in rows:

@@ -228,17 +228,16 @@ class ModelEngine:
             channels: numbers for each position.
 
         Returns:
-            float32 [channels, batch, width] on the host of every rank, 0 where the mask is False.
+            float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
+            the mask is False.
         """
         results = self._pipeline.forward(packs, evaluate)
-        table = torch.zeros(channels, *mask.shape, dtype=torch.float32)
+        table = self.groups.machine.table((channels, *mask.shape), torch.float32)
 
-        for pack, flat in zip(packs, results, strict=False):  # only the last stage has results
-            table[:, pack.rows] = spread(flat.float().cpu(), mask[pack.rows])
-
-        # Each entry is non-zero on one rank only, so the sum is exact.
-        torch.distributed.all_reduce(table, group=self.groups.dp_pp)
-        return table
+        if self.groups.coordinates.tp == 0:  # its tensor-parallel peers have the same numbers
+            for pack, flat in zip(packs, results, strict=False):  # only the last stage has results
+                table.entries[:, pack.rows] = spread(flat.float().cpu(), mask[pack.rows])
+        return table.complete()
 
     def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:
         """Make the model trainable, once its weights are loaded.
