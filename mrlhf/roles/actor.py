@@ -6,7 +6,7 @@ advantages come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,7 +129,7 @@ class Actor:
         """
         progress = progress or UpdateProgress()
         first_logprobs = _FirstLogprobs(experience.rollout.response_mask, progress)
-        kl_at_stop = None
+        stopping: Tally | None = None
         passes = enumerate(self._passes(cut, ref_logits))
 
         try:
@@ -139,24 +139,28 @@ class Actor:
                     continue
                 loss = self._loss(experience, mini_batch, ref_shard)
                 result = self.engine.train_mini_batch(
-                    mini_batch.packs, loss, UPDATE_METRICS, self._is_too_far
+                    mini_batch.packs, loss, UPDATE_METRICS, self._stop
                 )
                 if epoch == 0:
                     first_logprobs.add(mini_batch, result.kept)
 
-                if result.stopped:
-                    kl_at_stop = result.tally.means()["actor/ppo_kl"]
+                if result.step is None:
+                    stopping = self.engine.metrics_of([result])
                     break
-                progress.add(result.tally)
+                progress.add(result)
         except Interrupted:
+            progress.complete(self.engine)
             if self._settings.bypass is not None:
                 progress.first_logprobs = first_logprobs.gather(self.engine)
             raise
 
+        progress.complete(self.engine)
         total = progress.total
-        if kl_at_stop is not None and progress.mini_batches == 0:
-            # No step was taken, so report the mini-batch that stopped the update.
-            total = result.tally
+        kl_at_stop = None
+        if stopping is not None:
+            kl_at_stop = stopping.means()["actor/ppo_kl"]
+            if progress.mini_batches == 0:
+                total = stopping  # no step was taken
         updated = self.engine.end_update("actor", total, progress.mini_batches)
         metrics = self._metrics(updated, kl_at_stop)
         if self._settings.bypass is None:
@@ -191,10 +195,13 @@ class Actor:
         objective = PolicyObjective(self._settings, batch)
         return LogitsObjective(objective, self._token_logprobs, packs, ref_logits)
 
-    def _is_too_far(self, tally: Tally) -> bool:
-        """Whether the policy has moved so far that the update ends here."""
+    @property
+    def _stop(self) -> Callable[[Tally], bool] | None:
+        """Says whether the policy has moved so far that the update ends; None without a limit."""
         limit = self._section.target_kl_stop
-        return limit is not None and tally.means()["actor/ppo_kl"] > limit
+        if limit is None:
+            return None
+        return lambda metrics: metrics.means()["actor/ppo_kl"] > limit
 
     def _metrics(self, metrics: dict[str, float], kl_at_stop: float | None) -> dict[str, float]:
         """The metrics of an update that this configuration measures."""

@@ -168,8 +168,8 @@ class Scorer:
         self, rollout: Rollout, rows: Sequence[int], model_scores: Mapping[str, Sequence[float]]
     ) -> RewardResult:
         """Score the responses at `rows`, unless the run stops meanwhile."""
-        lengths = rollout.response_lengths
         parts = []
+        lengths = rollout.response_lengths
         with self._stops.phase("scoring") as phase:
             for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
                 if not phase.may_begin(unit):
@@ -184,9 +184,14 @@ class Scorer:
     def _inputs(
         self, rollout: Rollout, lengths: Sequence[int], rows: Sequence[int]
     ) -> list[RewardInput]:
-        """The input that the terms get for each of the responses at `rows`."""
-        prompts = rollout.prompts
+        """The input that the terms get for each of the responses at `rows`.
 
+        Args:
+            rollout: the responses.
+            lengths: tokens of each response.
+            rows: some of them.
+        """
+        prompts = rollout.prompts
         inputs = []
         for row in rows:
             tokens = rollout.response_ids[row, : lengths[row]].tolist()

@@ -34,7 +34,7 @@ from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_exp
 from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.samples import describe_samples
-from mrlhf.trainers.step_metrics import batch_metrics, utilisation
+from mrlhf.trainers.step_metrics import balance_metrics, batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
 
 logger = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ class PPOTrainer:
         for name, engine in parts.trained().items():
             cut = cut_of[name]
             assert cut is not None
+            metrics |= balance_metrics(name, engine, cut)
             metrics |= utilisation(
                 name,
                 engine,
