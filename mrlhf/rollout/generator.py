@@ -197,7 +197,7 @@ class Generator:
         """The samples that each replica draws."""
         expected = [lengths.expected(uid, sampling.max_tokens) for uid in prompts.uid]
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
-        return assign(prompt_lengths, expected, sampling.n, len(self.groups.layout.replicas))
+        return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
     def _exchange(
         self,
