@@ -21,6 +21,7 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.rl.masking import selected
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
@@ -241,7 +242,7 @@ class PPOTrainer:
             )
 
         mask = rollout.loss_mask
-        metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
+        metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
         correction = self.config.algorithm.rollout_correction
         metrics |= correction_metrics(evaluation.logprobs, rollout, mask, correction)
         return evaluation, metrics

@@ -244,8 +244,9 @@ class ModelEngine:
         if results:  # only the last stage has any
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
-            places = torch.cat([pack.places for pack in packs])
-            table.view(channels, -1).index_copy_(1, places, flat)
+            parts = flat.split([len(pack.places) for pack in packs], dim=1)
+            for pack, part in zip(packs, parts, strict=True):
+                table.view(channels, -1).index_copy_(1, pack.places, part)
 
         # Each entry is non-zero on one rank only, so the sum is exact.
         torch.distributed.all_reduce(table, group=self.groups.dp_pp)
