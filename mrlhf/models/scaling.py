@@ -5,10 +5,8 @@ This file is handed modules and numbers, and knows no family.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
@@ -29,15 +27,3 @@ def scale_logits(output_layer: nn.Module, divisor: float) -> None:
 
     if divisor != 1.0:
         output_layer.register_forward_hook(divide)
-
-
-def scale_rotation(config: TransformerConfig, scale: float) -> None:
-    """Multiply the cosines and sines of every layer that rotates.
-
-    megatron-core's attention multiplies them by (0.1 a ln(s) + 1) / (0.1 b ln(s) + 1). It looks for
-    s, a and b among the attributes of the configuration, which does not declare them.
-    """
-    if scale != 1.0:
-        config.yarn_rotary_scaling_factor = math.exp(10.0)
-        config.yarn_mscale = scale - 1.0
-        config.yarn_mscale_all_dim = 0.0

@@ -183,7 +183,8 @@ def _lay(sequences: Sequences, packs: Sequence[list[int]], multiple: int) -> _La
 
 def _token_ids(sequences: Sequences, laid: _Laid) -> Tensor:
     """All tokens of all packs, zeros where they are padded."""
-    tokens = _taken(sequences.token_ids, ranges(sequences.begins[laid.rows], laid.lengths))
+    places = ranges(sequences.begins[laid.rows], laid.lengths)
+    tokens = _taken(sequences.token_ids, places).long()
     if not laid.padding.any():
         return tokens
 
@@ -218,7 +219,7 @@ def _select(sequences: Sequences, laid: _Laid, select: Select) -> _Selected:
         counts = laid.lengths - prompts
         positions = ranges(begins + prompts - 1, counts)
         following = ranges(sequences.begins[laid.rows] + prompts, counts)
-        targets = _taken(sequences.token_ids, following)
+        targets = _taken(sequences.token_ids, following).long()
     else:
         width = 1
         counts = torch.ones_like(laid.lengths)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packs import Pack, make_packs
 from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
@@ -154,14 +154,7 @@ class Pipeline:
         )
 
     def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=pack.boundaries,
-            cu_seqlens_kv=pack.boundaries,
-            max_seqlen_q=pack.longest,
-            max_seqlen_kv=pack.longest,
-        )
-
+        packed = PackedSequences.of_pack(pack)
         return model(pack.token_ids[None], pack.position_ids[None], None, packed_seq_params=packed)
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:
