@@ -135,7 +135,9 @@ def take_step(trainer: Any, generator: Generator, prompts: Prompts, models: Any)
         cuts = PPOTrainer.cut(trainer, rollout)
 
     with trainer.timer("ref"):
-        ref_logprobs = models.reference.outputs(rollout, cuts.reference)[0]
+        ref_logprobs = models.reference.outputs(
+            rollout, models.reference.cut(cuts.sequences, "response")
+        )[0]
     old, _ = PPOTrainer.evaluate_actor(trainer, rollout, cuts.actor, None, trainer.timer)
     with trainer.timer("values"):
         values = models.critic.outputs(rollout, cuts.critic)[0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import Experience, Rollout
+from mrlhf.batch import Experience, Rollout, Sequences
 from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import TrainingError
 from mrlhf.inference.base import SamplingParams
@@ -45,11 +45,17 @@ SAMPLES_EVERY = 10  # training steps, where there are no held-out prompts to sho
 
 @dataclass(frozen=True)
 class Cuts:
-    """How each model cuts the batch of a step; None for a model that the run does not have."""
+    """How the models that train cut the batch of a step.
 
+    Attributes:
+        sequences: what is cut; the ranks of a machine share it.
+        actor: the actor's cut.
+        critic: the critic's cut; None if the run has no critic.
+    """
+
+    sequences: Sequences
     actor: BatchCut
     critic: BatchCut | None
-    reference: BatchCut | None
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ class PPOTrainer:
         return collected
 
     def cut(self, rollout: Rollout) -> Cuts:
-        """Cut the batch for each model, once for all passes and updates of the step."""
+        """Cut the batch for each model that trains, once for all passes and updates of the step."""
         parts = self.parts
         samples = parts.samples_per_mini_batch
         sequences = self.machine.once(rollout.sequences)
@@ -170,10 +176,7 @@ class PPOTrainer:
         critic = None
         if parts.critic is not None:
             critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
-        reference = None
-        if parts.reference is not None:
-            reference = parts.reference.engine.cut(sequences, "response")
-        return Cuts(actor, critic, reference)
+        return Cuts(sequences, actor, critic)
 
     def learn_from(
         self, progress: StepProgress, collected: Collected, cuts: Cuts, timer: PhaseTimer
@@ -206,8 +209,9 @@ class PPOTrainer:
 
         with timer("ref"):
             if parts.reference is not None:
-                assert cuts.reference is not None
-                ref_logprobs = parts.reference.logprobs(rollout, cuts.reference)
+                cut = parts.reference.engine.cut(cuts.sequences, "response")
+                ref_logprobs = parts.reference.logprobs(rollout, cut)
+                del cut  # its packs take more memory than the batch, and nobody needs them again
                 if config.needs_full_kl:
                     ref_logits = parts.reference.logits(cuts.actor)
         if not config.algorithm.rollout_correction.bypass_mode:
