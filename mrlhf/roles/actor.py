@@ -51,12 +51,12 @@ class PolicyUpdate:
         logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability when
             it was first trained on; else None.
         evaluated: bool [batch, response_len], the tokens drawn by the policy for which `logprobs`
-            holds a number; an update may end before the last row.
+            holds a number; an update may end before the last row. None outside bypass mode.
     """
 
     metrics: dict[str, float]
     logprobs: Tensor | None
-    evaluated: Tensor
+    evaluated: Tensor | None
 
 
 class Actor:
@@ -163,9 +163,9 @@ class Actor:
                 total = stopping  # no step was taken
         updated = self.engine.end_update("actor", total, progress.mini_batches)
         metrics = self._metrics(updated, kl_at_stop)
-        evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
         if self._settings.bypass is None:
-            return PolicyUpdate(metrics, None, evaluated)
+            return PolicyUpdate(metrics, None, None)
+        evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
         return PolicyUpdate(metrics, first_logprobs.gather(self.engine), evaluated)
 
     def _passes(
@@ -232,8 +232,9 @@ class _FirstLogprobs:
 
     def __init__(self, response_mask: Tensor, progress: UpdateProgress) -> None:
         self.rows = torch.zeros(len(response_mask), dtype=torch.bool)
+        self._shape = response_mask.shape
         self._earlier = progress.first_logprobs
-        self._table = torch.zeros(response_mask.shape, dtype=torch.float32)
+        self._kept: list[tuple[list[int], Tensor]] = []
 
     def pass_over(self, mini_batch: PackedMiniBatch) -> None:
         """Take note of a mini-batch that was trained on before the update was interrupted."""
@@ -244,10 +245,16 @@ class _FirstLogprobs:
         self.rows[mini_batch.rows] = True
         for pack, logprobs in zip(mini_batch.packs, kept, strict=False):
             if logprobs is not None:
-                self._table[pack.rows] = logprobs.cpu()
+                self._kept.append((pack.rows, logprobs.cpu()))
 
     def gather(self, engine: ModelEngine) -> Tensor:
         """The table of all ranks, float32 [batch, response_len]; every rank calls it once."""
-        # Each entry comes from one rank, so the sums are exact.
-        torch.distributed.all_reduce(self._table, group=engine.groups.dp_pp)
-        return self._table if self._earlier is None else self._table + self._earlier
+        groups = engine.groups
+        table = groups.machine.table(self._shape, torch.float32)
+        if groups.coordinates.tp == 0:
+            for rows, logprobs in self._kept:
+                table.entries[rows] = logprobs
+        if self._earlier is not None and torch.distributed.get_rank() == 0:
+            held = self._earlier != 0
+            table.entries[held] = self._earlier[held]
+        return table.complete()

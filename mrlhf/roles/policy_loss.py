@@ -58,17 +58,18 @@ class PolicyBatch:
 
     @staticmethod
     def of(experience: Experience, rows: list[int]) -> PolicyBatch:
-        """The mini-batch of these rows."""
+        """The mini-batch of these rows, which ascend without gaps; nothing is copied."""
+        span = slice(rows[0], rows[-1] + 1)
 
         def rows_of(table: Tensor | None) -> Tensor | None:
-            return None if table is None else table[rows]
+            return None if table is None else table[span]
 
         return PolicyBatch(
-            response_mask=experience.rollout.response_mask[rows],
-            drawn=experience.rollout.loss_mask[rows],
-            mask=experience.loss_mask[rows],
-            old_logprobs=experience.old_logprobs[rows],
-            advantages=experience.advantages[rows],
+            response_mask=experience.rollout.response_mask[span],
+            drawn=experience.rollout.loss_mask[span],
+            mask=experience.loss_mask[span],
+            old_logprobs=experience.old_logprobs[span],
+            advantages=experience.advantages[span],
             ref_logprobs=rows_of(experience.ref_logprobs),
             weights=rows_of(experience.weights),
             positive=rows_of(experience.positive),

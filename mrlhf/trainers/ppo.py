@@ -21,6 +21,7 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.rl.masking import selected
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
@@ -73,6 +74,7 @@ class PPOTrainer:
         self.config = config
         self.run = run
         self.parts = parts
+        self.machine = run.factory.machine
 
         control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
@@ -124,8 +126,10 @@ class PPOTrainer:
             self.show_samples(f"training step {number}", collected.rollout, collected.scores)
         self.dump(number, collected, experience)
 
-        metrics |= batch_metrics(
-            collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
+        metrics |= self.machine.once(
+            lambda: batch_metrics(
+                collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
+            )
         )
         cut_of = {"actor": cuts.actor, "critic": cuts.critic}
         for name, engine in parts.trained().items():
@@ -160,7 +164,7 @@ class PPOTrainer:
         """Cut the batch for each model, once for all passes and updates of the step."""
         parts = self.parts
         samples = parts.samples_per_mini_batch
-        sequences = rollout.sequences()
+        sequences = self.machine.once(rollout.sequences)
 
         actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
         critic = None
@@ -240,11 +244,14 @@ class PPOTrainer:
                 rollout, cut, ref_logits, traits.needs_squared_probabilities
             )
 
-        mask = rollout.loss_mask
-        metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
         correction = self.config.algorithm.rollout_correction
-        metrics |= correction_metrics(evaluation.logprobs, rollout, mask, correction)
-        return evaluation, metrics
+
+        def measure() -> dict[str, float]:
+            mask = rollout.loss_mask
+            metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
+            return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
+
+        return evaluation, self.machine.once(measure)
 
     def make_experience(
         self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
@@ -259,6 +266,7 @@ class PPOTrainer:
             RewardError: the scores are too large, or one that is compared is missing.
             ConfigError: nothing says which responses are right, although the loss needs it.
         """
+        rollout = collected.rollout
         scores = collected.scores
         algorithm = self.config.algorithm
         coefficient = self.kl_controller.value
@@ -272,20 +280,21 @@ class PPOTrainer:
             if estimator_traits(algorithm.adv_estimator).compares_terms or (
                 algorithm.gdpo_reward_keys is not None
             ):
-                components = reward_components(
-                    scores, collected.rollout, algorithm, self.config.reward
-                )
+                components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
-            shaped = self.parts.shaper.shape(scores.total, collected.rollout)
+            shaped = self.parts.shaper.shape(scores.total, rollout)
             self.nothing_to_learn.from_scores(
-                shaped if components is None else components.scores, collected.rollout.prompt_groups
+                shaped if components is None else components.scores, rollout.prompt_groups
             )
-            experience, kl = make_experience(
-                collected, shaped, outputs, algorithm, coefficient, components
+            experience, kl = self.machine.once(
+                lambda: make_experience(
+                    collected, shaped, outputs, algorithm, coefficient, components
+                ),
+                known=(rollout, rollout.loss_mask, rollout.rollout_logprobs, *outputs.tables()),
             )
 
         if kl is not None:
-            self.kl_controller.update(kl, len(collected.rollout))
+            self.kl_controller.update(kl, len(rollout))
             metrics["actor/reward_kl_penalty"] = kl
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
         return experience, metrics
@@ -340,11 +349,13 @@ class PPOTrainer:
         """Train the actor; returns its metrics."""
         with timer("update_actor"):
             updated = self.parts.actor.update(experience, cuts.actor, ref_logits, progress.actor)
-        if updated.logprobs is None:
+        logprobs = updated.logprobs
+        evaluated = updated.evaluated
+        if logprobs is None or evaluated is None:
             return updated.metrics
         correction = self.config.algorithm.rollout_correction
-        return updated.metrics | correction_metrics(
-            updated.logprobs, experience.rollout, updated.evaluated, correction
+        return updated.metrics | self.machine.once(
+            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction)
         )
 
     def with_saved_batch(

@@ -236,20 +236,20 @@ class ModelEngine:
             channels: numbers for each position.
 
         Returns:
-            float32 [channels, batch, width] on the host of every rank, 0 where nothing is selected.
+            float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
+            nothing is selected.
         """
         results = self._pipeline.forward(packs, evaluate)
-        table = torch.zeros(channels, *shape, dtype=torch.float32)
+        table = self.groups.machine.table((channels, *shape), torch.float32)
 
-        if results:  # only the last stage has any
+        # Only the last stage has results, and its tensor-parallel peers have the same ones.
+        if results and self.groups.coordinates.tp == 0:
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
-            places = torch.cat([pack.places for pack in packs])
-            table.view(channels, -1).index_copy_(1, places, flat)
-
-        # Each entry is non-zero on one rank only, so the sum is exact.
-        torch.distributed.all_reduce(table, group=self.groups.dp_pp)
-        return table
+            parts = flat.split([len(pack.places) for pack in packs], dim=1)
+            for pack, part in zip(packs, parts, strict=True):
+                table.entries.view(channels, -1).index_copy_(1, pack.places, part)
+        return table.complete()
 
     def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:
         """Make the model trainable, once its weights are loaded.
