@@ -67,9 +67,12 @@ def main() -> None:
     rows = []
     for size in sizes:
         for measure in (train, decode):
-            for row in measure(size, device):
-                print(row, flush=True)
-                rows.append(row)
+            try:
+                measured = measure(size, device)
+            except torch.OutOfMemoryError:
+                measured = [{"what": measure.__name__, "size": size, "outcome": "out of memory"}]
+            print(*measured, sep="\n", flush=True)
+            rows += measured
             gc.collect()
             if device.kind == "cuda":
                 torch.cuda.empty_cache()
@@ -87,7 +90,7 @@ def train(size: str, device: Device) -> list[dict[str, Any]]:
         dtype="bfloat16",
         micro_batch_tokens=MICRO_BATCH_TOKENS,
         ppo_epochs=1,
-        loss_agg_mode="token-mean",
+        loss_scale_factor=1.0,
         optim=ActorOptimSection(lr=1e-6),
     )
     layout = ParallelLayout.for_world("actor", 1, tp=1, pp=1)

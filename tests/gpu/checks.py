@@ -27,7 +27,8 @@ from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
-from mrlhf.reshard.plan import plan
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import side_of_ranks
 from tests import plain_ppo
 from tests.dist import role_runs
 from tests.dist.role_runs import MANY_PACKS, Form, Setting
@@ -185,12 +186,12 @@ def reshard(place: Place) -> Figures:
     spec = actor.engine.spec
     holder = _empty_engine(place, setting.root / case.model, eager=False)
 
-    layout = setting.groups.layout
-    source = {0: role_pieces(spec, layout, 0)}
-    target = {0: engine_pieces(spec, EngineLayout.inside(layout, 1), 0)}
-    whole_plan = plan(source, target, 4, [[0]])
+    source = side_of_ranks({0: role_pieces(spec, setting.groups.layout, 0)})
+    layout = EngineLayout.inside(setting.groups.layout, 1)
+    target = side_of_ranks({0: engine_pieces(spec, layout, 0)})
     options = TransferOptions(bucket_bytes=1 << 20, verify=True)
-    resharder = Resharder(whole_plan, actor.engine.slots, holder, 0, options)
+    planner = Planner(source, target, itemsize=4)
+    resharder = Resharder(planner, actor.engine.slots, holder, 0, options)
 
     experience = role_runs.load_experience(setting.root, case)
     for version in (1, 2):
