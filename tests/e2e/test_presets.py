@@ -1,4 +1,8 @@
-"""Each preset as shipped, laid over the arithmetic task: it learns, and says what it did."""
+"""Each preset as shipped, laid over the arithmetic task: it learns, and says what it did.
+
+The ranks of a preset run the launcher as forks of a server that has imported torch, which takes
+seconds anew. `test_demo.py` starts the launcher with torchrun.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.programs import ROOT, read_lines, succeed, torchrun
+from tests.e2e.programs import ROOT, read_lines
+from tests.faults.runs import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -110,7 +115,7 @@ def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[d
     """The preset's name, and its metrics of each step."""
     name = request.param
     root = start_policy
-    files = ["configs/arithmetic_cpu.yaml", f"configs/algorithms/{name}.yaml"]
+    files = [ROOT / "configs" / "arithmetic_cpu.yaml", ROOT / f"configs/algorithms/{name}.yaml"]
     keys = [
         f"actor.path={root}/sft/model",
         f"data.train_files={root}/data/train.jsonl",
@@ -121,8 +126,9 @@ def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[d
         *EXTRA.get(name, []),
     ]
 
-    arguments = ["--config", files[0], "--config", files[1], *keys]
-    succeed(torchrun(2, ["launch/train_ppo.py", *arguments], timeout=600))
+    arguments = ["--config", str(files[0]), "--config", str(files[1]), *keys]
+    ended = start("ppo", arguments, root / f"{name}_logs", world_size=2).wait(limit_s=600.0)
+    assert ended.codes == [0, 0], ended.text[-8000:]
     return name, read_lines(root / name / "metrics.jsonl")
 
 

@@ -76,9 +76,9 @@ class Job:
         for rank in ranks:
             os.kill(self.pids[rank], which)
 
-    def wait(self) -> Ended:
+    def wait(self, limit_s: float = LIMIT_S) -> Ended:
         """Wait for the end of all ranks; one that fails has the others ended, as torchrun does."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         told = False
 
         while alive := [process for process in self.processes if process.exitcode is None]:
