@@ -2,6 +2,7 @@
 #   make demo     PPO on arithmetic, a few minutes on two CPU cores
 #   make gsm8k DATA=dir
 #   make test
+#   make test-gpu, make bench-gpu    on a machine with an NVIDIA GPU; skipped elsewhere
 #   make vllm     adds vLLM for CPUs, an engine beside the native one; make test-vllm tests it
 
 PYTHON ?= python3
@@ -10,9 +11,12 @@ DATA ?= data/gsm8k
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_JSON ?= runs/gpu.json
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo gsm8k test vllm test-vllm lint clean
+.PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -41,6 +45,13 @@ gsm8k: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest tests --ignore=tests/vllm
+
+# These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
+test-gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu --json '$(GPU_JSON)'
+
+bench-gpu:
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --json '$(GPU_JSON)'
 
 # Without --no-deps pip would add builds of torchvision that do not fit this torch.
 vllm: $(VENV)/vllm-ready

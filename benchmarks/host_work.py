@@ -3,9 +3,9 @@
     torchrun --standalone benchmarks/host_work.py [--samples 16384] [--json FILE]
 
 One process makes whole steps of PPO, with actor, critic, reference and reward model of one tiny
-layer. The engine's place is taken by one that has its responses ready, since what a step costs
-apart from the models does not depend on what they say. The seconds of the step are split by what
-the process does:
+layer, the output layer: the blocks before it are left out. The engine's place is taken by one that
+has its responses ready, since what a step costs apart from the models does not depend on what they
+say. The seconds of the step are split by what the process does:
 
     model     forward and backward passes, the exchange of gradients and the optimizer
     losses    log-probs, values and losses of each micro-batch, from the output of the model
@@ -27,6 +27,7 @@ import random
 import statistics
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -186,18 +187,19 @@ class _ReadyEngine:
 
     version = 0
 
-    def __init__(self, response_tokens: int) -> None:
+    def __init__(self, samples: int, response_tokens: int) -> None:
         self._length = response_tokens
         self._requests: Sequence[Request] = ()
-        self._samples: list[tuple[list[int], list[float]]] = []
-        self._count = 0
+        self._samples: list[tuple[array[int], array[float]]] = []
+        self._count = samples
 
-    def prepare(self, count: int | None = None) -> None:
-        """Make responses, as many as last time where `count` is None."""
-        self._count = count or self._count
+    def prepare(self) -> None:
+        """Make the responses of a step."""
         for _ in range(self._count):
             tokens = torch.randint(FIRST_WORD, 32, (self._length,))
-            self._samples.append((tokens.tolist(), (tokens * -0.1).tolist()))
+            self._samples.append(
+                (array("i", tokens.tolist()), array("f", (tokens * -0.1).tolist()))
+            )
 
     @property
     def in_flight(self) -> int:
@@ -254,9 +256,7 @@ def _trainer(directory: Path, samples: int, tokens: int) -> PPOTrainer:
     run = Run(pick_device("cpu", 0), 0, 1, GroupFactory(600.0), directory)
     parts = assemble(config, read_ppo_inputs(config), run)
 
-    engine = _ReadyEngine(response_tokens)
-    engine.prepare(samples)
-    parts.generator.engine = engine  # type: ignore[assignment]
+    parts.generator.engine = _ReadyEngine(samples, response_tokens)  # type: ignore[assignment]
     for role in (parts.actor, parts.critic, parts.reference, parts.scorer._model):
         assert role is not None
         _keep_one_layer(role.engine.chunks)

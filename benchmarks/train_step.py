@@ -143,7 +143,9 @@ def _measure(
         for contender in _contenders(cores, arguments):
             _say(f"{case.size} {case.dtype} {case.lengths}: starting {contender.title}")
             teams.append(Team(contender, directory, mini_batch_tokens))
-        measured = [_Measured(team, case, arguments.cases) for team in teams]
+        for team in teams:
+            team.wait_until_ready()
+        measured = [_Measured(team, case, arguments) for team in teams]
         for number in range(arguments.repeats + 1):
             _say(f"round {number} of {arguments.repeats}")
             for one in measured:
@@ -163,10 +165,11 @@ def _measure(
 class _Measured:
     """The measurements of one contender."""
 
-    def __init__(self, team: Team, case: Case, cases: list[str]) -> None:
+    def __init__(self, team: Team, case: Case, arguments: argparse.Namespace) -> None:
         self._team = team
         self._case = case
-        self._cases = cases
+        self._cases = arguments.cases
+        self._limit_seconds = 0.01 if arguments.quick else 0.15  # for each product
         family = FAMILIES["llama"]
         config = model_config(case.size).to_dict()
         self._spec = family.read_config(config, "lm")
@@ -195,6 +198,7 @@ class _Measured:
             "shapes": product_shapes(self._spec),
             "rows": rows,
             "dtype": self._case.dtype,
+            "seconds": self._limit_seconds,
         }
         self._limits.append(self._team.ask(LIMIT, question))
 

@@ -77,7 +77,7 @@ class Team:
     """The processes of one contender, waiting for a word."""
 
     def __init__(self, contender: Contender, case: Path, mini_batch_tokens: int) -> None:
-        """Start them, and wait until they are ready."""
+        """Start them."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -93,6 +93,9 @@ class Team:
                 text=True,
             )
             self._ranks.append(process)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the processes' first sign."""
         self._answers()
 
     def ask(self, word: str, arguments: Any = None) -> list[Any]:

@@ -16,7 +16,6 @@ from typing import Any, TextIO
 import torch
 
 LIMIT = "limit"
-_SECONDS = 0.15  # for each shape
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -57,20 +56,23 @@ class Stopwatch:
         }
 
 
-def product_speeds(shapes: Sequence[tuple[int, int]], rows: int, dtype: str) -> list[float]:
+def product_speeds(
+    shapes: Sequence[tuple[int, int]], rows: int, dtype: str, seconds: float
+) -> list[float]:
     """Floating-point operations a second of [rows, inputs] x [inputs, outputs], for each shape.
 
-    It is the fastest of many calls, in the dtype or in float32, whichever this machine does faster.
+    It is the fastest of the calls within `seconds`, in the dtype or in float32, whichever this
+    machine does faster.
     """
     kinds = {_DTYPES[dtype], torch.float32}
-    return [max(_speed(*shape, rows, kind) for kind in kinds) for shape in shapes]
+    return [max(_speed(*shape, rows, kind, seconds) for kind in kinds) for shape in shapes]
 
 
-def _speed(inputs: int, outputs: int, rows: int, dtype: torch.dtype) -> float:
+def _speed(inputs: int, outputs: int, rows: int, dtype: torch.dtype, seconds: float) -> float:
     x = torch.randn(rows, inputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
     best = float("inf")
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         began = time.perf_counter()
         torch.nn.functional.linear(x, weight)

@@ -69,6 +69,7 @@ class Form:
     distributed_optimizer: bool
     sequence_parallel: bool = False
     recompute: str = "none"
+    dtype: str = "float32"
 
 
 # 12 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
@@ -91,11 +92,13 @@ class Setting:
         root: holds the models and the experiences, as `save_inputs` writes them.
         groups: the process groups of the layout.
         form: how the roles are run.
+        device: where they are run.
     """
 
     root: Path
     groups: RoleGroups
     form: Form
+    device: Device = CPU
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -281,7 +284,7 @@ def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
 
 
 def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
-    engine = ModelEngine(section, load_spec(section.path, head), setting.groups, CPU)
+    engine = ModelEngine(section, load_spec(section.path, head), setting.groups, setting.device)
     engine.load(section.path, seed=0)
     return engine
 
@@ -292,5 +295,6 @@ def _form_keys(setting: Setting) -> dict[str, Any]:
         "pp": setting.groups.layout.pp,
         "sequence_parallel": setting.form.sequence_parallel,
         "recompute": setting.form.recompute,
+        "dtype": setting.form.dtype,
         "micro_batch_tokens": setting.form.micro_batch_tokens,
     }

@@ -152,10 +152,15 @@ def _whole_passes(engine: ModelEngine) -> tuple[list[float], dict[str, float]]:
     sums = engine.forward(packs, lambda output, number: output.sum()[None])
 
     def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
-        return output.square().mean() / ROWS, PackResult(Tally())
+        tally = Tally()
+        tally.add("mean", output.mean(), 1)
+        return output.square().mean() / ROWS, PackResult(tally)
 
-    result = engine.train_mini_batch(packs, loss, [])
-    return [float(total) for total in sums], engine.metrics_of([result]).means()
+    results = [engine.train_mini_batch(packs, loss, ["mean"]) for _ in range(3)]
+    at_once = engine.metrics_of(results)
+    first = engine.metrics_of(results[:1])
+    assert engine.metrics_of(results[1:], first).state_dict() == at_once.state_dict()
+    return [float(total) for total in sums], at_once.means()
 
 
 def _section(root: str, sequence_parallel: bool) -> ActorSection:

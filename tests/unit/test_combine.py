@@ -58,6 +58,11 @@ def test_format_pattern():
     assert reward.score(inputs("A: 18", "#### 18")).scores == [1.0, 0.0]
 
 
+def test_given_scores_alone_need_no_text():
+    assert not RewardFunction([("reward_model", 1.0)]).reads_text
+    assert RewardFunction([("reward_model", 1.0), ("format", 0.5)]).reads_text
+
+
 def test_external_scores():
     reward = RewardFunction([("reward_model", 0.5), ("gsm8k", 2.0)])
     assert reward.external == ["reward_model"]

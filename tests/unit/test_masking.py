@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.masking import Moments, local_moments, masked_mean, masked_sum, merge_moments, whiten
+from mrlhf.rl.masking import (
+    Moments,
+    local_moments,
+    masked_mean,
+    masked_sum,
+    merge_moments,
+    selected,
+    whiten,
+)
 from tests.masked_batches import masked_batches
 
 X = torch.tensor([[1.0, 2.0, 6.0], [4.0, float("nan"), float("inf")]])
@@ -40,6 +48,14 @@ def test_masks_that_are_not_bool_or_do_not_fit_are_refused():
         masked_sum(X, MASK.long())
     with pytest.raises(AssertionError, match="does not fit"):
         masked_sum(X, MASK[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_selected_entries_are_those_of_torch(dtype):
+    x = torch.tensor([[3, 0, 2], [0, 1, 5]]).to(dtype)
+    mask = torch.tensor([[True, False, True], [False, False, True]])
+    assert torch.equal(selected(x, mask), x[mask])
+    assert selected(x, ~mask & mask).numel() == 0
 
 
 def test_moments_are_those_of_torch():

@@ -1,0 +1,283 @@
+"""Measures one NVIDIA GPU: the update, the memory of log-probabilities, and decoding, in bfloat16.
+
+    PYTHONPATH=. python benchmarks/gpu.py --json runs/gpu.json      (or make bench-gpu)
+
+The models have the shapes of Qwen2.5 0.5B and 1.5B with random weights. It needs torch,
+transformers, megatron-core and pydantic alone. Without a GPU nothing is measured, unless `--size
+tiny` tries the program itself on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from generation_limits import read_bandwidth, work
+from gpu_record import record
+from torch import Tensor
+from transformers import Qwen2Config
+
+from mrlhf.batch import Experience, Prompts, Rollout
+from mrlhf.config.sections import ActorOptimSection, ActorSection
+from mrlhf.device import Device, pick_device
+from mrlhf.inference.base import EngineLimits, SamplingParams, generate, requests_for
+from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.models.families import FAMILIES
+from mrlhf.models.flops import training_flops
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.training.engine import ModelEngine
+from mrlhf.weights.init import initialise
+
+# hidden, MLP, layers, heads, KV heads, vocabulary; sequences, prompt and response tokens of a batch
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, int, int]]] = {
+    "tiny": ((64, 128, 2, 4, 2, 1000), (4, 8, 8)),
+    "0.5B": ((896, 4864, 24, 14, 2, 151936), (32, 256, 768)),
+    "1.5B": ((1536, 8960, 28, 12, 2, 151936), (32, 256, 768)),
+}
+MICRO_BATCH_TOKENS = 8192
+DECODED_AT_ONCE = (1, 16, 64, 256)
+REPEATS = 3
+
+
+def main() -> None:
+    """Measure what the arguments ask for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
+    parser.add_argument("--size", choices=SHAPES, action="append", help="0.5B and 1.5B")
+    arguments = parser.parse_args()
+    sizes = arguments.size or ["0.5B", "1.5B"]
+    if not torch.cuda.is_available() and sizes != ["tiny"]:
+        print(f"skipped: benchmarks of {', '.join(sizes)}: need a CUDA GPU")
+        return
+
+    device = pick_device("auto", local_rank=0)
+    backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rows = []
+    for size in sizes:
+        for measure in (train, decode):
+            try:
+                measured = measure(size, device)
+            except torch.OutOfMemoryError:
+                measured = [{"what": measure.__name__, "size": size, "outcome": "out of memory"}]
+            print(*measured, sep="\n", flush=True)
+            rows += measured
+            gc.collect()
+            if device.kind == "cuda":
+                torch.cuda.empty_cache()
+
+    if arguments.json is not None:
+        record(arguments.json, "benchmarks", rows)
+    dist.destroy_process_group()
+
+
+def train(size: str, device: Device) -> list[dict[str, Any]]:
+    """The actor's update, and its evaluation, over one batch."""
+    spec, _ = _model(size)
+    section = ActorSection(
+        path="random",
+        dtype="bfloat16",
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        ppo_epochs=1,
+        loss_scale_factor=1.0,
+        optim=ActorOptimSection(lr=1e-6),
+    )
+    layout = ParallelLayout.for_world("actor", 1, tp=1, pp=1)
+    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
+    engine = ModelEngine(section, spec, groups, device)
+    engine.initialise(seed=1)
+    engine.attach_optimizer(section.optim, total_updates=100)
+    actor = Actor(engine, PolicyLossSettings.named("vanilla", section, None), 1.0)
+
+    rollout = _rollout(size, spec.vocab_size)
+    cut = engine.cut(rollout.sequences(), "response")
+    held = _allocated(device)
+    logprobs, evaluation = _peak(lambda: actor.evaluate(rollout, cut).logprobs, device)
+    experience = _experience(rollout, logprobs)
+    _, peak = _peak(lambda: actor.update(experience, cut), device)
+    evaluating = _seconds(lambda: actor.evaluate(rollout, cut), device)
+    updating = _seconds(lambda: actor.update(experience, cut), device)
+
+    rows = zip(rollout.prompt_lengths, rollout.response_lengths, strict=True)
+    sequences = [(prompt + response, response) for prompt, response in rows]
+    tokens = sum(length for length, _ in sequences)
+    flops = training_flops(spec, sequences)
+    peak_tflops = device.peak_tflops(torch.bfloat16)
+    peak_flops = None if peak_tflops is None else peak_tflops * 1e12
+    return [
+        {
+            "what": "update",
+            "size": size,
+            "tokens": tokens,
+            "seconds": updating,
+            "tokens_per_s": tokens / updating,
+            "mfu": None if peak_flops is None else flops / updating / peak_flops,
+            "peak_bytes": peak,
+        },
+        {
+            "what": "log-probabilities",
+            "size": size,
+            "tokens": tokens,
+            "seconds": evaluating,
+            "tokens_per_s": tokens / evaluating,
+            "mfu": None if peak_flops is None else flops / 3 / evaluating / peak_flops,
+            "bytes_above_the_model": evaluation - held,
+            "bytes_of_whole_logits": 2 * spec.vocab_size * max(len(p.select) for p in cut.packs),
+        },
+    ]
+
+
+def decode(size: str, device: Device) -> list[dict[str, Any]]:
+    """Tokens that the native engine decodes, against what reading the weights and cache allows."""
+    spec, config = _model(size)
+    _, (_, prompt_length, response_length) = SHAPES[size]
+    limits = EngineLimits(
+        max_num_seqs=max(DECODED_AT_ONCE),
+        max_length=prompt_length + response_length,
+        max_prefill_tokens=MICRO_BATCH_TOKENS,
+        cache_bytes=(1 << 26) if device.kind == "cpu" else None,
+    )
+    engine = NativeEngine(spec, None, device.torch_device, torch.bfloat16, limits)
+    family = FAMILIES[spec.family]
+    slots = engine.weight_slots()
+    initialise(slots, family.tensor_shapes(spec), 1, 0.02, family.scalar_head)
+    engine.commit(1)
+
+    bandwidth = read_bandwidth(device.torch_device)
+    rows = []
+    for count in DECODED_AT_ONCE:
+        prompts = _tokens(count, prompt_length, spec.vocab_size).tolist()
+        first, whole = (
+            _answer_seconds(engine, prompts, length, device) for length in (1, response_length)
+        )
+        decoded = count * (response_length - 1)
+        _, all_read = work(config, prompt_length, [response_length] * count, itemsize=2)
+        _, first_read = work(config, prompt_length, [1] * count, itemsize=2)
+        possible = (all_read - first_read) / bandwidth
+        rows.append(
+            {
+                "what": "decode",
+                "size": size,
+                "sequences": count,
+                "prompt_tokens": prompt_length,
+                "response_tokens": response_length,
+                "tokens_per_s": decoded / (whole - first),
+                "memory_limit_tokens_per_s": decoded / possible,
+                "share_of_memory_limit": possible / (whole - first),
+                "read_bytes_per_s": bandwidth,
+            }
+        )
+    return rows
+
+
+def _model(size: str) -> tuple[ModelSpec, Qwen2Config]:
+    (hidden, mlp, layers, heads, kv_heads, vocab), _ = SHAPES[size]
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return FAMILIES["qwen2"].read_config(config.to_dict(), "lm"), config
+
+
+def _tokens(rows: int, length: int, vocab: int) -> Tensor:
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def _rollout(size: str, vocab: int) -> Rollout:
+    _, (count, prompt_length, response_length) = SHAPES[size]
+    prompts = Prompts(
+        token_ids=_tokens(count, prompt_length, vocab).tolist(),
+        uid=list(range(count)),
+        text=[""] * count,
+        data_source=[""] * count,
+        ground_truth=[""] * count,
+        extra_info=[{} for _ in range(count)],
+    )
+    mask = torch.ones(count, response_length, dtype=torch.bool)
+    return Rollout(
+        prompts=prompts,
+        sample_index=[0] * count,
+        response_ids=_tokens(count, response_length, vocab),
+        response_mask=mask,
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(mask.shape),
+        versions=torch.zeros(mask.shape, dtype=torch.int32),
+        stopped=mask[:, 0],
+    )
+
+
+def _experience(rollout: Rollout, logprobs: Tensor) -> Experience:
+    shape = rollout.response_mask.shape
+    return Experience(
+        rollout=rollout,
+        scores=torch.zeros(len(rollout)),
+        loss_mask=rollout.loss_mask,
+        old_logprobs=logprobs,
+        ref_logprobs=None,
+        token_rewards=torch.zeros(shape),
+        values=None,
+        advantages=torch.randn(shape, generator=torch.Generator().manual_seed(2)),
+        returns=torch.zeros(shape),
+    )
+
+
+def _answer_seconds(
+    engine: NativeEngine, prompts: Sequence[list[int]], length: int, device: Device
+) -> float:
+    """Seconds to answer all prompts with `length` tokens each."""
+    sampling = SamplingParams(temperature=1.0, max_tokens=length, seed=1)
+    requests = requests_for(prompts, list(range(len(prompts))), sampling)
+
+    def answer() -> None:
+        samples = generate(engine, requests).samples
+        assert all(len(sample.token_ids) == length for sample in samples)
+
+    answer()  # captures the graphs
+    return _seconds(answer, device)
+
+
+def _seconds(call: Callable[[], Any], device: Device) -> float:
+    """The median of some calls; the first one, which compiles and captures, has been made."""
+    seconds = []
+    for _ in range(REPEATS):
+        device.synchronize()
+        began = time.perf_counter()
+        call()
+        device.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _allocated(device: Device) -> int:
+    """Bytes of tensors on the GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device.torch_device) if device.kind == "cuda" else 0
+
+
+def _peak(call: Callable[[], Any], device: Device) -> tuple[Any, int]:
+    """What the call returns, and the most bytes of tensors on the GPU during it; 0 on a CPU."""
+    if device.kind == "cpu":
+        return call(), 0
+    torch.cuda.reset_peak_memory_stats(device.torch_device)
+    result = call()
+    return result, torch.cuda.max_memory_allocated(device.torch_device)
+
+
+if __name__ == "__main__":
+    main()
