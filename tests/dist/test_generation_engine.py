@@ -65,7 +65,7 @@ def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
 
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths, strict=True)
     found = [row[:length] for row, length in rows], rollout.stopped.tolist()
-    return *found, [sample.token_ids for sample in alone], generated.metrics
+    return *found, [list(sample.token_ids) for sample in alone], generated.metrics
 
 
 @pytest.fixture(scope="module")

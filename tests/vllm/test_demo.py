@@ -112,7 +112,7 @@ def _greedy(
         read_model(f"{root}/sft/model", spec, engine.weight_slots(), needs_head=False)
         engine.commit(1)
         samples = answer(engine, prompts.token_ids, prompts.uid, sampling)
-        answers[name] = [(sample.token_ids, sample.logprobs) for sample in samples]
+        answers[name] = [(list(sample.token_ids), list(sample.logprobs)) for sample in samples]
 
     return answers
 
