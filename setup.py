@@ -16,7 +16,12 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={
-        "mrlhf": ["compiled/numbers.h", "models/attention.cpp", "inference/native/kernels.cpp"]
+        "mrlhf": [
+            "compiled/numbers.h",
+            "inference/native/kernels.cpp",
+            "models/attention.cpp",
+            "models/kernels.cpp",
+        ]
     },
     install_requires=[
         "torch>=2.6",

@@ -1,11 +1,12 @@
 """mrlhf: reinforcement learning from human feedback on Megatron-style model parallelism.
 
-Importing the package installs the CPU stand-ins for megatron-core if there is no GPU, so it must
-come before any import of megatron. All modules that use megatron are inside the package, so this is
-always so.
+If there is no GPU, importing the package lets torch use huge pages and installs the CPU stand-ins
+for megatron-core, so it must come before torch's first tensor and before any import of megatron.
+All modules that use megatron are inside the package.
 """
 
 import mrlhf.run.leaving  # noqa: F401 (before torch, which takes seconds: it notes the launcher)
-from mrlhf.device import install_cpu_stand_ins
+from mrlhf.device import ask_for_huge_pages, install_cpu_stand_ins
 
+ask_for_huge_pages()
 install_cpu_stand_ins()

@@ -146,6 +146,7 @@ def transformer_config(
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         bias_activation_fusion=False,
+        use_te_activation_func=True,  # the activation is the one that the layer's spec names
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

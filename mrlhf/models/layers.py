@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -19,10 +20,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from mrlhf.models.attention import CoreAttention
+from mrlhf.models.kernels import gated
 from mrlhf.models.norm import RMSNorm
 from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
 from mrlhf.models.rope import Rope, rope_of
@@ -42,6 +45,18 @@ class BiasedRowLinear(RowParallelLinear):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "bias": True})
+
+
+class GatedActivation(torch.nn.Module):
+    """silu(gate) * up, of the concatenation of the two."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        assert config.use_te_activation_func, "megatron-core must not activate by itself"
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """gate_up [tokens, 1, 2 * ffn] to [tokens, 1, ffn]."""
+        return gated(gate_up)
 
 
 def dense_decoder(
@@ -72,10 +87,22 @@ def dense_decoder(
 def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     """A layer of TransformerEngine's modules; `rope` as for `plain_layer`."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
+    layer.submodules.mlp.submodules.activation_func = GatedActivation
     attention = layer.submodules.self_attention
     attention.module = TensorParallelSelfAttention
     attention.params["rope"] = _rope(spec, rope)
     return layer
+
+
+def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
+    """Let linear layers add the gradient of their weight to its `main_grad` as they compute it.
+
+    Otherwise DistributedDataParallel adds it, after it has been stored. `module` must be wrapped in
+    that already, and must be on a CPU, where `mrlhf.device` stands in for Apex's kernel.
+    """
+    for layer in module.modules():
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            layer.gradient_accumulation_fusion = True
 
 
 def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
@@ -90,6 +117,7 @@ def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         add = scaled_add(spec.residual_multiplier)
     mlp = MLPSubmodules(
         linear_fc1=BiasedColumnLinear if spec.mlp_bias else ColumnParallelLinear,
+        activation_func=GatedActivation,
         linear_fc2=_row_linear(spec, spec.mlp_bias),
     )
     norm = IdentityOp if spec.norms_after else RMSNorm

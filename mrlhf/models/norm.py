@@ -1,4 +1,4 @@
-"""RMSNorm as Hugging Face's Llama computes it, with the mark that sequence parallelism needs.
+"""The module of RMSNorm, with the mark that sequence parallelism needs.
 
 It takes the arguments that megatron-core's layer specs pass. It does not know where in the model it
 stands.
@@ -12,12 +12,11 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.kernels import rms_norm
+
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square normalisation over the last dimension.
-
-    The statistics are computed in float32, the product in the input's dtype.
-    """
+    """Root-mean-square normalisation over the last dimension, as in Hugging Face's Llama."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -29,6 +28,4 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden] normalised, in its dtype."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)

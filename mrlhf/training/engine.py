@@ -30,6 +30,7 @@ from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
+from mrlhf.models.layers import add_weight_gradients_in_place
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
@@ -268,6 +269,9 @@ class ModelEngine:
             DistributedDataParallel(self._config, ddp, chunk, pg_collection=self.groups.collection)
             for chunk in self.chunks
         ]
+        if self.device.type == "cpu":
+            for chunk in self.chunks:
+                add_weight_gradients_in_place(chunk)
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
         )

@@ -17,6 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import TrainingError
@@ -103,6 +104,13 @@ class ShardedOptimizer:
             pg_collection=groups.collection,
         )
 
+        for inner in self._inner_optimizers():
+            if isinstance(inner, torch.optim.AdamW):
+                for group in inner.param_groups:
+                    group["fused"] = (
+                        True  # megatron-core leaves torch its default, a loop in Python
+                    )
+
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
         self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0
@@ -141,7 +149,8 @@ class ShardedOptimizer:
             return OptimizerStep(grad_norm, taken=False)
 
         self._let_reader_finish()
-        successful, *_ = self._optimizer.step()
+        self._clip(grad_norm)
+        successful = self._optimizer.step_with_ready_grads()
         assert successful, "the optimizer refused finite gradients"
         self.skipped_in_a_row = 0
         return OptimizerStep(grad_norm, taken=True)
@@ -210,7 +219,9 @@ class ShardedOptimizer:
                     state = {name: torch.zeros_like(parameter.data) for name in MOMENTS}
                     if not counts_by_group:
                         # Each parameter has a tensor of its own, since AdamW adds to it in place.
-                        state["step"] = torch.tensor(float(steps_taken), dtype=torch.float32)
+                        state["step"] = torch.tensor(
+                            float(steps_taken), dtype=torch.float32, device=parameter.device
+                        )
                     inner.state[parameter] = state
 
     def state_dict(self) -> dict[str, int]:
@@ -224,6 +235,16 @@ class ShardedOptimizer:
         """Go on from a state that `state_dict` gave; learning rates are those configured now."""
         self._scheduler.step(state["updates"] - self._scheduler.num_steps)
         self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    @torch.no_grad()
+    def _clip(self, grad_norm: float) -> None:
+        """Scale the gradients of the main weights down to the norm `clip_grad`, if it is set."""
+        limit = self._optim.clip_grad
+        if not 0 < limit < grad_norm:
+            return
+        for optimizer in self._megatron_optimizers():
+            parameters = optimizer.get_parameters()
+            clip_grads_with_norm_(parameters, limit, torch.tensor(grad_norm, dtype=torch.float32))
 
     def _let_reader_finish(self) -> None:
         if self._wait_for_reader is not None:

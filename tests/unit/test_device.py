@@ -6,10 +6,12 @@ The stand-ins leave torch unchanged and import nothing early.
 from __future__ import annotations
 
 import ast
+import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch
 from mrlhf.device import (
     Device,
     _Rewrite,
+    ask_for_huge_pages,
     peak_tflops,
     pick_device,
     resolve_dtype,
@@ -140,6 +143,23 @@ def test_pick_device_on_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert pick_device("auto", local_rank=3) == pick_device("cpu", local_rank=0) == CPU
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         pick_device("cuda", local_rank=0)
+
+
+def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[int, int]] = []
+    glibc = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+
+    for library in (glibc, SimpleNamespace()):  # other C libraries have no mallopt
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
+        assert pick_device("cpu", local_rank=0) == CPU
+
+    assert calls == [(-3, 33554432), (-1, -1)]  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    ask_for_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
 
 
 def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
