@@ -36,8 +36,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from checkpoint_case import SIZES, Case, build_engine, load, make_saver, peak_growth
+from checkpoint_case import Case, build_engine, load, make_saver, peak_growth
 from checkpoint_signal import interrupt_run
+from model_sizes import SIZES
 
 from mrlhf.device import pick_device
 from mrlhf.job import init_distributed
@@ -266,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each contender")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["3M", "110M"])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: $TMPDIR")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from model_sizes import model_config
 from torch import Tensor
-from transformers import LlamaConfig
 
 from mrlhf.checkpoint.manifest import read_manifest
 from mrlhf.checkpoint.restorer import open_checkpoint
@@ -26,33 +26,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.engine import ModelEngine
 
-SIZES: dict[str, dict[str, int]] = {
-    "3M": {
-        "vocab_size": 4096,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-    },
-    "110M": {
-        "vocab_size": 22528,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
-}
 _BLOCK = 8 * 2**20  # bytes of one plain write or read
-
-
-def model_config(size: str) -> LlamaConfig:
-    """A Llama-shaped model of this size."""
-    return LlamaConfig(
-        **SIZES[size],
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-    )
 
 
 def build_engine(size: str, dtype: str, groups: RoleGroups) -> ModelEngine:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from checkpoint_case import model_config
+from model_sizes import model_config
 from transformers import LlamaForCausalLM
 
 from mrlhf.checkpoint.manifest import MANIFEST, read_manifest

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from model_sizes import SIZES, model_config
 from reshard_contenders import Case, Contender, Engine, make_contenders, new_model
-from transformers import LlamaConfig
 
 from mrlhf.device import Device, pick_device
 from mrlhf.job import init_distributed
@@ -50,34 +50,12 @@ from mrlhf.reshard.execute import ReshardStats
 from mrlhf.reshard.plan import plan
 from mrlhf.weights.shard import Slot
 
-SIZES: dict[str, dict[str, int]] = {
-    "3M": {
-        "vocab_size": 4096,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-    },
-    "110M": {
-        "vocab_size": 22528,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },
-}
 LAYOUTS = ((2, 2), (4, 1), (1, 4), (2, 1))
 OTHERS = ("full gather", "megatron", "flat send", "memcpy", "ours, sent")
 
 
 def _spec(size: str) -> ModelSpec:
-    config = LlamaConfig(
-        **SIZES[size],
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-    )
-    return FAMILIES["llama"].read_config(config.to_dict(), "lm")
+    return FAMILIES["llama"].read_config(model_config(size).to_dict(), "lm")
 
 
 def _random_source(
@@ -229,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--repeats", type=int, default=7, help="measurements of each contender")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["3M", "110M"])
     arguments = parser.parse_args()
 
     gpus = torch.cuda.device_count()

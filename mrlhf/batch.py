@@ -12,10 +12,68 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 NO_VERSION = -1  # of a token that no policy drew
+
+
+def ranges(begins: Tensor, counts: Tensor) -> Tensor:
+    """The numbers from each begin on, `counts` of them, one range after the other; int64.
+
+    Args:
+        begins: int64 [ranges].
+        counts: int64 [ranges].
+    """
+    shifts = begins - (counts.cumsum(0) - counts)
+    numbers = shifts.repeat_interleave(counts)
+    return numbers.add_(torch.arange(len(numbers)))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Token sequences in one flat tensor; each is a prompt and a response.
+
+    Attributes:
+        token_ids: int64 [tokens].
+        begins: int64 [rows], where each sequence begins.
+        lengths: int64 [rows], tokens of each sequence, >= 1.
+        prompt_lengths: int64 [rows], tokens of each sequence's prompt, >= 1.
+        width: columns of a table that holds a number for each response token.
+    """
+
+    token_ids: Tensor
+    begins: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Tensor:
+        """The token ids of one sequence."""
+        begin = int(self.begins[row])
+        return self.token_ids[begin : begin + int(self.lengths[row])]
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Sequences:
+        """The sequences with these token ids."""
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        prompts = torch.tensor(prompt_lengths, dtype=torch.int64)
+        return Sequences(
+            token_ids=flat_ids(rows),
+            begins=lengths.cumsum(0) - lengths,
+            lengths=lengths,
+            prompt_lengths=prompts,
+            width=int((lengths - prompts).max()),
+        )
+
+
+def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
+    """All token ids, one row after the other; int64 [tokens]."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -134,6 +192,12 @@ class Rollout:
         return len(self.prompts)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and columns of the tables: batch and response_len."""
+        batch, width = self.response_ids.shape
+        return batch, width
+
+    @property
     def prompt_lengths(self) -> list[int]:
         """Tokens of each row's prompt."""
         return [len(tokens) for tokens in self.prompts.token_ids]
@@ -188,12 +252,19 @@ class Rollout:
             stopped=torch.cat([part.stopped for part in parts]),
         )
 
-    def sequences(self) -> list[list[int]]:
-        """Prompt and response tokens of each row, joined, without padding."""
-        rows = zip(
-            self.prompts.token_ids, self.response_ids.tolist(), self.response_lengths, strict=True
-        )
-        return [prompt + response[:length] for prompt, response, length in rows]
+    def sequences(self) -> Sequences:
+        """Prompt and response of each row, joined, without padding."""
+        prompt_lengths = torch.tensor(self.prompt_lengths, dtype=torch.int64)
+        response_lengths = self.response_mask.sum(dim=1)
+        lengths = prompt_lengths + response_lengths
+        begins = lengths.cumsum(0) - lengths
+
+        token_ids = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        token_ids[ranges(begins, prompt_lengths)] = flat_ids(self.prompts.token_ids)
+        responses = ranges(begins + prompt_lengths, response_lengths)
+        token_ids[responses] = self.response_ids[self.response_mask]
+        width = self.response_ids.shape[1]
+        return Sequences(token_ids, begins, lengths, prompt_lengths, width)
 
 
 @dataclass(frozen=True)

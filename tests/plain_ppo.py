@@ -445,7 +445,7 @@ def aggregated(rows: list[Tensor], kept: list[Tensor], mode: str) -> Tensor:
 
 def _distribution(model: Any, rollout: Rollout, row: int) -> Tensor:
     """Log-probs of the whole vocabulary at each token of a response, [response_len, vocab]."""
-    sequence = torch.tensor(rollout.sequences()[row])
+    sequence = rollout.sequences()[row]
     first = rollout.prompt_lengths[row] - 1
     return (model(sequence[None]).logits[0, first:-1] / TEMPERATURE).log_softmax(dim=-1)
 
@@ -455,7 +455,7 @@ def _drawn(log_p: Tensor, rollout: Rollout, row: int) -> Tensor:
 
 
 def _values(critic: Any, rollout: Rollout, row: int) -> Tensor:
-    sequence = torch.tensor(rollout.sequences()[row])
+    sequence = rollout.sequences()[row]
     first = rollout.prompt_lengths[row] - 1
     return critic.score(critic.model(sequence[None])[0])[0, first:-1, 0]
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors", "hub_files", "batch", "rl", "user_code"},
-    {"config", "device", "log", "metrics", "methods"},
+    {"config", "compiled", "device", "log", "metrics", "methods"},
     {"job", "parallel", "data", "rewards"},
     {"weights"},
     {"models"},

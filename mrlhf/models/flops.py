@@ -1,11 +1,11 @@
 """Counts the floating-point operations that a forward pass and a training step of a model need.
 
 What counts is matrix products, with two operations for each multiplication and addition: every
-linear layer, the output layer, and attention between the pairs of positions that see each other.
-What does not count is the lookup of embeddings, norms, rotation and softmax, and whatever an
-implementation does twice (recomputed activations) or in vain (masked pairs, padding). Divided by
-time and by the peak of the device, this is the model FLOPs utilisation of
-https://arxiv.org/abs/2204.02311, appendix B.
+linear layer, the output layer at the positions whose output is used, and attention between the
+pairs of positions that see each other. What does not count is the lookup of embeddings, norms,
+rotation and softmax, and whatever an implementation does twice (recomputed activations) or in vain
+(masked pairs, padding, outputs that nobody reads). Divided by time and by the peak of the device,
+this is the model FLOPs utilisation of https://arxiv.org/abs/2204.02311, appendix B.
 
 The counts are those of a dense Llama-like model. This file knows neither devices nor layouts.
 """
@@ -20,22 +20,34 @@ BACKWARD = 2
 """Matrix products in the backward pass for each one in the forward pass: inputs and weights."""
 
 
-def forward_flops(spec: ModelSpec, length: int) -> int:
-    """Operations of one forward pass over `length` tokens; each goes through the output layer."""
+def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
+    """Operations of one forward pass over a sequence.
+
+    Args:
+        spec: the model.
+        length: tokens of the sequence.
+        outputs: positions that go through the output layer, such as those before response tokens.
+    """
     q_rows = spec.num_heads * spec.head_dim
     kv_rows = spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (q_rows + 2 * kv_rows) + q_rows * spec.hidden_size
     mlp = 3 * spec.hidden_size * spec.ffn_size
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 
-    weights = spec.num_layers * (attention + mlp) + head
+    products = spec.num_layers * (attention + mlp) * length + head * outputs
     pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
-    return 2 * weights * length + 4 * pairs
+    return 2 * products + 4 * pairs
 
 
-def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
-    """Operations of one forward and backward pass over sequences of these `lengths`, in tokens."""
-    return float((1 + BACKWARD) * sum(forward_flops(spec, length) for length in lengths))
+def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> float:
+    """Operations of one forward and backward pass.
+
+    Args:
+        spec: the model.
+        sequences: for each sequence its tokens, and how many positions go through the output layer.
+    """
+    forward = sum(forward_flops(spec, length, outputs) for length, outputs in sequences)
+    return float((1 + BACKWARD) * forward)
 
 
 def visible_pairs(length: int, window: int | None) -> int:

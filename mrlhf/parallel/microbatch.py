@@ -1,4 +1,4 @@
-"""Cuts a batch of sequences into mini-batches, data-parallel shares and packed micro-batches.
+"""Cuts a batch of sequences into mini-batches, data-parallel shares and micro-batches.
 
 Everything is a pure function of lengths, so every rank knows every other rank's share without
 asking. A batch is cut once a step, and the cut goes wherever the batch goes: the same sequences
@@ -11,12 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-import torch
-from torch import Tensor
-
-Select = Literal["response", "last"]
+from mrlhf.parallel.packs import Pack
 
 
 @dataclass(frozen=True)
@@ -33,30 +29,6 @@ class MiniBatch:
 
 
 @dataclass(frozen=True)
-class Pack:
-    """Sequences laid end to end, as one micro-batch of a pipeline.
-
-    Attributes:
-        rows: rows of the batch that are in the pack, in order.
-        token_ids: int64 [tokens].
-        position_ids: int64 [tokens], from 0 in each sequence.
-        boundaries: int32 [sequences + 1], where each sequence begins, and the end.
-        longest: tokens of the longest sequence.
-        select: int64 [selected], the positions whose output is wanted.
-        targets: int64 [selected], the token that follows each selected position (0 after the last
-            token).
-    """
-
-    rows: list[int]
-    token_ids: Tensor
-    position_ids: Tensor
-    boundaries: Tensor
-    longest: int
-    select: Tensor
-    targets: Tensor
-
-
-@dataclass(frozen=True)
 class PackedMiniBatch:
     """One mini-batch as one data-parallel rank computes it.
 
@@ -70,9 +42,16 @@ class PackedMiniBatch:
 
     @property
     def local_packs(self) -> list[Pack]:
-        """The packs with their rows counted from the first row of the mini-batch."""
+        """The packs with their rows and places counted from the first row of the mini-batch."""
         first = self.rows[0]
-        return [replace(pack, rows=[row - first for row in pack.rows]) for pack in self.packs]
+        return [
+            replace(
+                pack,
+                rows=[row - first for row in pack.rows],
+                places=pack.places - first * pack.width,
+            )
+            for pack in self.packs
+        ]
 
 
 @dataclass(frozen=True)
@@ -159,50 +138,3 @@ def cut_mini_batches(
                 micro_batches[rank].append([row for unit in packed_units for row in unit])
         mini_batches.append(MiniBatch(rows, micro_batches))
     return mini_batches
-
-
-def make_pack(
-    sequences: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    rows: list[int],
-    select: Select,
-    multiple: int,
-) -> Pack:
-    """Lay the sequences at `rows` end to end.
-
-    Args:
-        sequences: token ids of each row of the batch.
-        prompt_lengths: tokens of each row's prompt, >= 1.
-        rows: the rows to pack.
-        select: "response": for each response token the position before it (where its log-prob and
-            value come from); "last": each sequence's last token.
-        multiple: the pack's token count is padded to a multiple of this, as a last sequence of
-            zeros.
-    """
-    chosen = [torch.tensor(sequences[row], dtype=torch.int64) for row in rows]
-    sizes = [len(tokens) for tokens in chosen]
-    begins = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).tolist()
-
-    selected = []
-    targets = []
-    for row, tokens, begin in zip(rows, chosen, begins, strict=False):
-        first = prompt_lengths[row] - 1 if select == "response" else len(tokens) - 1
-        last = len(tokens) - 1 if select == "response" else len(tokens)
-        selected.append(torch.arange(begin + first, begin + last))
-        targets.append(torch.nn.functional.pad(tokens, (0, 1))[first + 1 : last + 1])
-
-    padding = -begins[-1] % multiple
-    if padding:
-        chosen.append(torch.zeros(padding, dtype=torch.int64))
-        sizes.append(padding)
-        begins.append(begins[-1] + padding)
-
-    return Pack(
-        rows=rows,
-        token_ids=torch.cat(chosen),
-        position_ids=torch.cat([torch.arange(size) for size in sizes]),
-        boundaries=torch.tensor(begins, dtype=torch.int32),
-        longest=max(sizes),
-        select=torch.cat(selected),
-        targets=torch.cat(targets),
-    )

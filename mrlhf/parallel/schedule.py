@@ -17,8 +17,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.parallel.microbatch import Pack, make_pack
+from mrlhf.parallel.packs import Pack, make_packs
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 
 Result = TypeVar("Result")
@@ -49,11 +50,10 @@ class Pipeline:
         """
         self._chunks = list(chunks)
         self._groups = groups
-        self._device = device
         self._stops = stops or NeverStop()
         # What takes the place of the micro-batches after a stop: as little as goes through.
         multiple = groups.layout.tp if config.sequence_parallel else 1
-        self._shortest = make_pack([[0]], [1], [0], "last", multiple)
+        [self._shortest] = make_packs(Sequences.of([[0]], [1]), [[0]], "last", multiple, device)
         self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._communication = {}
         if groups.layout.pp > 1:
@@ -144,21 +144,18 @@ class Pipeline:
         )
 
     def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
-        boundaries = pack.boundaries.to(self._device)
         packed = PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=boundaries,
-            cu_seqlens_kv=boundaries,
+            cu_seqlens_q=pack.boundaries,
+            cu_seqlens_kv=pack.boundaries,
             max_seqlen_q=pack.longest,
             max_seqlen_kv=pack.longest,
         )
 
-        tokens = pack.token_ids.to(self._device)
-        positions = pack.position_ids.to(self._device)
-        return model(tokens[None], positions[None], None, packed_seq_params=packed)
+        return model(pack.token_ids[None], pack.position_ids[None], None, packed_seq_params=packed)
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:
-        return output[0].index_select(0, pack.select.to(self._device))
+        return output[0].index_select(0, pack.select)
 
 
 def _finish_nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, None] | None:

@@ -98,7 +98,7 @@ class Actor:
 
         with_kl = ref_logits is not None
         channels = 2 + with_kl + with_squares
-        table = self.engine.per_token(packs, rollout.response_mask, evaluate, channels)
+        table = self.engine.per_token(packs, rollout.shape, evaluate, channels)
         return Evaluation(
             logprobs=table[0],
             entropy=table[1],
@@ -185,7 +185,8 @@ class Actor:
         batch = PolicyBatch.of(experience, mini_batch.rows)
         packs = mini_batch.local_packs
         if self._settings.needs_mini_batch_pass:
-            logprobs = self._token_logprobs.of_batch(packs, batch.response_mask)
+            shape = (len(mini_batch.rows), experience.rollout.shape[1])
+            logprobs = self._token_logprobs.of_batch(packs, shape)
             batch = self._settings.prepared(batch, logprobs)
         objective = PolicyObjective(self._settings, batch)
         return LogitsObjective(objective, self._token_logprobs, packs, ref_logits)

@@ -9,11 +9,12 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.sections import CriticSection
 from mrlhf.metrics import Tally
-from mrlhf.parallel.microbatch import BatchCut, Pack, PackedMiniBatch
+from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
+from mrlhf.parallel.packs import Pack
 from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.update_progress import UpdateProgress
-from mrlhf.training.engine import ModelEngine, PackResult, spread
+from mrlhf.training.engine import ModelEngine, PackResult
 
 UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
 
@@ -36,7 +37,7 @@ class Critic:
         def evaluate(output: Tensor, number: int) -> Tensor:
             return output[:, 0][None]
 
-        return self.engine.per_token(cut.packs, rollout.response_mask, evaluate)[0]
+        return self.engine.per_token(cut.packs, rollout.shape, evaluate)[0]
 
     def update(
         self, experience: Experience, cut: BatchCut, progress: UpdateProgress | None = None
@@ -84,13 +85,14 @@ class _ValueObjective:
         experience = self._experience
         assert experience.values is not None, "a critic is trained, so there are its values"
         assert section.loss_scale_factor is not None
-        rows = self._packs[number].rows
+        pack = self._packs[number]
+        rows = pack.rows
 
         def rows_of(table: Tensor) -> Tensor:
             return table[rows].to(output.device)
 
         mask = rows_of(experience.loss_mask)
-        values = spread(output[:, 0].float()[None], rows_of(experience.rollout.response_mask))[0]
+        values = pack.spread(output[:, 0].float()[None])[0]
         squared = value_loss(
             values,
             rows_of(experience.values),

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mrlhf.metrics import Tally
-from mrlhf.parallel.microbatch import Pack
+from mrlhf.parallel.packs import Pack
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregate, aggregation_count
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
 from mrlhf.roles.token_logprobs import TokenLogprobs
-from mrlhf.training.engine import PackResult, spread
+from mrlhf.training.engine import PackResult
 
 UPDATE_METRICS = (
     "actor/pg_loss",
@@ -149,7 +149,6 @@ class LogitsObjective:
         """
         settings = self._objective.settings
         pack = self._packs[number]
-        mask = self._objective.batch.response_mask[pack.rows].to(logits.device)
 
         if settings.wants_entropy:
             flat, flat_entropy = self._token_logprobs.with_entropy(logits, pack)
@@ -158,13 +157,13 @@ class LogitsObjective:
             flat_entropy = torch.zeros_like(flat)
         if not settings.section.entropy_coeff:
             flat_entropy = flat_entropy.detach()
-        logprobs, entropy = spread(torch.stack([flat, flat_entropy]), mask)
+        logprobs, entropy = pack.spread(torch.stack([flat, flat_entropy]))
 
         full_kl = None
         if settings.wants_full_kl:
             assert self._ref_logits is not None
             flat_kl = self._token_logprobs.full_kl(logits, self._ref_logits[number])
-            full_kl = spread(flat_kl[None], mask)[0]
+            full_kl = pack.spread(flat_kl[None])[0]
 
         loss, tally = self._objective(pack.rows, logprobs, entropy, full_kl)
         kept = None if settings.bypass is None else logprobs.detach()

@@ -24,7 +24,7 @@ class Reference:
             rollout: the global batch.
             cut: its cut for this model.
         """
-        return self._token_logprobs.of_batch(cut.packs, rollout.response_mask)
+        return self._token_logprobs.of_batch(cut.packs, rollout.shape)
 
     def logits(self, cut: BatchCut) -> list[Tensor]:
         """This rank's shard of the logits, for the KL over the whole vocabulary.

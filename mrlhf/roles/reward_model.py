@@ -8,13 +8,13 @@ is used for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Rollout
+from mrlhf.batch import Rollout, Sequences
 from mrlhf.models.spec import ModelSpec
 from mrlhf.training.engine import ModelEngine
 
@@ -30,32 +30,29 @@ class RewardModel:
         return score_sequences(self.engine, rollout.sequences())
 
 
-def score_sequences(
-    engine: ModelEngine, sequences: Sequence[Sequence[int]], together: int = 1
-) -> Tensor:
+def score_sequences(engine: ModelEngine, sequences: Sequences, together: int = 1) -> Tensor:
     """The score of each sequence, float32 [batch] on every rank's host.
 
     Args:
         engine: a model with a scalar head.
-        sequences: token ids.
+        sequences: what to score.
         together: number of consecutive sequences that must stay in one micro-batch.
     """
-    scored = scored_tokens(sequences, engine.spec)
-    cut = engine.cut(scored, [1] * len(scored), "last", together=together)
-    mask = torch.ones(len(scored), 1, dtype=torch.bool)
-    return engine.per_token(cut.packs, mask, _scalar_output)[0, :, 0]
+    cut = engine.cut(up_to_scored(sequences, engine.spec), "last", together=together)
+    return engine.per_token(cut.packs, (len(sequences), 1), _scalar_output)[0, :, 0]
 
 
-def scored_tokens(sequences: Sequence[Sequence[int]], spec: ModelSpec) -> list[Sequence[int]]:
+def up_to_scored(sequences: Sequences, spec: ModelSpec) -> Sequences:
     """Each sequence up to the token that is scored, which is its first one if all are padding."""
     pad = spec.hf_config.get("pad_token_id")
-    scored = []
-    for tokens in sequences:
-        end = len(tokens)
-        while pad is not None and end > 1 and tokens[end - 1] == pad:
-            end -= 1
-        scored.append(tokens[:end])
-    return scored
+    if pad is None:
+        return sequences
+
+    # For each sequence, the last token before its end that is not padding; it may be another one's.
+    others = (sequences.token_ids != pad).nonzero()[:, 0]
+    before = torch.searchsorted(others, sequences.begins + sequences.lengths)
+    last = torch.nn.functional.pad(others, (1, 0), value=-1)[before]
+    return replace(sequences, lengths=(last + 1 - sequences.begins).clamp(min=1))
 
 
 def with_pad_token(spec: ModelSpec, pad_id: int, ids: Collection[int]) -> ModelSpec:

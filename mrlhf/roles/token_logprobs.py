@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mrlhf.parallel.microbatch import Pack
+from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.vocab import (
     vocab_parallel_kl,
     vocab_parallel_logprobs,
@@ -31,21 +31,21 @@ class TokenLogprobs:
     engine: ModelEngine
     temperature: float
 
-    def of_batch(self, packs: Sequence[Pack], mask: Tensor) -> Tensor:
+    def of_batch(self, packs: Sequence[Pack], shape: tuple[int, int]) -> Tensor:
         """Run the model, and take the log-probability of each target token of the whole batch.
 
         Args:
             packs: this rank's share of the batch.
-            mask: bool [batch, width], the places of the selected tokens.
+            shape: batch and width of the table.
 
         Returns:
-            float32 [batch, width] on the host of every rank, 0 where the mask is False.
+            float32 [batch, width] on the host of every rank, 0 where no token is selected.
         """
 
         def evaluate(logits: Tensor, number: int) -> Tensor:
             return self(logits, packs[number])[None]
 
-        return self.engine.per_token(packs, mask, evaluate)[0]
+        return self.engine.per_token(packs, shape, evaluate)[0]
 
     def __call__(self, logits: Tensor, pack: Pack) -> Tensor:
         """The log-probability of each target token of the pack.
@@ -95,7 +95,7 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         return vocab_parallel_logprobs(
             logits,
-            pack.targets.to(logits.device),
+            pack.targets,
             self.engine.groups.tp,
             self.temperature,
             self.engine.spec.vocab_size,

@@ -160,16 +160,14 @@ class PPOTrainer:
         parts = self.parts
         samples = parts.samples_per_mini_batch
         sequences = rollout.sequences()
-        prompt_lengths = rollout.prompt_lengths
 
-        actor = parts.actor.engine.cut(sequences, prompt_lengths, "response", samples["actor"])
+        actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
         critic = None
         if parts.critic is not None:
-            engine = parts.critic.engine
-            critic = engine.cut(sequences, prompt_lengths, "response", samples["critic"])
+            critic = parts.critic.engine.cut(sequences, "response", samples["critic"])
         reference = None
         if parts.reference is not None:
-            reference = parts.reference.engine.cut(sequences, prompt_lengths, "response")
+            reference = parts.reference.engine.cut(sequences, "response")
         return Cuts(actor, critic, reference)
 
     def learn_from(

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.preflight import read_reward_model_inputs
-from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
+from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
@@ -59,8 +60,8 @@ class PreferenceLearning:
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
-        sequences = scored_tokens(_interleave(self._pairs, rows), engine.spec)
-        cut = engine.cut(sequences, [1] * len(sequences), "last", together=2)
+        sequences = up_to_scored(_interleave(self._pairs, rows), engine.spec)
+        cut = engine.cut(sequences, "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
             margin = output[0::2, 0].float() - output[1::2, 0].float()
@@ -74,7 +75,7 @@ class PreferenceLearning:
         names = ("rm/loss", "rm/accuracy", "rm/margin")
         result = engine.train_mini_batch(cut.packs, loss, names)
         metrics = engine.end_update("rm", result.tally, 1)
-        return metrics | {"perf/total_num_tokens": sum(len(tokens) for tokens in sequences)}
+        return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:
         """`val/accuracy` and `val/loss` on the held-out pairs.
@@ -97,6 +98,7 @@ class PreferenceLearning:
         return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}
 
 
-def _interleave(pairs: PreferencePairs, rows: Sequence[int]) -> list[list[int]]:
+def _interleave(pairs: PreferencePairs, rows: Sequence[int]) -> Sequences:
     """Chosen and rejected token ids of each pair, in turn."""
-    return [tokens for row in rows for tokens in (pairs.chosen_ids[row], pairs.rejected_ids[row])]
+    sides = [tokens for row in rows for tokens in (pairs.chosen_ids[row], pairs.rejected_ids[row])]
+    return Sequences.of(sides, [1] * len(sides))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from mrlhf.batch import Sequences
 from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
@@ -58,10 +59,10 @@ class FineTuning:
             optimizer step.
         """
         token_logprobs = TokenLogprobs(engine, temperature=1.0)
-        sequences, prompt_lengths = _split([self._examples[row] for row in rows])
-        tokens = sum(len(sequence) for sequence in sequences)
-        response_tokens = tokens - sum(prompt_lengths)
-        packs = engine.cut(sequences, prompt_lengths, "response").packs
+        sequences = _sequences([self._examples[row] for row in rows])
+        tokens = int(sequences.lengths.sum())
+        response_tokens = tokens - int(sequences.prompt_lengths.sum())
+        packs = engine.cut(sequences, "response").packs
 
         def loss(logits: Tensor, number: int) -> tuple[Tensor, PackResult]:
             total = -token_logprobs(logits, packs[number]).sum()
@@ -77,24 +78,22 @@ class FineTuning:
         """`val/loss`: the mean over the response tokens of the held-out rows, nats."""
         if not self._held_out:
             return {}
-        sequences, prompt_lengths = _split(self._held_out)
-        packs = engine.cut(sequences, prompt_lengths, "response").packs
-        response_lengths = [
-            len(tokens) - prompt for tokens, prompt in zip(sequences, prompt_lengths, strict=True)
-        ]
-        positions = torch.arange(max(response_lengths))
-        mask = positions < torch.tensor(response_lengths)[:, None]
+        sequences = _sequences(self._held_out)
+        packs = engine.cut(sequences, "response").packs
+        response_tokens = int((sequences.lengths - sequences.prompt_lengths).sum())
 
-        logprobs = TokenLogprobs(engine, temperature=1.0).of_batch(packs, mask)
-        return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / mask.sum())}
+        shape = (len(sequences), sequences.width)
+        logprobs = TokenLogprobs(engine, temperature=1.0).of_batch(packs, shape)
+        return {"val/loss": float(-logprobs.sum(dtype=torch.float64) / response_tokens)}
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """`sft_loss`: on the held-out rows, or of the last step where there are none."""
         return {"sft_loss": metrics["val/loss"] if self._held_out else metrics["sft/loss"]}
 
 
-def _split(examples: Sequence[SftExample]) -> tuple[list[list[int]], list[int]]:
-    """Token ids of each example, and how many of them are the prompt's."""
-    sequences = [example.token_ids for example in examples]
-    prompt_lengths = [example.loss_mask.index(1) for example in examples]
-    return sequences, prompt_lengths
+def _sequences(examples: Sequence[SftExample]) -> Sequences:
+    """Prompt and response of each example."""
+    return Sequences.of(
+        [example.token_ids for example in examples],
+        [example.loss_mask.index(1) for example in examples],
+    )

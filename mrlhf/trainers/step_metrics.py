@@ -42,10 +42,10 @@ def batch_metrics(
     return metrics
 
 
-def sequence_lengths(rollout: Rollout) -> list[int]:
-    """Tokens of each row, prompt and response together."""
+def sequence_lengths(rollout: Rollout) -> list[tuple[int, int]]:
+    """Tokens of each row, prompt and response together, and those of its response alone."""
     rows = zip(rollout.prompt_lengths, rollout.response_lengths, strict=True)
-    return [prompt + response for prompt, response in rows]
+    return [(prompt + response, response) for prompt, response in rows]
 
 
 def trained_mini_batches(role: str, metrics: Mapping[str, float]) -> float:

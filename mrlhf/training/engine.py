@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
+from mrlhf.batch import Sequences
 from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
@@ -29,14 +31,8 @@ from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.parallel.microbatch import (
-    BatchCut,
-    Pack,
-    PackedMiniBatch,
-    Select,
-    cut_mini_batches,
-    make_pack,
-)
+from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, cut_mini_batches
+from mrlhf.parallel.packs import Pack, Select, make_packs
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.training.optimizer import ShardedOptimizer
@@ -174,38 +170,45 @@ class ModelEngine:
 
     def cut(
         self,
-        sequences: Sequence[Sequence[int]],
-        prompt_lengths: Sequence[int],
+        sequences: Sequences,
         select: Select,
         mini_batch_rows: int | None = None,
         together: int = 1,
     ) -> BatchCut:
         """Cut a batch for this engine's layout and token budget, and pack this rank's share.
 
+        The packs are on this engine's device, ready for every pass of the step.
+
         Args:
-            sequences: token ids of each row of the batch.
-            prompt_lengths: tokens of each row's prompt; see `make_pack`.
-            select: the positions whose output is wanted; see `make_pack`.
+            sequences: all rows of the batch.
+            select: the positions whose output is wanted; see `make_packs`.
             mini_batch_rows: rows of one optimizer step; all rows where None.
             together: number of consecutive rows that must stay in one micro-batch.
         """
-        lengths = [len(tokens) for tokens in sequences]
         layout = self.groups.layout
-        multiple = layout.tp if self._section.sequence_parallel else 1
         mini_batches = cut_mini_batches(
-            lengths,
+            sequences.lengths.tolist(),
             mini_batch_rows or len(sequences),
             layout.dp,
             self._section.micro_batch_tokens,
             together,
         )
 
-        packed = []
-        for mini_batch in mini_batches:
-            share = mini_batch.micro_batches[self.groups.coordinates.dp]
-            packs = [make_pack(sequences, prompt_lengths, rows, select, multiple) for rows in share]
-            packed.append(PackedMiniBatch(mini_batch.rows, packs))
-        return BatchCut(packed)
+        shares = [
+            mini_batch.micro_batches[self.groups.coordinates.dp] for mini_batch in mini_batches
+        ]
+        multiple = layout.tp if self._section.sequence_parallel else 1
+        packs = make_packs(
+            sequences, list(chain.from_iterable(shares)), select, multiple, self.device
+        )
+
+        remaining = iter(packs)
+        return BatchCut(
+            [
+                PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
+                for mini_batch, share in zip(mini_batches, shares, strict=True)
+            ]
+        )
 
     def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
@@ -214,7 +217,7 @@ class ModelEngine:
     def per_token(
         self,
         packs: Sequence[Pack],
-        mask: Tensor,
+        shape: tuple[int, int],
         evaluate: Callable[[Tensor, int], Tensor],
         channels: int = 1,
     ) -> Tensor:
@@ -222,19 +225,21 @@ class ModelEngine:
 
         Args:
             packs: this rank's share of the batch.
-            mask: bool [batch, width]; each row has as many True entries as its sequence has
-                selected positions.
+            shape: batch and width of the tables that the packs' places count in.
             evaluate: as for `Pipeline.forward`; returns [channels, selected].
             channels: numbers for each position.
 
         Returns:
-            float32 [channels, batch, width] on the host of every rank, 0 where the mask is False.
+            float32 [channels, batch, width] on the host of every rank, 0 where nothing is selected.
         """
         results = self._pipeline.forward(packs, evaluate)
-        table = torch.zeros(channels, *mask.shape, dtype=torch.float32)
+        table = torch.zeros(channels, *shape, dtype=torch.float32)
 
-        for pack, flat in zip(packs, results, strict=False):  # only the last stage has results
-            table[:, pack.rows] = spread(flat.float().cpu(), mask[pack.rows])
+        if results:  # only the last stage has any
+            # The numbers stay on the device until the last pack is done.
+            flat = torch.cat([result.float() for result in results], dim=1).cpu()
+            places = torch.cat([pack.places for pack in packs])
+            table.view(channels, -1).index_copy_(1, places, flat)
 
         # Each entry is non-zero on one rank only, so the sum is exact.
         torch.distributed.all_reduce(table, group=self.groups.dp_pp)
@@ -359,10 +364,3 @@ class ModelEngine:
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
             chunk.train(training)
-
-
-def spread(flat: Tensor, mask: Tensor) -> Tensor:
-    """Lay [channels, selected] out as [channels, rows, width], row by row where `mask` is True."""
-    table = flat.new_zeros(flat.shape[0], *mask.shape)
-    table[:, mask] = flat
-    return table

@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mrlhf.batch import Experience
+from mrlhf.batch import Experience, Sequences
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
@@ -138,13 +138,13 @@ class Runs:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
         return plain_ppo.load(self.root / f"{MODEL}{suffix}")
 
-    def rewards(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+    def rewards(self, sequences: Sequences) -> list[float]:
         """What the reward model gives each sequence, weighted."""
         judge = plain_ppo.load(self.root / REWARD_MODEL)
         rewards = []
         for sequence in sequences:
             with torch.no_grad():
-                scores = judge.score(judge.model(torch.tensor([sequence]))[0])
+                scores = judge.score(judge.model(sequence[None])[0])
             rewards.append(scores[0, -1].item() * REWARD_WEIGHT)
         return rewards
 

@@ -143,7 +143,7 @@ def cut_responses(
     role: Actor | Critic | Reference, rollout: Rollout, mini_batch_rows: int | None = None
 ) -> BatchCut:
     """The cut of the rollout for the role's model."""
-    return role.engine.cut(rollout.sequences(), rollout.prompt_lengths, "response", mini_batch_rows)
+    return role.engine.cut(rollout.sequences(), "response", mini_batch_rows)
 
 
 def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:

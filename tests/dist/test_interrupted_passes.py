@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrlhf.batch import Sequences
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.device import Device
 from mrlhf.errors import Interrupted
@@ -175,7 +176,7 @@ def _engine(section: ActorSection, groups: RoleGroups, stops: AskingStops | None
 
 def _packs(engine: ModelEngine) -> list:
     sequences = [[5 + row % 3, 7, 9, 2, row % 4][: 3 + row % 3] for row in range(ROWS)]
-    return engine.cut(sequences, [1] * ROWS, "response").packs
+    return engine.cut(Sequences.of(sequences, [1] * ROWS), "response").packs
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from mrlhf.batch import Sequences
 from mrlhf.config.sections import RewardModelSection
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.models.families import load_spec
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
-from mrlhf.roles.reward_model import score_sequences, scored_tokens, with_pad_token
+from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.export import ExportedModel, export_checkpoint
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
@@ -100,7 +102,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
             spec = load_spec(section.path, "scalar")
             engine = ModelEngine(section, spec, groups, CPU)
             engine.load(section.path, seed=0, needs_head=True)
-            scores[f"{name} tp {tp}"] = score_sequences(engine, SEQUENCES).tolist()
+            scores[f"{name} tp {tp}"] = score_sequences(engine, _flat(SEQUENCES)).tolist()
             for tokenizer in TOKENIZER_PADS:
                 if (name, tokenizer) in EXPORTED:
                     _export(engine, tokenizer, Path(root) / f"{name}-{tokenizer}-tp{tp}", scores)
@@ -114,9 +116,17 @@ def _export(
     tokenizer = load_tokenizer(directory.parent / f"tokenizer-{name}")
     stated = engine.spec
     engine.spec = with_pad_token(stated, tokenizer.pad_id, tokenizer.ids)
-    scores[directory.name] = score_sequences(engine, SEQUENCES).tolist()
+    scores[directory.name] = score_sequences(engine, _flat(SEQUENCES)).tolist()
     export_checkpoint(ExportedModel(engine, tokenizer, max_shard_mb=100), directory)
     engine.spec = stated
+
+
+def _flat(rows: list[list[int]]) -> Sequences:
+    return Sequences.of(rows, [1] * len(rows))
+
+
+def _scored(rows: list[list[int]], spec: ModelSpec) -> list[list[int]]:
+    return [tokens.tolist() for tokens in up_to_scored(_flat(rows), spec)]
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +166,9 @@ def test_our_models_have_our_scores_there(run: Any, model: str, tokenizer: str, 
 def test_the_token_that_is_scored(run: Any) -> None:
     root, _ = run
     spec = load_spec(root / "eos", "scalar")
-    assert scored_tokens(SEQUENCES[:3], spec) == [[5, 9, 11]] * 3
-    assert scored_tokens([[EOS, EOS], [3, EOS, 4]], spec) == [[EOS], [3, EOS, 4]]
-    assert scored_tokens(SEQUENCES, load_spec(root / "null", "scalar")) == SEQUENCES
+    assert _scored(SEQUENCES[:3], spec) == [[5, 9, 11]] * 3
+    assert _scored([[EOS, EOS], [3, EOS, 4], [EOS]], spec) == [[EOS], [3, EOS, 4], [EOS]]
+    assert _scored(SEQUENCES, load_spec(root / "null", "scalar")) == SEQUENCES
 
 
 @pytest.mark.parametrize(("own", "kept"), [(30, 30), (5, 2), (None, 2), (-1, 2)])

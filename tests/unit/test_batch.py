@@ -67,7 +67,7 @@ def test_join_pads_to_the_longest_and_keeps_the_order():
     )
     assert joined.response_ids[1].tolist() == [100, 101, 0, 0]
     assert joined.prompt_groups.tolist() == [0, 0, 1, 1, 2, 2]
-    assert joined.sequences()[0] == [7, 7, 0]
+    assert joined.sequences()[0].tolist() == [7, 7, 0]
 
 
 def test_tokens_keep_the_version_that_drew_them():
@@ -91,7 +91,9 @@ def test_a_token_that_was_not_drawn_is_there_and_does_not_train():
     rollout = with_holes(_rollout([7], [3, 2]), holes)
     assert rollout.loss_mask.tolist() == [[True, False, True], [False, True, False]]
     assert rollout.response_lengths == [3, 2]
-    assert rollout.sequences() == [[7, 7, 0, 1, 2], [7, 7, 100, 101]]
+    sequences = rollout.sequences()
+    assert [row.tolist() for row in sequences] == [[7, 7, 0, 1, 2], [7, 7, 100, 101]]
+    assert sequences.prompt_lengths.tolist() == [2, 2] and sequences.width == 3
     assert rollout.select([1]).loss_mask.tolist() == [[False, True, False]]
     wider = Rollout.join([rollout, _rollout([9], [1, 4])])
     assert wider.loss_mask[1].tolist() == [False, True, False, False]

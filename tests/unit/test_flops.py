@@ -40,16 +40,16 @@ def test_equals_what_torch_counts(name: str) -> None:
     # eager attention multiplies all pairs, masked or not
     seen = sum(pairs_by_loop(LENGTH, window) for window in spec.windows)
     unseen = 4 * spec.num_heads * spec.head_dim * (spec.num_layers * LENGTH * LENGTH - seen)
-    assert forward_flops(spec, LENGTH) == forward.get_total_flops() - unseen
+    assert forward_flops(spec, LENGTH, LENGTH) == forward.get_total_flops() - unseen
     both = forward.get_total_flops() + backward.get_total_flops()
-    assert training_flops(spec, [LENGTH]) == both - 3 * unseen
+    assert training_flops(spec, [(LENGTH, LENGTH)]) == both - 3 * unseen
 
 
 def test_a_value_model_has_one_output() -> None:
     spec = spec_of(hf_model("llama"))
     assert (
-        forward_flops(replace(spec, head="scalar"), 5)
-        == forward_flops(spec, 5) - 2 * 48 * (131 - 1) * 5
+        forward_flops(replace(spec, head="scalar"), 5, 4)
+        == forward_flops(spec, 5, 4) - 2 * 48 * (131 - 1) * 4
     )
 
 
@@ -57,6 +57,8 @@ def test_literal_numbers() -> None:
     # hidden 48, 3 layers, 4 heads of 12 on 2 KV heads, MLP 80, vocabulary 131:
     # a layer has 48 * (48 + 24 + 24) + 48 * 48 + 3 * 48 * 80 = 18432 weights, the output layer 6288
     spec = spec_of(hf_model("llama"))
-    assert forward_flops(spec, 2) == 2 * (3 * 18432 + 6288) * 2 + 4 * 3 * 48 * 3
-    assert training_flops(spec, [2, 0, 2]) == 6 * forward_flops(spec, 2)
+    assert forward_flops(spec, 2, 2) == 2 * (3 * 18432 + 6288) * 2 + 4 * 3 * 48 * 3
+    assert forward_flops(spec, 2, 1) == 2 * (3 * 18432 * 2 + 6288) + 4 * 3 * 48 * 3
+    assert forward_flops(spec, 2, 0) == 2 * 3 * 18432 * 2 + 4 * 3 * 48 * 3
+    assert training_flops(spec, [(2, 1), (0, 0), (2, 1)]) == 6 * forward_flops(spec, 2, 1)
     assert training_flops(spec, []) == 0.0

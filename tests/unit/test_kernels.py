@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from mrlhf.compiled import library
 from mrlhf.inference.native import kernels, sampler
 from mrlhf.inference.native.operators import HostOperators, StepInputs, TorchOperators
 
@@ -165,14 +166,13 @@ def test_several_threads_give_what_one_gives():
 
 
 def test_a_machine_without_a_compiler_is_told_and_runs_on(monkeypatch, caplog):
-    monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
-    assert kernels._library.__wrapped__() is None
-    assert "no C++ compiler" in caplog.text
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
+    assert library.load_library.__wrapped__(kernels.SOURCE, "the engine") is None
+    assert "no C++ compiler (g++) found: the engine runs on torch's operators" in caplog.text
 
 
-def test_a_compiler_that_fails_is_named(monkeypatch, caplog, tmp_path):
+def test_a_compiler_that_fails_is_named(caplog, tmp_path):
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++")
-    monkeypatch.setattr(kernels, "SOURCE", broken)
-    assert kernels._library.__wrapped__() is None
+    assert library.load_library.__wrapped__(broken, "the engine") is None
     assert "could not be compiled" in caplog.text and "broken.cpp" in caplog.text

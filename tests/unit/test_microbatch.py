@@ -1,4 +1,4 @@
-"""Balance, packing and the cut of a batch: invariants on random lengths, and literal packs."""
+"""Balance and the cut of a batch: invariants on random lengths, and small literal batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import random
 import pytest
 import torch
 
+from mrlhf.batch import Sequences
 from mrlhf.parallel.microbatch import (
     BatchCut,
     PackedMiniBatch,
     cut_mini_batches,
-    make_pack,
     pack_rows,
     split_balanced,
 )
+from mrlhf.parallel.packs import make_packs
 
 
 def _batches() -> list[list[int]]:
@@ -110,43 +111,11 @@ def test_what_belongs_together_stays_in_one_micro_batch() -> None:
 
 
 def test_a_mini_batch_counts_the_rows_of_its_packs_from_its_first() -> None:
-    packs = [make_pack(SEQUENCES, [2, 1, 1], rows, "last", 1) for rows in ([1], [2])]
+    sequences = Sequences.of([[11, 12, 13, 14], [21, 22], [31, 32, 33]], [2, 1, 1])
+    packs = make_packs(sequences, [[1], [2]], "response", 1, torch.device("cpu"))
+    assert [pack.places.tolist() for pack in packs] == [[2], [4, 5]]
     mini_batch = PackedMiniBatch([1, 2], packs)
     assert [pack.rows for pack in mini_batch.local_packs] == [[0], [1]]
+    assert [pack.places.tolist() for pack in mini_batch.local_packs] == [[0], [2, 3]]
     cut = BatchCut([mini_batch, PackedMiniBatch([3], [])])
     assert cut.packs == packs
-
-
-SEQUENCES = [[11, 12, 13, 14], [21, 22], [31, 32, 33]]
-
-
-def test_a_pack_that_selects_responses() -> None:
-    pack = make_pack(SEQUENCES, [2, 1, 1], rows=[0, 2], select="response", multiple=4)
-    assert pack.rows == [0, 2]
-    assert pack.token_ids.tolist() == [11, 12, 13, 14, 31, 32, 33, 0]
-    assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
-    assert pack.boundaries.tolist() == [0, 4, 7, 8] and pack.boundaries.dtype == torch.int32
-    assert pack.longest == 4
-    # The prompt of row 0 ends at position 1, that of row 2 at position 4; what follows each
-    # position is its target.
-    assert pack.select.tolist() == [1, 2, 4, 5]
-    assert pack.targets.tolist() == [13, 14, 32, 33]
-
-
-def test_a_pack_that_selects_last_tokens() -> None:
-    pack = make_pack(SEQUENCES, [1, 1, 1], rows=[1, 2, 0], select="last", multiple=1)
-    assert pack.token_ids.tolist() == [21, 22, 31, 32, 33, 11, 12, 13, 14]
-    assert pack.boundaries.tolist() == [0, 2, 5, 9]
-    assert pack.select.tolist() == [1, 4, 8]
-    assert pack.targets.tolist() == [0, 0, 0]
-
-
-def test_padding_longer_than_every_sequence_is_the_longest() -> None:
-    pack = make_pack([[5], [6]], [1, 1], rows=[0], select="last", multiple=8)
-    assert pack.token_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
-    assert pack.boundaries.tolist() == [0, 1, 8] and pack.longest == 7
-
-
-def test_a_response_of_one_token_after_a_prompt_of_one() -> None:
-    pack = make_pack([[8, 9]], [1], rows=[0], select="response", multiple=1)
-    assert pack.select.tolist() == [0] and pack.targets.tolist() == [9]

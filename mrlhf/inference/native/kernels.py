@@ -1,52 +1,24 @@
-"""Compiles `kernels.cpp` for this machine, once, and calls it on tensors.
+"""The compiled functions of `kernels.cpp`, called on tensors.
 
-The library is kept in the user's cache folder. Its name changes with the source, the compiler and
-the processor. Without a compiler `load` warns once, and the engine runs on torch's own operators.
-This file knows shapes, and no model.
+Without a compiler `load` warns once, and the engine runs on torch's own operators. This file knows
+shapes, and no model.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++17",
-    "-fopenmp",
-    "-fPIC",
-    "-shared",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wno-psabi",
-)
-_SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _COLUMNS = 128
 
-# The arguments of each function in the order of kernels.cpp: p pointer, i int64, f float, n int.
-_TYPES: dict[str, Any] = {
-    "p": ctypes.c_void_p,
-    "i": ctypes.c_int64,
-    "f": ctypes.c_float,
-    "n": ctypes.c_int,
-}
+# The arguments of each function in the order of kernels.cpp.
 _SIGNATURES = {
     "add_rms_norm": "pppp ii fn",
     "gated": "pp ii n",
@@ -67,13 +39,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         """Find the functions for `dtype` in the library."""
-        functions = {}
-        for name, signature in _SIGNATURES.items():
-            function = library[f"{name}_{_SUFFIXES[dtype]}"]
-            function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
-            function.restype = None
-            functions[name] = function
-
+        functions = functions_of(library, _SIGNATURES, dtype)
         self._add_rms_norm = functions["add_rms_norm"]
         self._gated = functions["gated"]
         self._rotate_store = functions["rotate_store"]
@@ -98,7 +64,7 @@ class Kernels:
         """
         out = torch.empty_like(hidden)
         tokens, size = hidden.shape
-        threads = _threads(hidden.numel())
+        threads = threads_for(hidden.numel())
         addend = None if delta is None else delta.data_ptr()
         self._add_rms_norm(
             hidden.data_ptr(), addend, weight.data_ptr(), out.data_ptr(), tokens, size, eps, threads
@@ -117,7 +83,7 @@ class Kernels:
         tokens = gate_up.shape[0]
         size = gate_up.shape[1] // 2
         out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-        self._gated(gate_up.data_ptr(), out.data_ptr(), tokens, size, _threads(gate_up.numel()))
+        self._gated(gate_up.data_ptr(), out.data_ptr(), tokens, size, threads_for(gate_up.numel()))
         return out
 
     def rotate_store(
@@ -164,7 +130,7 @@ class Kernels:
             cosines.data_ptr(), sines.data_ptr(), positions.data_ptr(), cache_places.data_ptr(),
             q.data_ptr(), keys.data_ptr(), values.data_ptr(),
             tokens, kv_heads, per_kv_head, dim, 2 * cosines.shape[1], keys.shape[1],
-            _threads(qkv.numel()),
+            threads_for(qkv.numel()),
         )  # fmt: skip
         return q
 
@@ -204,7 +170,7 @@ class Kernels:
             block_tables.data_ptr(), block_tables.stride(0),
             query_starts.data_ptr(), lengths.data_ptr(), out.data_ptr(),
             len(lengths), kv_heads, heads // kv_heads, dim, block_size, window or 0,
-            scale, _threads(64 * q.numel()),
+            scale, threads_for(64 * q.numel()),
         )  # fmt: skip
         return out
 
@@ -227,7 +193,7 @@ class Kernels:
 
         self._logit_blocks(
             logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), likeliest.data_ptr(),
-            rows, columns, _threads(logits.numel()),
+            rows, columns, threads_for(logits.numel()),
         )  # fmt: skip
         return highest, sums, likeliest
 
@@ -262,7 +228,7 @@ class Kernels:
         self._pick(
             logits.data_ptr(), scale, highest.data_ptr(), sums.data_ptr(), tops.data_ptr(),
             targets.data_ptr(), tokens.data_ptr(), chosen.data_ptr(),
-            rows, columns, _threads(64 * rows),
+            rows, columns, threads_for(64 * rows),
         )  # fmt: skip
         return tokens, chosen
 
@@ -284,95 +250,13 @@ class Kernels:
         logprobs = torch.empty(rows, dtype=torch.float32)
         self._draw(
             logits.data_ptr(), scale, uniform.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(),
-            rows, columns, _threads(logits.numel()),
+            rows, columns, threads_for(logits.numel()),
         )  # fmt: skip
         return tokens, logprobs
-
-
-def _threads(elements: int) -> int:
-    """How many threads to use for `elements` numbers: starting a team costs some microseconds."""
-    return torch.get_num_threads() if elements >= 2**14 else 1
 
 
 @cache
 def load(dtype: torch.dtype) -> Kernels | None:
     """The kernels for `dtype`; None where this machine cannot compile them."""
-    library = _library() if dtype in _SUFFIXES else None
+    library = load_library(SOURCE, "the engine") if dtype in SUFFIXES else None
     return None if library is None else Kernels(library, dtype)
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        logger.warning(
-            "no C++ compiler (g++) found: the engine runs on torch's operators, which is slower"
-        )
-        return None
-
-    try:
-        return ctypes.CDLL(str(_compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = str(error)
-        if isinstance(error, subprocess.CalledProcessError):
-            detail = error.stderr.decode()
-        logger.warning(
-            "%s could not be compiled: the engine runs on torch's operators, which is slower. %s",
-            SOURCE,
-            detail,
-        )
-        return None
-
-
-def _compiled(compiler: str) -> Path:
-    """The path of the compiled library; the first process on a machine makes it, others wait."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    identity = (SOURCE.read_bytes(), version, " ".join(_FLAGS).encode(), _processor().encode())
-    name = f"kernels-{hashlib.blake2b(b'|'.join(identity), digest_size=8).hexdigest()}"
-    directory = _cache_directory()
-    library = directory / f"{name}.so"
-
-    with open(directory / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            unfinished = directory / f"{name}-{os.getpid()}.tmp"
-            subprocess.run(
-                [compiler, *_FLAGS, "-o", unfinished, SOURCE], capture_output=True, check=True
-            )
-            unfinished.replace(library)
-    return library
-
-
-def _cache_directory() -> Path:
-    """A folder that only this user owns and can write to: in the home, else the temporary folder.
-
-    Raises:
-        OSError: there is none.
-    """
-    temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
-    for directory in (*_home_caches(), temporary):
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
-            return directory
-    raise OSError(f"neither the home's cache folder nor {temporary} can be written to")
-
-
-def _home_caches() -> list[Path]:
-    try:
-        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"]
-    except RuntimeError:  # this user has no home
-        return []
-
-
-def _processor() -> str:
-    """A text that differs between processors that need different code."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next(
-        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
-    )

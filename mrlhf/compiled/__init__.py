@@ -1,0 +1,1 @@
+"""C++ for CPUs, compiled on the machine that runs it."""

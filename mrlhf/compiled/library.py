@@ -1,0 +1,158 @@
+"""Compiles a C++ source for this machine, once, and loads it.
+
+Libraries are kept in the user's cache folder. The name of each changes with the source, the
+compiler and the processor. Sources may include `numbers.h`, which lies beside this file. This file
+knows no function of any library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+HEADER = Path(__file__).with_name("numbers.h")
+SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+
+# The letters of a signature: p pointer, i int64, f float, n int.
+_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "n": ctypes.c_int,
+}
+
+
+def functions_of(
+    library: ctypes.CDLL, signatures: Mapping[str, str], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The functions of a library for one dtype, by their names without the suffix of the dtype.
+
+    Args:
+        library: what `load_library` returned.
+        signatures: the arguments of each function, a letter each: p pointer, i int64, f float, n
+            int. Blanks have no meaning.
+        dtype: a key of `SUFFIXES`.
+    """
+    functions = {}
+    for name, signature in signatures.items():
+        function = library[f"{name}_{SUFFIXES[dtype]}"]
+        function.argtypes = [_TYPES[letter] for letter in signature.replace(" ", "")]
+        function.restype = None
+        functions[name] = function
+    return functions
+
+
+def threads_for(elements: int) -> int:
+    """How many threads to use for `elements` numbers: starting a team costs some microseconds."""
+    return torch.get_num_threads() if elements >= 2**14 else 1
+
+
+@cache
+def load_library(source: Path, user: str) -> ctypes.CDLL | None:
+    """The compiled `source`; None where this machine cannot compile it.
+
+    Args:
+        source: a C++ file.
+        user: what runs on torch's operators without the library, for the warning that says so.
+    """
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        logger.warning(
+            "no C++ compiler (g++) found: %s runs on torch's operators, which is slower", user
+        )
+        return None
+
+    try:
+        return ctypes.CDLL(str(_compiled(compiler, source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            detail = error.stderr.decode()
+        logger.warning(
+            "%s could not be compiled: %s runs on torch's operators, which is slower. %s",
+            source,
+            user,
+            detail,
+        )
+        return None
+
+
+def _compiled(compiler: str, source: Path) -> Path:
+    """The path of the compiled library; the first process on a machine makes it, others wait."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    texts = (source.read_bytes(), HEADER.read_bytes(), version)
+    identity = (*texts, " ".join(_FLAGS).encode(), _processor().encode())
+    digest = hashlib.blake2b(b"|".join(identity), digest_size=8).hexdigest()
+    name = f"{source.stem}-{digest}"
+    directory = _cache_directory()
+    library = directory / f"{name}.so"
+
+    with open(directory / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = directory / f"{name}-{os.getpid()}.tmp"
+            command = [compiler, *_FLAGS, f"-I{HEADER.parent}", "-o", str(unfinished), str(source)]
+            subprocess.run(command, capture_output=True, check=True)
+            unfinished.replace(library)
+    return library
+
+
+def _cache_directory() -> Path:
+    """A folder that only this user owns and can write to: in the home, else the temporary folder.
+
+    Raises:
+        OSError: there is none.
+    """
+    temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
+    for directory in (*_home_caches(), temporary):
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
+            return directory
+    raise OSError(f"neither the home's cache folder nor {temporary} can be written to")
+
+
+def _home_caches() -> list[Path]:
+    try:
+        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"]
+    except RuntimeError:  # this user has no home
+        return []
+
+
+def _processor() -> str:
+    """A text that differs between processors that need different code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
+    )

@@ -1,0 +1,146 @@
+"""Packs: literal ones, and many made together against one made token by token."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mrlhf.batch import Sequences
+from mrlhf.parallel.packs import Pack, Select, make_packs
+
+CPU = torch.device("cpu")
+SEQUENCES = Sequences.of([[11, 12, 13, 14], [21, 22], [31, 32, 33]], [2, 1, 1])
+
+
+def _numbers(pack: Pack) -> dict[str, object]:
+    """All that is in a pack, as lists and ints."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(pack).items()
+    }
+
+
+def _slow_pack(
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    rows: list[int],
+    select: Select,
+    multiple: int,
+    width: int,
+) -> dict[str, object]:
+    """The same, made row by row of lists."""
+    pack: dict[str, list[int]] = {
+        name: []
+        for name in ("token_ids", "position_ids", "select", "targets", "places", "own_places")
+    }
+    boundaries = [0]
+    for number, row in enumerate(rows):
+        tokens = sequences[row]
+        begin = boundaries[-1]
+        pack["token_ids"] += tokens
+        pack["position_ids"] += range(len(tokens))
+        boundaries.append(begin + len(tokens))
+
+        columns = 1
+        first = len(tokens) - 1
+        if select == "response":
+            columns = len(tokens) - prompt_lengths[row]
+            first = prompt_lengths[row] - 1
+        for column in range(columns):
+            pack["select"].append(begin + first + column)
+            following = [*tokens, 0][first + column + 1]
+            pack["targets"].append(following)
+            pack["places"].append(row * width + column)
+            pack["own_places"].append(number * width + column)
+
+    padding = -boundaries[-1] % multiple
+    if padding:
+        pack["token_ids"] += [0] * padding
+        pack["position_ids"] += range(padding)
+        boundaries.append(boundaries[-1] + padding)
+    sizes = [end - begin for begin, end in itertools.pairwise(boundaries)]
+    return {
+        "rows": rows,
+        **pack,
+        "boundaries": boundaries,
+        "longest": max(sizes),
+        "width": width,
+    }
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 64])
+@pytest.mark.parametrize("select", ["response", "last"])
+def test_packs_made_together_equal_those_made_row_by_row(select: Select, multiple: int) -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        prompt_lengths = [rng.randint(1, 9) for _ in range(rng.randint(1, 30))]
+        rows = [
+            [rng.randint(1, 99) for _ in range(prompt + rng.choice((0, 1, 5, 30)))]
+            for prompt in prompt_lengths
+        ]
+        order = rng.sample(range(len(rows)), rng.randint(1, len(rows)))
+        cuts = sorted(rng.sample(range(1, len(order)), min(3, len(order) - 1)))
+        bounds = zip([0, *cuts], [*cuts, len(order)], strict=True)
+        packs = [order[begin:end] for begin, end in bounds]
+
+        sequences = Sequences.of(rows, prompt_lengths)
+        wider = replace(sequences, width=sequences.width + 2)
+        width = wider.width if select == "response" else 1
+        made = make_packs(wider, packs, select, multiple, CPU)
+        assert [_numbers(pack) for pack in made] == [
+            _slow_pack(rows, prompt_lengths, pack, select, multiple, width) for pack in packs
+        ]
+
+
+def test_a_pack_that_selects_responses() -> None:
+    [pack] = make_packs(SEQUENCES, [[0, 2]], "response", 4, CPU)
+    assert pack.rows == [0, 2]
+    assert pack.token_ids.tolist() == [11, 12, 13, 14, 31, 32, 33, 0]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert pack.boundaries.tolist() == [0, 4, 7, 8] and pack.boundaries.dtype == torch.int32
+    assert pack.longest == 4
+    # The prompt of row 0 ends at position 1, that of row 2 at position 4; what follows each
+    # position is its target.
+    assert pack.select.tolist() == [1, 2, 4, 5]
+    assert pack.targets.tolist() == [13, 14, 32, 33]
+    # Row 2 begins at place 4 of a table of two columns, and at place 2 of the pack's own.
+    assert pack.places.tolist() == [0, 1, 4, 5]
+    assert pack.own_places.tolist() == [0, 1, 2, 3]
+
+
+def test_a_pack_that_selects_last_tokens() -> None:
+    [pack] = make_packs(SEQUENCES, [[1, 2, 0]], "last", 1, CPU)
+    assert pack.token_ids.tolist() == [21, 22, 31, 32, 33, 11, 12, 13, 14]
+    assert pack.boundaries.tolist() == [0, 2, 5, 9]
+    assert pack.select.tolist() == [1, 4, 8]
+    assert pack.targets.tolist() == [0, 0, 0]
+    assert pack.places.tolist() == [1, 2, 0] and pack.own_places.tolist() == [0, 1, 2]
+
+
+def test_padding_longer_than_every_sequence_is_the_longest() -> None:
+    [pack] = make_packs(Sequences.of([[5], [6]], [1, 1]), [[0]], "last", 8, CPU)
+    assert pack.token_ids.tolist() == [5, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.boundaries.tolist() == [0, 1, 8] and pack.longest == 7
+
+
+def test_a_response_of_one_token_after_a_prompt_of_one() -> None:
+    [pack] = make_packs(Sequences.of([[8, 9]], [1]), [[0]], "response", 1, CPU)
+    assert pack.select.tolist() == [0] and pack.targets.tolist() == [9]
+
+
+def test_numbers_of_a_pack_are_spread_over_its_rows() -> None:
+    [pack] = make_packs(SEQUENCES, [[1, 0]], "response", 1, CPU)
+    flat = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
+    table = pack.spread(flat)
+    assert table.tolist() == [[[1.0, 0.0], [2.0, 3.0]], [[4.0, 0.0], [5.0, 6.0]]]
+    table.sum().backward()
+    assert flat.grad is not None and flat.grad.tolist() == [[1.0] * 3] * 2
+
+
+def test_no_rows_make_no_packs() -> None:
+    assert make_packs(SEQUENCES, [], "response", 1, CPU) == []
