@@ -177,8 +177,8 @@ class _Projection:
                 self._tokens.targets[rows],
                 ref_logits,
                 self._columns,
-                numbers[inside],
-                of_numbers[inside],
+                numbers.tokens(inside),
+                of_numbers.tokens(inside),
                 normalisers[inside],
             )
             self._held = None

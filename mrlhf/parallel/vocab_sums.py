@@ -8,8 +8,9 @@ logits come from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -78,10 +79,16 @@ class TokenNumbers:
     full_kl: Tensor | None
     sum_of_squares: Tensor | None
 
-    def __getitem__(self, rows: slice) -> TokenNumbers:
+    def map(self, change: Callable[[Tensor], Tensor]) -> TokenNumbers:
+        """The numbers with each of them changed alike."""
+        fields: dict[str, Any] = {
+            name: None if number is None else change(number) for name, number in vars(self).items()
+        }
+        return TokenNumbers(**fields)
+
+    def tokens(self, rows: slice) -> TokenNumbers:
         """Those of some tokens."""
-        chosen = {name: None if x is None else x[rows] for name, x in vars(self).items()}
-        return TokenNumbers(**chosen)  # type: ignore[arg-type]
+        return self.map(lambda number: number[rows])
 
 
 @dataclass(frozen=True)
@@ -116,9 +123,7 @@ class LocalSums:
         self._table = torch.zeros(8, tokens, dtype=torch.float32, device=device)
         self._table[[self.MAXIMUM, self.REF_MAXIMUM]] = _NO_MAXIMUM
 
-    def add(
-        self, begin: int, logits: Tensor, targets: Tensor, ref_logits: Tensor | None
-    ) -> None:
+    def add(self, begin: int, logits: Tensor, targets: Tensor, ref_logits: Tensor | None) -> None:
         """Take in the logits of the tokens from `begin` on.
 
         Args:
