@@ -56,14 +56,17 @@ class GPTHiddenModel(GPTModel):
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)
         if self.post_process:
-            self.output_layer = HiddenHead(self.output_layer.weight, config, self.pg_collection.tp)
+            weight: torch.nn.Parameter | None = self.output_layer.weight
+            self.output_layer: torch.nn.Module = HiddenHead(weight, config, self.pg_collection.tp)
 
     @property
-    def output_weight(self) -> torch.nn.Parameter:
+    def output_weight(self) -> Tensor:
         """The weight of the output layer, [vocab_shard, hidden]; of the last stage only."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        weight = self.output_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
 
 class ScalarHead(torch.nn.Module):

@@ -202,7 +202,8 @@ class Actor:
             return HiddenObjective(settings, numbers, self._token_logprobs, packs, ref_states)
 
         def prepare() -> HiddenObjective:
-            logprobs = self._token_logprobs.of_batch(packs, batch.mask.shape)
+            shape = (len(mini_batch.rows), experience.rollout.shape[1])
+            logprobs = self._token_logprobs.of_batch(packs, shape)
             return objective(settings.prepared(batch, logprobs))
 
         if settings.needs_mini_batch_pass:
