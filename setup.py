@@ -15,7 +15,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
-    package_data={"mrlhf": ["compiled/numbers.h", "inference/native/kernels.cpp"]},
+    package_data={
+        "mrlhf": ["compiled/numbers.h", "models/attention.cpp", "inference/native/kernels.cpp"]
+    },
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16,<0.17",

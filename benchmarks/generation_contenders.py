@@ -85,7 +85,7 @@ class Native:
     ) -> list[list[int]]:
         """Responses, stop token included."""
         requests = requests_for(prompts, range(len(prompts)), sampling)
-        return [sample.token_ids for sample in generate(self._engine, requests).samples]
+        return [list(sample.token_ids) for sample in generate(self._engine, requests).samples]
 
 
 class Transformers:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from transformers import LlamaConfig
 
 SIZES: dict[str, dict[str, int]] = {
+    "one layer": {
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    },
     "tiny": {
         "vocab_size": 256,
         "hidden_size": 32,
@@ -39,8 +47,7 @@ SIZES: dict[str, dict[str, int]] = {
 def model_config(size: str) -> LlamaConfig:
     """A Llama-shaped model of this size."""
     return LlamaConfig(
-        **SIZES[size],
-        num_key_value_heads=4,
+        **{"num_key_value_heads": 4, **SIZES[size]},
         max_position_embeddings=1024,
         tie_word_embeddings=False,
     )

@@ -47,7 +47,8 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
-from mrlhf.reshard.plan import plan
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
 
 LAYOUTS = ((2, 2), (4, 1), (1, 4), (2, 1))
@@ -85,13 +86,14 @@ def _make_case(
     engines = EngineLayout.inside(layout, tp)
 
     module, source = _random_source(spec, groups, device, dtype)
-    (ranks,) = (ranks for ranks in layout.groups("tp", "pp") if rank in ranks)
-    whole_plan = plan(
-        {r: role_pieces(spec, layout, r) for r in ranks},
-        {r: engine_pieces(spec, engines, r) for r in ranks},
-        dtype.itemsize,
+    sides = sides_around(
+        rank,
+        engines,
+        lambda rank: role_pieces(spec, layout, rank),
+        lambda rank: engine_pieces(spec, engines, rank),
     )
-    return Case(spec, device, dtype, rank, groups, engines, module, source, whole_plan)
+    planner = Planner(*sides, dtype.itemsize)
+    return Case(spec, device, dtype, rank, groups, engines, module, source, planner)
 
 
 def _measure_case(
@@ -107,13 +109,16 @@ def _measure_case(
     assert all(_same(first, other) for other in others), "the contenders' weights differ"
 
     seconds = _measure(contenders, device, repeats)
-    moved, minimum, peak = _total(contenders["ours"].run())
+    stats: ReshardStats = contenders["ours"].run()
+    copied = case.planner.plan(case.rank).bytes_copied
+    rows = _of_all_ranks(stats.bytes_moved, stats.bytes_had_to_move, copied, stats.peak_extra_bytes)
+    moved, minimum, copied, _ = rows.sum(dim=0).tolist()
     return {
         "case": f"{size} TP{layout.tp} PP{layout.pp} DP{layout.dp} → TP{tp}",
         "bytes_moved": moved,
         "lower_bound": minimum,
-        "bytes_copied_locally": case.plan.bytes_local * layout.dp,
-        "peak_extra_bytes": peak,
+        "bytes_copied_locally": copied,
+        "peak_extra_bytes": int(rows[:, 3].max()),
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "all_seconds": seconds,
     }
@@ -144,15 +149,12 @@ def _seconds(run: Callable[[], Any], device: Device) -> float:
     return float(seconds)
 
 
-def _total(stats: ReshardStats) -> tuple[int, int, int]:
-    """Over all ranks: the bytes moved, the bytes that had to move, and the largest extra memory."""
-    sums = torch.tensor(
-        [stats.bytes_moved, stats.bytes_had_to_move, stats.peak_extra_bytes], dtype=torch.int64
-    )
-    gathered = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, sums)
-    rows = torch.stack(gathered)
-    return int(rows[:, 0].sum()), int(rows[:, 1].sum()), int(rows[:, 2].max())
+def _of_all_ranks(*numbers: int) -> torch.Tensor:
+    """The numbers of every rank, int64 [ranks, numbers]."""
+    own = torch.tensor(numbers, dtype=torch.int64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return torch.stack(gathered)
 
 
 def _same(one: Engine, other: Engine) -> bool:

@@ -24,7 +24,9 @@ from mrlhf.parallel.collectives import connect, exchange
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
-from mrlhf.reshard.plan import Move, ReshardPlan, plan
+from mrlhf.reshard.moves import Move
+from mrlhf.reshard.plan import Planner, ReshardPlan
+from mrlhf.reshard.sides import side_of_ranks
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 
@@ -44,7 +46,7 @@ class Case:
         engines: the layout of the engine.
         module: the training model.
         source: where the training weights are stored.
-        plan: our plan from the training layout to the engine's.
+        planner: plans our way from the training layout to the engine's.
     """
 
     spec: ModelSpec
@@ -55,7 +57,7 @@ class Case:
     engines: EngineLayout
     module: Any
     source: list[Slot]
-    plan: ReshardPlan
+    planner: Planner
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def make_contenders(case: Case, factory: GroupFactory) -> dict[str, Contender]:
     gathered_engine = Engine(case)
     sent_engine = Engine(case)
 
-    flat = FlatMessages.of(case.plan, case.rank, case.device.torch_device)
+    flat = FlatMessages.of(case.planner.plan(case.rank), case.device.torch_device)
     connect(None, case.device.torch_device)
     pairs = [(buffer, torch.ones_like(buffer)) for _, buffer in flat.receives]
 
@@ -120,7 +122,7 @@ class Engine:
 
 def _resharder(case: Case, engine: Engine, shared_memory: bool) -> Resharder:
     options = TransferOptions(BUCKET_BYTES, shared_memory=shared_memory)
-    return Resharder(case.plan, case.source, engine, case.rank, options, case.groups.mp)
+    return Resharder(case.planner, case.source, engine, case.rank, options, case.groups.mp)
 
 
 class FullGather:
@@ -211,7 +213,8 @@ def _copies(needed: list[Piece], held: list[Piece], rank: int) -> list[Move]:
     by_key = {piece.key: piece for piece in held}
     names = {piece.name for piece in held}
     wanted = [piece for piece in needed if piece.name in names]
-    local_plan = plan({rank: held}, {rank: wanted}, itemsize=1)
+    sides = (side_of_ranks({rank: held}), side_of_ranks({rank: wanted}))
+    local_plan = Planner(*sides, itemsize=1).plan(rank)
 
     copies = list(local_plan.copies)
     for alias in local_plan.aliases:
@@ -229,16 +232,14 @@ class FlatMessages:
     receives: list[tuple[int, Tensor]]
 
     @classmethod
-    def of(cls, whole_plan: ReshardPlan, rank: int, device: torch.device) -> FlatMessages:
-        """Buffers for this rank's part of the plan."""
+    def of(cls, plan: ReshardPlan, device: torch.device) -> FlatMessages:
+        """Buffers for the plan of this rank."""
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()
-        for move in whole_plan.moves:
-            size = move.elements * whole_plan.itemsize
-            if move.source_rank == rank:
-                sent[move.target_rank] += size
-            if move.target_rank == rank:
-                received[move.source_rank] += size
+        for move in plan.sends:
+            sent[move.target_rank] += move.elements * plan.itemsize
+        for move in plan.receives:
+            received[move.source_rank] += move.elements * plan.itemsize
 
         ones = partial(torch.ones, dtype=torch.uint8, device=device)
         return cls(

@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -172,6 +173,7 @@ class _Measured:
         self._critic = family.read_config(config, "scalar")
 
         self._seconds: dict[str, list[float]] = {}
+        self._cpu: dict[str, list[float]] = {}
         self._phases: dict[str, list[dict[str, float]]] = {}
         self._limits: list[list[list[float]]] = []
         self._profile: list[dict[str, float]] | None = None
@@ -183,8 +185,9 @@ class _Measured:
             if not counts:
                 continue
             for case in answers[0]["seconds"]:
-                slowest = max(answer["seconds"][case] for answer in answers)
-                self._seconds.setdefault(case, []).append(slowest)
+                seconds = [answer["seconds"][case] for answer in answers]
+                self._seconds.setdefault(case, []).append(max(one["clock"] for one in seconds))
+                self._cpu.setdefault(case, []).append(sum(one["cpu"] for one in seconds))
                 self._phases.setdefault(case, []).append(answers[0].get("phases", {}))
 
         rows = self._case.mini_batch * (MEAN_PROMPT + MEAN_RESPONSE)
@@ -221,7 +224,9 @@ class _Measured:
                 "threads": contender.threads,
                 "layout": contender.layout,
                 **summary(self._seconds[name], case.tokens, operations[name], limit),
+                "cpu_seconds": statistics.median(self._cpu[name]),
                 "all_seconds": self._seconds[name],
+                "all_cpu_seconds": self._cpu[name],
                 "phases": self._phases[name],
                 "gemm_limit": limit,
                 "needed_operations": operations[name],

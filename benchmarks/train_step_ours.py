@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from train_step_case import (
     read_case,
 )
 from train_step_profile import ranges, seconds_by_category
-from train_step_turns import Turns
+from train_step_turns import Stopwatch, Turns
 
 from mrlhf.config import PPOConfig, load_config
 from mrlhf.device import pick_device
@@ -76,7 +75,7 @@ class _Ours:
         run = Run(device, rank, dist.get_world_size(), GroupFactory(600.0), arguments.case)
         parts = assemble(config, read_ppo_inputs(config), run)
 
-        self._vocab = parts.actor.engine.spec.vocab_size
+        self._vocab = parts.actor.engine.spec.padded_vocab(arguments.tp) // arguments.tp
         self._trainer = PPOTrainer(config, run, parts)
         self._number = 0
         _force_lengths(parts.generator.engine, case.response_lengths)
@@ -92,10 +91,9 @@ class _Ours:
             "update": self._update,
         }
         dist.barrier()
-        began = time.perf_counter()
+        watch = Stopwatch()
         phases = actions[word]()
-        seconds = time.perf_counter() - began
-        return {"seconds": {word: seconds}, "phases": phases}
+        return {"seconds": {word: watch.read()}, "phases": phases}
 
     def profile(self) -> dict[str, float]:
         """Where the seconds of an update go, by category."""

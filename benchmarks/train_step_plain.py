@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from train_step_case import EPOCHS, FIRST_WORD, LEARNING_RATE, Case, read_case
-from train_step_turns import Turns
+from train_step_turns import Stopwatch, Turns
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 CLIP = 0.2
@@ -37,9 +36,9 @@ def main() -> None:
     turns.answer({})
 
     for _ in turns:
-        began = time.perf_counter()
+        watch = Stopwatch()
         plain.update()
-        turns.answer({"seconds": {"update": time.perf_counter() - began}})
+        turns.answer({"seconds": {"update": watch.read()}})
 
 
 class _Plain:

@@ -39,6 +39,19 @@ _MEMORY = (
     *("index_add_", "index_select_backward", "masked_select", "nonzero", "resize_", "pad"),
     *("constant_pad_nd", "select_backward", "slice_backward", "split_with_sizes_copy"),
 )
+# Compiled code and functions with a gradient of their own appear under the name of their class.
+_CLASSES = {
+    "attention": "attention",
+    "logprob": "log-probs",
+    "fullkl": "log-probs",
+    "norm": "norms, activations, rotation",
+    "gated": "norms, activations, rotation",
+    "swiglu": "norms, activations, rotation",
+    "silu": "norms, activations, rotation",
+    "rotar": "norms, activations, rotation",
+    "rotate": "norms, activations, rotation",
+    "residual": "norms, activations, rotation",
+}
 _WAITING = ("gloo:", "nccl:", "c10d::", "record_param_comms")
 _ATTENTION = ("attention", "varlen_attn", "_softmax")
 
@@ -47,7 +60,7 @@ def category(name: str, shapes: Sequence[Sequence[int]], around: Sequence[str], 
     """The category of an operator.
 
     Args:
-        name: as the profiler gives it, such as "aten::mm".
+        name: as the profiler gives it, such as "aten::mm", or a function's class.
         shapes: of its tensors.
         around: the names of what it runs within.
         vocab: rows of the output layer on this rank.
@@ -59,6 +72,9 @@ def category(name: str, shapes: Sequence[Sequence[int]], around: Sequence[str], 
         return "optimizer"
     if GRADIENTS in around or any(_ACCUMULATE in outer for outer in around):
         return "gradients"
+    if "::" not in name:
+        kinds = [kind for part, kind in _CLASSES.items() if part in name.lower()]
+        return kinds[0] if kinds else "host"
     if any(part in name for part in _ATTENTION) and not any(vocab in shape for shape in shapes):
         return "attention"
 
@@ -122,15 +138,15 @@ def seconds_by_category(work: Callable[[], object], vocab: int) -> dict[str, flo
             if kind != "waiting":
                 seconds[kind] += event.self_cpu_time_total / 1e6
 
-    busy = sum(seconds[name] for name in CATEGORIES if name != "waiting")
+    busy = sum(seconds[name] for name in CATEGORIES if name not in ("waiting", "host"))
     seconds["waiting"] = min(seconds["waiting"], max(0.0, total - busy))
     seconds["host"] = max(0.0, total - busy - seconds["waiting"])
     return {**seconds, "total": total}
 
 
 def _is_operator(name: str) -> bool:
-    """Whether an event is an operator. A range around operators is none: its own time is Python's."""
-    return "::" in name and not name.startswith("autograd::engine")
+    """Whether an event is an operator, and no range, whose own time is that of Python."""
+    return not name.startswith(("autograd::engine", "benchmark: ", "Optimizer."))
 
 
 def _around(event: Any) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from train_step_case import (
     Case,
     read_case,
 )
-from train_step_turns import Turns
+from train_step_turns import Stopwatch, Turns
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -68,13 +67,13 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._words = iter(turns)
-        self._began = 0.0
-        self._update_began: float | None = None
+        self._step = Stopwatch()
+        self._update: Stopwatch | None = None
 
     def at_update(self, *_: Any) -> None:
         """Policy and critic are called together, which only the update does."""
-        if self._update_began is None:
-            self._update_began = time.perf_counter()
+        if self._update is None:
+            self._update = Stopwatch()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Before the first step."""
@@ -82,17 +81,16 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """After each step."""
-        end = time.perf_counter()
-        assert self._update_began is not None
-        seconds = {"step": end - self._began, "update": end - self._update_began}
+        assert self._update is not None
+        seconds = {"step": self._step.read(), "update": self._update.read()}
         self._turns.answer({"seconds": seconds})
         self._wait()
 
     def _wait(self) -> None:
         if next(self._words, None) is None:
             raise _NoMoreWords
-        self._update_began = None
-        self._began = time.perf_counter()
+        self._update = None
+        self._step = Stopwatch()
 
 
 class _ForcedEnds(LogitsProcessor):  # type: ignore[misc]

@@ -42,6 +42,21 @@ class Turns:
                 yield word
 
 
+class Stopwatch:
+    """Measures seconds since it was made, those of the clock and those of this process's cores."""
+
+    def __init__(self) -> None:
+        self._clock = time.perf_counter()
+        self._cpu = time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """The seconds; "cpu" is hardly disturbed by other programs on the same machine."""
+        return {
+            "clock": time.perf_counter() - self._clock,
+            "cpu": time.process_time() - self._cpu,
+        }
+
+
 def product_speeds(shapes: Sequence[tuple[int, int]], rows: int, dtype: str) -> list[float]:
     """Floating-point operations a second of [rows, inputs] x [inputs, outputs], for each shape.
 

@@ -1,8 +1,9 @@
 """The batches of one PPO step, one type for each stage: Prompts -> Rollout -> Experience.
 
 All tensors are on the host, padded to [batch, response_len]; the packed micro-batches made of them
-move to a device. Every rank holds the same batch, so an index means the same sample everywhere.
-This file does not know models or ranks.
+move to a device. Every rank sees the same batch, so an index means the same sample everywhere. The
+ranks of a machine share its tensors (see `parallel/machine.py`), so nobody writes to them. This
+file does not know models or ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 NO_VERSION = -1  # of a token that no policy drew
+_ROWS_AT_ONCE = 256
 
 
 def ranges(begins: Tensor, counts: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ class Sequences:
     """Token sequences in one flat tensor; each is a prompt and a response.
 
     Attributes:
-        token_ids: int64 [tokens].
+        token_ids: int32 [tokens].
         begins: int64 [rows], where each sequence begins.
         lengths: int64 [rows], tokens of each sequence, >= 1.
         prompt_lengths: int64 [rows], tokens of each sequence's prompt, >= 1.
@@ -72,8 +74,8 @@ class Sequences:
 
 
 def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
-    """All token ids, one row after the other; int64 [tokens]."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int64))
+    """All token ids, one row after the other; int32 [tokens]."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int32))
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Rollout:
     Attributes:
         prompts: one row a sample.
         sample_index: which of the n samples of its prompt the row is.
-        response_ids: int64 [batch, response_len], zero after the end.
+        response_ids: int32 [batch, response_len], zero after the end.
         response_mask: bool [batch, response_len], the tokens that are there: True up to the end of
             the response, whose stop token is part of it.
         loss_mask: bool [batch, response_len], the tokens that train: those of `response_mask` that
@@ -178,13 +180,20 @@ class Rollout:
 
         assert self.response_mask.dtype == self.loss_mask.dtype == torch.bool
         assert self.versions.dtype == torch.int32, f"versions are int32, not {self.versions.dtype}"
-        gaps = self.response_mask[:, 1:] & ~self.response_mask[:, :-1]
+        for begin in range(0, batch, _ROWS_AT_ONCE):
+            self._check(slice(begin, begin + _ROWS_AT_ONCE))
+
+    def _check(self, rows: slice) -> None:
+        """Check the tables of some rows; all at once would need as much memory again."""
+        is_there = self.response_mask[rows]
+        trains = self.loss_mask[rows]
+        gaps = is_there[:, 1:] & ~is_there[:, :-1]
         assert not gaps.any(), "a response has a gap"
-        assert not (self.loss_mask & ~self.response_mask).any(), "a token trains that is not there"
-        assert torch.equal(self.versions != NO_VERSION, self.loss_mask), (
+        assert not (trains & ~is_there).any(), "a token trains that is not there"
+        assert torch.equal(self.versions[rows] != NO_VERSION, trains), (
             "exactly the tokens that train have a version"
         )
-        assert not self.rollout_logprobs[~self.loss_mask].any(), (
+        assert not self.rollout_logprobs[rows][~trains].any(), (
             "a token that does not train has a log-probability"
         )
 
@@ -259,10 +268,10 @@ class Rollout:
         lengths = prompt_lengths + response_lengths
         begins = lengths.cumsum(0) - lengths
 
-        token_ids = torch.empty(int(lengths.sum()), dtype=torch.int64)
+        token_ids = torch.empty(int(lengths.sum()), dtype=torch.int32)
         token_ids[ranges(begins, prompt_lengths)] = flat_ids(self.prompts.token_ids)
         responses = ranges(begins + prompt_lengths, response_lengths)
-        token_ids[responses] = self.response_ids[self.response_mask]
+        token_ids[responses] = self.response_ids[self.response_mask].int()
         width = self.response_ids.shape[1]
         return Sequences(token_ids, begins, lengths, prompt_lengths, width)
 

@@ -78,9 +78,9 @@ class Tally:
         left_out = self._sums.keys() - set(names)
         assert not left_out, f"the vector has no place for {sorted(left_out)}"
 
-        numbers = [float(self._sums.get(name, 0.0)) for name in names]
-        numbers += [float(self._counts.get(name, 0.0)) for name in names]
-        return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        numbers = [self._sums.get(name, 0.0) for name in names]
+        numbers += [self._counts.get(name, 0.0) for name in names]
+        return torch.tensor(_on_host(numbers), dtype=torch.float64, device="cpu")
 
     @staticmethod
     def from_vector(names: Sequence[str], vector: Tensor) -> Tally:
@@ -282,6 +282,13 @@ def _mean_max_min(prefix: str, x: Tensor) -> dict[str, float]:
 
 def _detached(number: Tensor | float) -> Tensor | float:
     return number.detach().double() if isinstance(number, Tensor) else float(number)
+
+
+def _on_host(numbers: Sequence[Tensor | float]) -> list[float]:
+    """All numbers, with one transfer for all tensors."""
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    moved = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [next(moved) if isinstance(number, Tensor) else number for number in numbers]
 
 
 def _quotient(total: float, count: float) -> float:

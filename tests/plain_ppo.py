@@ -451,7 +451,7 @@ def _distribution(model: Any, rollout: Rollout, row: int) -> Tensor:
 
 
 def _drawn(log_p: Tensor, rollout: Rollout, row: int) -> Tensor:
-    return log_p.gather(1, rollout.response_ids[row, : len(log_p), None])[:, 0]
+    return log_p.gather(1, rollout.response_ids[row, : len(log_p), None].long())[:, 0]
 
 
 def _values(critic: Any, rollout: Rollout, row: int) -> Tensor:

@@ -96,7 +96,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response.
+    """One response; an array of numbers takes a tenth of the memory of a list of them.
 
     Attributes:
         request_id: the request that it answers.
@@ -111,8 +111,8 @@ class Sample:
 
     request_id: int
     sample_index: int
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     stopped: bool
     version: int
 

@@ -1,26 +1,40 @@
-"""Causal attention for megatron-core's SelfAttention, by torch's scaled_dot_product_attention.
+"""Causal attention within packed sequences, with rotation, on any device; nothing is padded.
 
-It takes plain batches and packed sequences, several query heads for each KV head, and sliding
-windows, on any device. It sees only this rank's heads, after rotation, and knows nothing of tensor
-parallelism.
+It takes several query heads for each KV head, and sliding windows. It sees only this rank's heads
+and knows nothing of tensor parallelism.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from mrlhf.models import compiled_attention
+from mrlhf.parallel.packed_sequences import PackedSequences, Rotation
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.10
+    varlen = None  # type: ignore[assignment]
+
+Projections = tuple[Tensor, ...]
+"""For each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads, heads per KV head
++ 2, head_dim]; or q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim]."""
+
 
 class CoreAttention(torch.nn.Module):
-    """Causal attention without dropout and without a dense mask from the caller."""
+    """Causal attention without dropout and without a mask from the caller.
+
+    On a host it is one compiled function, on a GPU in bfloat16 torch's attention of sequences of
+    any lengths. Where there is neither, sequences are computed one by one.
+    """
 
     def __init__(
         self,
@@ -47,90 +61,124 @@ class CoreAttention(torch.nn.Module):
             self.window = config.window_size[0] + 1
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        self, projections: Projections, rotation: Rotation | None, packed: PackedSequences
     ) -> Tensor:
-        """Attend.
+        """Rotate, and attend.
 
         Args:
-            query: [seq_len, micro_batch, heads, head_dim], or [tokens, heads, head_dim] if
-                sequences are packed.
-            key: the same shape, with KV heads.
-            value: the same shape as `key`.
-            attention_mask: None; the mask is causal.
-            attn_mask_type: not read; megatron-core passes it.
-            attention_bias: None.
-            packed_seq_params: boundaries of packed sequences, which cover all tokens.
+            projections: q, k and v before rotation.
+            rotation: cosines and sines of each token; None to rotate nothing.
+            packed: the sequences, which cover all tokens.
 
         Returns:
-            [seq_len, micro_batch, heads * head_dim], or [tokens, heads * head_dim] if packed.
+            [tokens, heads * head_dim].
         """
-        assert attention_mask is None and attention_bias is None
-        if packed_seq_params is not None:
-            return self._attend_packed(query, key, value, packed_seq_params).flatten(1)
-        batch = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        return self._attend(*batch).permute(2, 0, 1, 3).flatten(2)
+        first = projections[0]
+        if first.device.type == "cpu" and compiled_attention.compiled(first.dtype):
+            settings = compiled_attention.Settings(packed.cu_seqlens_q, self.scale, self.window)
+            return compiled_attention.attend(projections, rotation, settings)
 
-    def _attend_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams
+        query, key, value = rotated_heads(projections, rotation)
+        if _has_varlen(query.device, query.dtype, query.shape[-1]):
+            return self._attend_varlen(query, key, value, packed).flatten(1)
+        return self.attend_one_by_one(query, key, value, packed.lengths).flatten(1)
+
+    def _attend_varlen(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> Tensor:
-        """One call for all sequences of similar length, padded to the longest of them.
-
-        The numbers in the padding do not matter: under a causal mask only later padding sees them.
-        """
-        bounds = packed.cu_seqlens_q_padded
-        if bounds is None:
-            bounds = packed.cu_seqlens_q
-        edges = bounds.tolist()
-
-        outputs = []
-        positions = []
-        for starts, lengths in _by_similar_length(edges):
-            offsets = torch.arange(max(lengths))
-            places = torch.tensor(starts)[:, None] + offsets
-            valid = offsets < torch.tensor(lengths)[:, None]
-
-            index = places.clamp(max=edges[-1] - 1).to(query.device)
-            batch = (tensor[index].transpose(1, 2) for tensor in (query, key, value))
-            outputs.append(self._attend(*batch).transpose(1, 2)[valid.to(query.device)])
-            positions.append(places[valid])
-        return torch.cat(outputs)[torch.cat(positions).argsort().to(query.device)]
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend within plain sequences; all are [micro_batch, heads, seq_len, head_dim]."""
-        length = query.shape[2]
-        mask = None
-        if self.window is not None and length > self.window:
-            position = torch.arange(length, device=query.device)
-            distance = position[:, None] - position[None, :]
-            mask = (distance >= 0) & (distance < self.window)
-
-        return F.scaled_dot_product_attention(
+        output: Tensor = varlen.varlen_attn(
             query,
             key,
             value,
-            attn_mask=mask,
-            is_causal=mask is None,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
             scale=self.scale,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        return output
+
+    def attend_one_by_one(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+    ) -> Tensor:
+        """Attend by torch's scaled_dot_product_attention, sequence by sequence.
+
+        Args:
+            query: rotated, [tokens, heads, head_dim].
+            key: rotated, [tokens, kv_heads, head_dim].
+            value: [tokens, kv_heads, head_dim].
+            lengths: tokens of each sequence.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        outputs = []
+        parts = (tensor.transpose(0, 1).split(lengths, dim=1) for tensor in (query, key, value))
+        for q, k, v in zip(*parts, strict=True):
+            mask = self._window_mask(q.shape[1], q.device)
+            output = F.scaled_dot_product_attention(
+                q[None],
+                k[None],
+                v[None],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=q.shape[0] != k.shape[0],
+            )
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
+        """Which tokens each token sees, [length, length]; None where the window hides nothing."""
+        if self.window is None or length <= self.window:
+            return None
+        position = torch.arange(length, device=device)
+        distance = position[:, None] - position[None, :]
+        return (distance >= 0) & (distance < self.window)
 
 
-def _by_similar_length(edges: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Starts and lengths of the sequences between `edges`, in lists of similar length.
+def rotated_heads(
+    projections: Projections, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [tokens, heads, head_dim], and k and v [tokens, kv_heads, head_dim], after rotation."""
+    if len(projections) == 3:
+        query, key, value = projections
+        if rotation is not None:
+            query = _rotated(query, rotation)
+            key = _rotated(key, rotation)
+        return query, key, value
 
-    Two lengths are similar if the same power of two is the smallest that is not below them.
-    """
-    similar: dict[int, tuple[list[int], list[int]]] = {}
-    for start, stop in pairwise(edges):
-        length = stop - start
-        starts, lengths = similar.setdefault((length - 1).bit_length(), ([], []))
-        starts.append(start)
-        lengths.append(length)
-    return list(similar.values())
+    mixed = projections[0]
+    turned = mixed[:, :, :-1]
+    if rotation is not None:
+        shape = turned.shape
+        turned = _rotated(turned.flatten(1, 2), rotation).view(shape)
+    return turned[:, :, :-1].flatten(1, 2), turned[:, :, -1], mixed[:, :, -1]
+
+
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """x [tokens, heads, head_dim], of which the first dimensions are rotated, in its dtype."""
+    cosines, sines = (table.unsqueeze(1) for table in rotation)
+    half = cosines.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    # The tables are float32, and so are the products.
+    turned_first = first * cosines - second * sines
+    turned_second = second * cosines + first * sines
+    return torch.cat([turned_first.to(x.dtype), turned_second.to(x.dtype), rest], dim=-1)
+
+
+@cache
+def _has_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch attends to sequences of any lengths here, with windows and shared KV heads."""
+    if device.type != "cuda" or varlen is None:
+        return False
+    parameters = inspect.signature(varlen.varlen_attn).parameters
+    return (
+        {"scale", "window_size", "enable_gqa"} <= set(parameters)
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

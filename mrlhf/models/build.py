@@ -21,9 +21,8 @@ from mrlhf.device import Device
 from mrlhf.models.families import family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
 from mrlhf.models.parameters import chunk_of
-from mrlhf.models.rope import rope_of
-from mrlhf.models.scaling import scale_embeddings, scale_rotation
-from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
+from mrlhf.models.scaling import scale_embeddings
+from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Slot, pieces_of
@@ -78,9 +77,6 @@ def build_model(
         spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
     )
     chunk = chunk_of(spec, layout, groups.coordinates.pp)
-    rope = rope_of(spec) if WHOLE_MODEL in spec.ropes else None
-    if rope is not None:
-        scale_rotation(config, rope.scale)
     transformer_engine = HAVE_TE and device.kind == "cuda"
     decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
 
@@ -94,12 +90,10 @@ def build_model(
         pre_process=chunk.is_first,
         post_process=chunk.is_last,
         share_embeddings_and_output_weights=spec.output_is_embedding,
-        position_embedding_type="rope",
+        position_embedding_type="none",  # each layer rotates by itself
         pg_collection=groups.collection,
     )
 
-    if rope is not None:
-        model.rotary_pos_emb.inv_freq = rope.frequencies.to(device.torch_device)
     if chunk.is_first:
         scale_embeddings(model.embedding, spec.embedding_multiplier)
     model.to(device.torch_device)

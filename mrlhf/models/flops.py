@@ -12,7 +12,7 @@ The counts are those of a dense Llama-like model. This file knows neither device
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mrlhf.models.spec import ModelSpec
 
@@ -48,6 +48,13 @@ def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> flo
     """
     forward = sum(forward_flops(spec, length, outputs) for length, outputs in sequences)
     return float((1 + BACKWARD) * forward)
+
+
+def sequence_flops(spec: ModelSpec, lengths: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    """`forward_flops` of each of many sequences: their tokens, and their positions with outputs."""
+    layers = {length: forward_flops(spec, length, 0) for length in set(lengths)}
+    head = forward_flops(spec, 0, 1)
+    return [layers[length] + head * count for length, count in zip(lengths, outputs, strict=True)]
 
 
 def visible_pairs(length: int, window: int | None) -> int:

@@ -56,7 +56,8 @@ class GPTHiddenModel(GPTModel):
     def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(config=config, **arguments)
         if self.post_process:
-            weight: torch.nn.Parameter | None = self.output_layer.weight
+            weight = self.output_layer.weight
+            assert weight is None or isinstance(weight, torch.nn.Parameter)
             self.output_layer: torch.nn.Module = HiddenHead(weight, config, self.pg_collection.tp)
 
     @property

@@ -25,9 +25,9 @@ from torch import Tensor
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.norm import RMSNorm
 from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
-from mrlhf.models.rope import rope_of
+from mrlhf.models.rope import Rope, rope_of
 from mrlhf.models.self_attention import TensorParallelSelfAttention
-from mrlhf.models.spec import WHOLE_MODEL, ModelSpec
+from mrlhf.models.spec import ModelSpec
 
 
 class BiasedColumnLinear(ColumnParallelLinear):
@@ -63,15 +63,19 @@ def dense_decoder(
         or spec.qk_norm == "projection"
     )
 
-    if transformer_engine and not needs_ours:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
-        layer.submodules.self_attention.module = TensorParallelSelfAttention
-        layer_specs = [layer] * len(layers)
-    else:
-        by_rope = {rope: plain_layer(spec, rope) for rope in set(spec.ropes)}
-        layer_specs = [by_rope[spec.ropes[layer]] for layer in layers]
-
+    make = transformer_engine_layer if transformer_engine and not needs_ours else plain_layer
+    by_rope = {rope: make(spec, rope) for rope in set(spec.ropes)}
+    layer_specs = [by_rope[spec.ropes[layer]] for layer in layers]
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
+
+
+def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
+    """A layer of TransformerEngine's modules; `rope` as for `plain_layer`."""
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=spec.qk_norm == "head")
+    attention = layer.submodules.self_attention
+    attention.module = TensorParallelSelfAttention
+    attention.params["rope"] = _rope(spec, rope)
+    return layer
 
 
 def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
@@ -117,14 +121,17 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    if spec.qk_norm != "projection":
-        assert rope in (None, WHOLE_MODEL), "only attention with projection norms has own rotations"
-        return ModuleSpec(module=TensorParallelSelfAttention, params=params, submodules=submodules)
+    return ModuleSpec(
+        module=(
+            ProjectionNormAttention if spec.qk_norm == "projection" else TensorParallelSelfAttention
+        ),
+        params={"attn_mask_type": AttnMaskType.causal, "rope": _rope(spec, rope)},
+        submodules=submodules,
+    )
 
-    assert rope is not None
-    params["rope"] = None if rope == WHOLE_MODEL else rope_of(spec, rope)
-    return ModuleSpec(module=ProjectionNormAttention, params=params, submodules=submodules)
+
+def _rope(spec: ModelSpec, kind: str | None) -> Rope | None:
+    return None if kind is None else rope_of(spec, kind)
 
 
 def _row_linear(spec: ModelSpec, bias: bool) -> type[RowParallelLinear]:

@@ -7,12 +7,14 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.weights.shard import Piece, Rule, pieces_of
+from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
 def chunk_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Chunk:
@@ -33,40 +35,54 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
     coordinates = layout.coordinates(rank)
     chunk = chunk_of(spec, layout, coordinates.pp)
-    family = family_of(spec)
-    shapes = family.tensor_shapes(spec)
-
-    pieces: list[Piece] = []
-    for name in family.parameter_names(spec, chunk):
-        rule = family.rule_of(spec, chunk, name)
-        pieces += pieces_of(name, rule, shapes, coordinates.tp, layout.tp)
-    return pieces
+    return _weight_map(spec, chunk).pieces(coordinates.tp, layout.tp)
 
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
     _, tp_rank = layout.place(rank)
-    shapes = family_of(spec).tensor_shapes(spec)
-
-    pieces: list[Piece] = []
-    for name, rule in engine_rules(spec).items():
-        pieces += pieces_of(name, rule, shapes, tp_rank, layout.tp)
-    return pieces
+    return _engine_map(spec).pieces(tp_rank, layout.tp)
 
 
-def engine_rules(spec: ModelSpec) -> dict[str, Rule]:
+def engine_rules(spec: ModelSpec) -> Mapping[str, Rule]:
     """The rule of each parameter of an inference engine, which has one pipeline stage.
 
     They are training's, except that an engine may have more ranks than KV heads; its ranks then
     share them.
     """
-    family = family_of(spec)
-    whole = Chunk(range(spec.num_layers), is_first=True, is_last=True)
+    return _engine_map(spec).rules
 
-    rules = {}
-    for name in family.parameter_names(spec, whole):
-        rule = family.rule_of(spec, whole, name)
-        if len(rule.names) > 1:
-            rule = replace(rule, shared_kv_heads=rule.periods)
-        rules[name] = rule
-    return rules
+
+@dataclass(frozen=True)
+class _WeightMap:
+    """The rule of each parameter of a chunk, and the shape of each tensor of the model."""
+
+    rules: Mapping[str, Rule]
+    shapes: Mapping[str, Shape]
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        """The pieces of one tensor-parallel rank, parameter by parameter."""
+        pieces: list[Piece] = []
+        for name, rule in self.rules.items():
+            pieces += pieces_of(name, rule, self.shapes, tp_rank, tp_size)
+        return pieces
+
+
+# A plan asks for the pieces of every tensor-parallel rank; the rules are the same for all of them.
+@lru_cache(maxsize=64)
+def _weight_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
+    family = family_of(spec)
+    names = family.parameter_names(spec, chunk)
+    rules = {name: family.rule_of(spec, chunk, name) for name in names}
+    return _WeightMap(rules, family.tensor_shapes(spec))
+
+
+@lru_cache(maxsize=4)
+def _engine_map(spec: ModelSpec) -> _WeightMap:
+    whole = _weight_map(spec, Chunk(range(spec.num_layers), is_first=True, is_last=True))
+
+    rules: dict[str, Rule] = {}
+    for name, rule in whole.rules.items():
+        shares_heads = len(rule.names) > 1
+        rules[name] = replace(rule, shared_kv_heads=rule.periods) if shares_heads else rule
+    return _WeightMap(rules, whole.shapes)

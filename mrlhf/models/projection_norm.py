@@ -5,7 +5,6 @@ They fit into megatron-core's layers without TransformerEngine. This file knows 
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -17,13 +16,11 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.norm import RMSNorm
-from mrlhf.models.rope import Rope
-from mrlhf.models.scaling import scale_rotation
+from mrlhf.models.self_attention import TensorParallelSelfAttention
 
 
 class NormedRowLinear(RowParallelLinear):
@@ -74,16 +71,15 @@ class ProjectionNorm(torch.nn.Module):
         return self.weight.view(x.shape[-2:]) * wide.to(x.dtype)
 
 
-class ProjectionNormAttention(SelfAttention):
-    """Self-attention with RMSNorm over all heads of q and of k, and a rotation of its own."""
+class ProjectionNormAttention(TensorParallelSelfAttention):
+    """Self-attention with RMSNorm over all heads of q and of k."""
 
-    def __init__(self, config: TransformerConfig, *, rope: Rope | None, **options: Any) -> None:
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         """Make the norms.
 
         Args:
             config: of the model.
-            rope: how this layer rotates; None for as the model does.
-            options: what SelfAttention takes.
+            options: what TensorParallelSelfAttention takes.
         """
         super().__init__(config=config, **options)
         tp_group = self.pg_collection.tp
@@ -91,29 +87,3 @@ class ProjectionNormAttention(SelfAttention):
         kv_heads = self.num_query_groups_per_partition
         self.q_layernorm = ProjectionNorm(config, heads, config.num_attention_heads, tp_group)
         self.k_layernorm = ProjectionNorm(config, kv_heads, config.num_query_groups, tp_group)
-
-        self._frequencies = None
-        if rope is not None:
-            self._frequencies = rope.frequencies
-            self.config = copy.copy(config)
-            scale_rotation(self.config, rope.scale)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotary_pos_emb: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As SelfAttention; `rotary_pos_emb` is [positions, 1, 1, rotary_dim]."""
-        assert rotary_pos_emb is not None
-        if self._frequencies is not None:
-            self._frequencies = self._frequencies.to(rotary_pos_emb.device)
-            positions = torch.arange(
-                len(rotary_pos_emb), dtype=torch.float32, device=rotary_pos_emb.device
-            )
-            angles = torch.outer(positions, self._frequencies)
-            rotary_pos_emb = torch.cat((angles, angles), dim=-1)[:, None, None]
-        return super().forward(
-            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **options
-        )

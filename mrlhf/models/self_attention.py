@@ -1,4 +1,4 @@
-"""megatron-core's SelfAttention, also with more tensor-parallel ranks than KV heads.
+"""Self-attention of packed sequences, also with more tensor-parallel ranks than KV heads.
 
 It knows which rows of q, k and v a rank holds (`mrlhf.weights.shard` says the same), and how a rank
 comes by the KV head of its query heads. It does not know how attention is computed.
@@ -8,58 +8,125 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    checkpoint,
+)
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from mrlhf.models.attention import CoreAttention, Projections, rotated_heads
+from mrlhf.models.rope import Rope
+from mrlhf.parallel.packed_sequences import PackedSequences
 
 
 class TensorParallelSelfAttention(SelfAttention):
-    """SelfAttention of which several ranks may share a KV head.
+    """megatron-core's SelfAttention with a forward pass for packed sequences alone.
 
-    With at most as many ranks as KV heads this is megatron-core's. With more, their number is a
-    multiple of the KV heads. Each rank then computes its own query heads and an equal share of all
-    keys and values. The ranks gather the shares, and each attends to the one KV head of its query
-    heads. In the backward pass the gradients of a share are summed over the ranks that used it. So
-    each row of a weight is on one rank alone, with its whole gradient.
+    What depends on the pack and not on the layer is computed once a pack. Several ranks may share a
+    KV head: if there are more ranks than KV heads, their number is a multiple of the KV heads. Each
+    rank then computes its own query heads and an equal share of all keys and values. The ranks
+    gather the shares, and each attends to the one KV head of its query heads. In the backward pass
+    the gradients of a share are summed over the ranks that used it. So each row of a weight is on
+    one rank alone, with its whole gradient.
 
     megatron-core gathers the query heads too, over process groups that one layout has for all of a
     process; our roles have different layouts.
     """
 
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of this rank's heads before rotation.
+    def __init__(self, config: TransformerConfig, *, rope: Rope | None, **options: Any) -> None:
+        """Make the layer.
 
         Args:
-            hidden_states: [seq_len, micro_batch, hidden], or this rank's part of seq_len under
-                sequence parallelism.
-            *args: as for megatron-core.
-            **kwargs: as for megatron-core; with more ranks than KV heads they change nothing.
+            config: of the model.
+            rope: how the layer rotates; None if it does not.
+            options: what SelfAttention takes.
+        """
+        super().__init__(config=config, **options)
+        self._rope = rope
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within the sequences of a pack.
+
+        Args:
+            hidden_states: [tokens, 1, hidden], or this rank's part of the tokens under sequence
+                parallelism.
+            attention_mask: None; the mask is causal.
+            packed_seq_params: the sequences.
 
         Returns:
-            q [seq_len, micro_batch, heads, head_dim], and k and v with KV heads.
+            What SelfAttention returns, shaped as `hidden_states`, and a bias.
         """
-        kv_heads = self.config.num_query_groups
-        if self.world_size <= kv_heads:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        assert attention_mask is None
 
+        def attend(*projections: Tensor) -> Tensor:
+            return self._attend(projections, packed_seq_params)
+
+        projections = self.project(hidden_states)
+        if self.checkpoint_core_attention and self.training:
+            output = checkpoint(attend, False, *projections)
+        else:
+            output = attend(*projections)
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.unsqueeze(1))
+        return projected
+
+    def project(self, hidden_states: Tensor) -> Projections:
+        """q, k and v of this rank's heads before rotation, in either form of `Projections`."""
+        mixed = self.linear_qkv(hidden_states)[0].squeeze(1)
+        kv_heads = self.config.num_query_groups
+        if self.world_size > kv_heads:
+            query, key, value = self._gather_shares(mixed)
+        else:
+            head_dim = self.hidden_size_per_attention_head
+            mixed = mixed.unflatten(-1, (kv_heads // self.world_size, -1, head_dim))
+            if self.q_layernorm is None or isinstance(self.q_layernorm, IdentityOp):
+                return (mixed,)
+            query = mixed[:, :, :-2].flatten(1, 2)
+            key = mixed[:, :, -2]
+            value = mixed[:, :, -1]
+
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
+        return query, key, value
+
+    def _gather_shares(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's q, and the one k and v that go with it, out of all ranks' shares."""
         head_dim = self.hidden_size_per_attention_head
         q_width = self.query_projection_size // self.world_size
-        mixed, _ = self.linear_qkv(hidden_states)
         query = mixed[..., :q_width].unflatten(-1, (-1, head_dim))
 
         # Each rank has the same share of k, followed by the same share of v.
         shares = all_gather_last_dim_from_tensor_parallel_region(
             mixed[..., q_width:], group=self.tp_group
         )
-        ranks_per_head = self.world_size // kv_heads
+        ranks_per_head = self.world_size // self.config.num_query_groups
         first = self.tp_group.rank() // ranks_per_head * ranks_per_head
         shares = shares.unflatten(-1, (self.world_size, 2, -1))
         shares = shares[..., first : first + ranks_per_head, :, :]
         key, value = shares.transpose(-3, -2).flatten(-2).unsqueeze(-3).unbind(-2)
-
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-            key = self.k_layernorm(key)
         return query, key, value
+
+    def _attend(self, projections: Projections, packed: PackedSequences) -> Tensor:
+        """[tokens, heads * head_dim]."""
+        rotation = None
+        if self._rope is not None:
+            rotation = packed.rotation(self._rope.frequencies, self._rope.scale)
+        if isinstance(self.core_attention, CoreAttention):
+            output: Tensor = self.core_attention(projections, rotation, packed)
+            return output
+
+        query, key, value = rotated_heads(projections, rotation)
+        output = self.core_attention(
+            query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed
+        )
+        return output.reshape(len(output), -1)

@@ -51,6 +51,13 @@ def all_gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return gathered  # type: ignore[return-value]
 
 
+def all_max(value: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    """The largest `value` of all ranks of the group; all ranks of the job if it is None."""
+    largest = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest.item())
+
+
 def connect(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Wait for every rank of the group, and make NCCL create the communicator for `exchange`.
 

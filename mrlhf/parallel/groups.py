@@ -14,7 +14,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.machine import Machine, name_of_this_machine
 
 Group = dist.ProcessGroup
 
@@ -28,12 +30,14 @@ class RoleGroups:
         coordinates: the position of this rank on the axes.
         collection: the same groups under the names that megatron-core gives them.
         dp_pp: ranks with the tensor-parallel position of this one.
+        machine: the ranks of this machine, which share memory.
     """
 
     layout: ParallelLayout
     coordinates: Coordinates
     collection: ProcessGroupCollection
     dp_pp: Group
+    machine: Machine
 
     @property
     def tp(self) -> Group:
@@ -71,6 +75,7 @@ class EngineGroups:
         tp_rank: the position of this rank in its replica.
         tp: ranks of this replica.
         replicas: ranks with this `tp_rank`, one of each replica, ascending.
+        machine: the ranks of this machine, which share memory.
     """
 
     layout: EngineLayout
@@ -78,6 +83,7 @@ class EngineGroups:
     tp_rank: int
     tp: Group
     replicas: Group
+    machine: Machine
 
 
 class GroupFactory:
@@ -86,13 +92,17 @@ class GroupFactory:
     All ranks of the job take part in creating a group, so every rank must call the methods of its
     factory in the same order and with the same layouts. Roles with equal layouts get the same
     groups.
+
+    Attributes:
+        machine: the ranks of this machine, which share memory.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        """Start with the group of all ranks.
+    def __init__(self, timeout_s: float, machine: str | None = None) -> None:
+        """Start with the group of all ranks, and those of the ranks of each machine.
 
         Args:
             timeout_s: seconds after which a collective in one of the groups gives up.
+            machine: a name that the ranks of this machine have in common; None: find one.
         """
         self._timeout = timedelta(seconds=timeout_s)
         self._rank = dist.get_rank()
@@ -101,6 +111,7 @@ class GroupFactory:
         assert world is not None
         self._world: Group = world
         self._groups: dict[tuple[int, ...], Group] = {tuple(range(self._world_size)): world}
+        self.machine = self._machine(machine or name_of_this_machine())
 
     def role_groups(self, layout: ParallelLayout) -> RoleGroups:
         """This rank's groups in a role of `layout`, which covers the world."""
@@ -132,6 +143,7 @@ class GroupFactory:
             layout.coordinates(self._rank),
             collection,
             dp_pp=self._along(layout, "dp", "pp"),
+            machine=self.machine,
         )
 
     def engine_groups(self, layout: EngineLayout) -> EngineGroups:
@@ -140,7 +152,19 @@ class GroupFactory:
         tp = self._own_group(layout.replicas)
         same_tp_rank = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
         replicas = self._own_group(same_tp_rank)
-        return EngineGroups(layout, replica, tp_rank, tp=tp, replicas=replicas)
+        return EngineGroups(
+            layout, replica, tp_rank, tp=tp, replicas=replicas, machine=self.machine
+        )
+
+    def _machine(self, name: str) -> Machine:
+        """The machine of this rank, of those that the ranks name."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, its_name in enumerate(all_gather_objects(name, self._world)):
+            ranks_of.setdefault(its_name, []).append(rank)
+
+        ranks = self._own_group(list(ranks_of.values()))
+        leaders = self._own_group_or_none([[ranks[0] for ranks in ranks_of.values()]])
+        return Machine(ranks, leaders, len(ranks_of))
 
     def _along(self, layout: ParallelLayout, *axes: Axis) -> Group:
         return self._own_group(layout.groups(*axes))

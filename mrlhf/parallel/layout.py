@@ -15,6 +15,7 @@ from mrlhf.errors import ConfigError
 
 Axis = Literal["tp", "dp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "dp", "pp")
+MODEL_AXES: tuple[Axis, ...] = ("tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -79,18 +80,40 @@ class ParallelLayout:
             rank = rank * self.size(axis) + coordinates.along(axis)
         return rank
 
+    def place(self, rank: int, *axes: Axis) -> tuple[int, int]:
+        """(number of the group, position in it) of global rank `rank` in `groups(*axes)`."""
+        coordinates = self.coordinates(rank)
+        number = 0
+        position = 0
+        for axis in reversed(AXES):
+            if axis in axes:
+                position = position * self.size(axis) + coordinates.along(axis)
+            else:
+                number = number * self.size(axis) + coordinates.along(axis)
+        return number, position
+
+    def rank_in(self, number: int, position: int, *axes: Axis) -> int:
+        """The global rank at `position` of group `number` in `groups(*axes)`."""
+        coordinates: dict[str, int] = {}
+        for axis in AXES:
+            if axis in axes:
+                position, coordinates[axis] = divmod(position, self.size(axis))
+            else:
+                number, coordinates[axis] = divmod(number, self.size(axis))
+        return self.rank_at(**coordinates)
+
+    def group_size(self, *axes: Axis) -> int:
+        """Number of ranks in each list of `groups(*axes)`."""
+        return math.prod(self.size(axis) for axis in axes)
+
     def groups(self, *axes: Axis) -> list[list[int]]:
         """The rank lists of the process groups whose ranks differ along `axes` only.
 
         Each list is ascending, and together the lists hold each rank once.
         """
-        fixed_axes = [axis for axis in AXES if axis not in axes]
-        ranks_at: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
-            fixed = tuple(coordinates.along(axis) for axis in fixed_axes)
-            ranks_at.setdefault(fixed, []).append(rank)
-        return list(ranks_at.values())
+        size = self.group_size(*axes)
+        numbers = range(self.world_size // size)
+        return [[self.rank_in(n, position, *axes) for position in range(size)] for n in numbers]
 
     def stage_layers(self, stage: int, num_layers: int) -> range:
         """Global numbers of the layers on pipeline stage `stage`; pp divides `num_layers`."""
@@ -102,14 +125,18 @@ class ParallelLayout:
 class EngineLayout:
     """Which ranks form the inference replicas, `tp` ranks each.
 
+    Each group of ranks of `actor` that differ along `axes` only is cut into replicas of
+    consecutive ranks, so the replicas hold each rank once.
+
     Attributes:
         tp: tensor-parallel size of the engine.
-        replicas: the global ranks of each replica in tensor-parallel order; together the replicas
-            hold each rank once.
+        actor: the layout of the role whose ranks the replicas share.
+        axes: the axes along which the ranks of a replica may differ.
     """
 
     tp: int
-    replicas: tuple[tuple[int, ...], ...]
+    actor: ParallelLayout
+    axes: tuple[Axis, ...]
 
     @classmethod
     def inside(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
@@ -123,12 +150,7 @@ class EngineLayout:
                 f"rollout.tp {tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = "
                 f"{actor.tp * actor.pp}; choose a divisor of it"
             )
-
-        replicas: list[tuple[int, ...]] = []
-        for group in actor.groups("tp", "pp"):
-            for first in range(0, len(group), tp):
-                replicas.append(tuple(group[first : first + tp]))
-        return cls(tp=tp, replicas=tuple(replicas))
+        return cls(tp, actor, MODEL_AXES)
 
     @classmethod
     def consecutive(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
@@ -144,17 +166,41 @@ class EngineLayout:
                 "of it"
             )
 
-        replicas = [tuple(range(first, first + tp)) for first in range(0, world_size, tp)]
-        return cls(tp=tp, replicas=tuple(replicas))
+        # Ranks that follow each other differ along the first axis first.
+        if actor.tp % tp == 0 or actor.dp == 1:
+            return cls(tp, actor, MODEL_AXES)
+        return cls(tp, actor, AXES)
 
-    def is_inside(self, actor: ParallelLayout) -> bool:
-        """Whether each replica lies in one model-parallel group of `actor`."""
-        groups = [set(group) for group in actor.groups("tp", "pp")]
-        return all(any(group.issuperset(replica) for group in groups) for replica in self.replicas)
+    @property
+    def is_inside(self) -> bool:
+        """Whether each replica lies in one model-parallel group of the actor."""
+        return self.axes == MODEL_AXES
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas there are."""
+        return self.actor.world_size // self.tp
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The global ranks of each replica in tensor-parallel order."""
+        places = range(self.tp)
+        return tuple(
+            tuple(self.rank_at(number, tp_rank) for tp_rank in places)
+            for number in range(self.num_replicas)
+        )
 
     def place(self, rank: int) -> tuple[int, int]:
         """(number of the replica, tensor-parallel rank in it) of global rank `rank`."""
-        for number, replica in enumerate(self.replicas):
-            if rank in replica:
-                return number, replica.index(rank)
-        raise AssertionError(f"rank {rank} is in no replica")
+        group, position = self.actor.place(rank, *self.axes)
+        number, tp_rank = divmod(position, self.tp)
+        return group * self._per_group + number, tp_rank
+
+    def rank_at(self, replica: int, tp_rank: int) -> int:
+        """The global rank that stands at `tp_rank` of replica number `replica`."""
+        group, number = divmod(replica, self._per_group)
+        return self.actor.rank_in(group, number * self.tp + tp_rank, *self.axes)
+
+    @property
+    def _per_group(self) -> int:
+        return self.actor.group_size(*self.axes) // self.tp

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mrlhf.parallel.balance import pack_rows, split_balanced
 from mrlhf.parallel.packs import Pack
 
 
@@ -26,6 +27,33 @@ class MiniBatch:
 
     rows: list[int]
     micro_batches: list[list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How evenly a cut shares out the work.
+
+    Attributes:
+        imbalance: the cost of the costliest rank over the mean of all data-parallel ranks; with
+            several mini-batches, the sum of the one over the sum of the other, since the ranks wait
+            for each other at the end of each.
+        micro_batches: of a data-parallel rank in a mini-batch; the mean.
+    """
+
+    imbalance: float
+    micro_batches: float
+
+    def bubble(self, stages: int, chunks: int = 1) -> float:
+        """Time that a stage of a pipeline stands idle, as a share of the time that it computes.
+
+        This is what a schedule of the 1F1B kind costs with micro-batches of equal cost, by
+        https://arxiv.org/abs/2104.04473, section 2.2.
+
+        Args:
+            stages: pipeline stages.
+            chunks: parts of the model on each stage (virtual stages).
+        """
+        return (stages - 1) / (self.micro_batches * chunks)
 
 
 @dataclass(frozen=True)
@@ -56,9 +84,15 @@ class PackedMiniBatch:
 
 @dataclass(frozen=True)
 class BatchCut:
-    """A batch as one data-parallel rank computes it, mini-batch by mini-batch."""
+    """A batch as one data-parallel rank computes it, mini-batch by mini-batch.
+
+    Attributes:
+        mini_batches: this rank's part of each.
+        balance: how evenly the work is shared out over all ranks.
+    """
 
     mini_batches: list[PackedMiniBatch]
+    balance: Balance
 
     @property
     def packs(self) -> list[Pack]:
@@ -66,55 +100,40 @@ class BatchCut:
         return [pack for mini_batch in self.mini_batches for pack in mini_batch.packs]
 
 
-def split_balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices of `lengths` in `parts` parts of nearly equal total length, none empty, each
-    ascending.
-
-    Longest first, each to the part with the least so far. There must be at least as many lengths as
-    parts.
-    """
-    assert len(lengths) >= parts, f"{len(lengths)} sequences cannot fill {parts} parts"
-    loads = [(0, 0, part) for part in range(parts)]
-    shares: list[list[int]] = [[] for _ in range(parts)]
-
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, count, part = min(loads)
-        shares[part].append(index)
-        loads[part] = (load + lengths[index], count + 1, part)
-    return [sorted(share) for share in shares]
-
-
-def pack_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths` in as few packs of at most `budget` tokens as first-fit-decreasing
-    finds.
-
-    A sequence longer than the budget has a pack of its own.
-    """
-    packs: list[list[int]] = []
-    loads: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        fits = (number for number, load in enumerate(loads) if load + lengths[index] <= budget)
-        chosen = next(fits, None)
-        if chosen is None:
-            packs.append([index])
-            loads.append(lengths[index])
-        else:
-            packs[chosen].append(index)
-            loads[chosen] += lengths[index]
-    return sorted(sorted(pack) for pack in packs)
+def balance_of(mini_batches: Sequence[MiniBatch], costs: Sequence[int]) -> Balance:
+    """How evenly a cut shares out rows of these costs."""
+    largest = 0
+    total = 0
+    packs = 0
+    ranks = 0
+    for mini_batch in mini_batches:
+        loads = []
+        for share in mini_batch.micro_batches:
+            loads.append(sum(costs[row] for pack in share for row in pack))
+            packs += len(share)
+        largest += max(loads) * len(loads)
+        total += sum(loads)
+        ranks += len(loads)
+    return Balance(imbalance=largest / total, micro_batches=packs / ranks)
 
 
 def cut_mini_batches(
-    lengths: Sequence[int], mini_batch_rows: int, dp: int, budget: int, together: int = 1
+    lengths: Sequence[int],
+    costs: Sequence[int],
+    mini_batch_rows: int,
+    dp: int,
+    budget: int,
+    together: int = 1,
 ) -> list[MiniBatch]:
     """Cut rows 0..len(lengths)-1, in order, into mini-batches and share each out over `dp` ranks.
 
-    Which rows share an optimizer step depends on the batch alone, not on `dp` or `budget`. If there
-    are fewer rows than ranks, the last ranks get none; such a mini-batch can be evaluated, but not
-    trained on.
+    Which rows share an optimizer step depends on the batch alone, not on costs, `dp` or `budget`.
+    If there are fewer rows than ranks, the last ranks get none; such a mini-batch can be evaluated,
+    but not trained on.
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, which take memory.
+        costs: the work for each sequence, which takes time; in any unit.
         mini_batch_rows: rows of a mini-batch; the last mini-batch may be smaller.
         dp: data-parallel ranks.
         budget: most tokens of a micro-batch.
@@ -129,11 +148,14 @@ def cut_mini_batches(
         rows = list(range(begin, min(begin + mini_batch_rows, len(lengths))))
         units = [rows[i : i + together] for i in range(0, len(rows), together)]
         unit_lengths = [sum(lengths[row] for row in unit) for unit in units]
+        unit_costs = [sum(costs[row] for row in unit) for unit in units]
         parts = min(dp, len(units))
 
         micro_batches: list[list[list[int]]] = [[] for _ in range(dp)]
-        for rank, share in enumerate(split_balanced(unit_lengths, parts)):
-            for pack in pack_rows([unit_lengths[i] for i in share], budget):
+        for rank, share in enumerate(split_balanced(unit_costs, parts)):
+            lengths_here = [unit_lengths[i] for i in share]
+            costs_here = [unit_costs[i] for i in share]
+            for pack in pack_rows(lengths_here, costs_here, budget):
                 packed_units = [units[share[i]] for i in pack]
                 micro_batches[rank].append([row for unit in packed_units for row in unit])
         mini_batches.append(MiniBatch(rows, micro_batches))

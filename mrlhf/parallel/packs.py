@@ -183,7 +183,7 @@ def _lay(sequences: Sequences, packs: Sequence[list[int]], multiple: int) -> _La
 
 def _token_ids(sequences: Sequences, laid: _Laid) -> Tensor:
     """All tokens of all packs, zeros where they are padded."""
-    tokens = sequences.token_ids[ranges(sequences.begins[laid.rows], laid.lengths)]
+    tokens = sequences.token_ids[ranges(sequences.begins[laid.rows], laid.lengths)].long()
     if not laid.padding.any():
         return tokens
 

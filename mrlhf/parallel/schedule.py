@@ -12,7 +12,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packs import Pack, make_packs
+from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 
 Result = TypeVar("Result")
@@ -30,6 +31,9 @@ class Pipeline:
     """The pipeline of one model.
 
     The ranks of one pipeline group call each method together, with the same packs.
+
+    Attributes:
+        clock: measures how long this stage waits for others; None if it is the only one.
     """
 
     def __init__(
@@ -57,8 +61,11 @@ class Pipeline:
         [self._shortest] = make_packs(Sequences.of([[0]], [1]), [[0]], "last", multiple, device)
         self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._communication = {}
+        self.clock: StageClock | None = None
         if groups.layout.pp > 1:
             self._communication["p2p_communicator"] = P2PCommunicator(groups.pp, config)
+            self.clock = StageClock(device, groups.coordinates.pp, groups.layout.pp)
+            config.timers = self.clock
 
     @torch.no_grad()
     def forward(
@@ -112,7 +119,10 @@ class Pipeline:
             return scalar * scale, kept
 
         with self._stops.phase("forward and backward") as phase:
-            return self._schedule(packs, finish, phase, forward_only=False)
+            if self.clock is None:
+                return self._schedule(packs, finish, phase, forward_only=False)
+            with self.clock.measured():
+                return self._schedule(packs, finish, phase, forward_only=False)
 
     def _schedule(
         self,
@@ -145,14 +155,7 @@ class Pipeline:
         )
 
     def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=pack.boundaries,
-            cu_seqlens_kv=pack.boundaries,
-            max_seqlen_q=pack.longest,
-            max_seqlen_kv=pack.longest,
-        )
-
+        packed = PackedSequences.of_pack(pack)
         return model(pack.token_ids[None], pack.position_ids[None], None, packed_seq_params=packed)
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:

@@ -14,6 +14,7 @@ from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.microbatch import Balance
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
@@ -141,9 +142,17 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
 
 
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
-    """The micro-batches that `units` sequences or pairs of `longest` tokens make on one rank."""
+    """The micro-batches that `units` sequences or pairs of `longest` tokens make on one rank.
+
+    With pipeline stages also the share of time that they lose.
+    """
     each = role.micro_batch_tokens // longest
-    return f"{each} a micro-batch: {_count(-(-units // each), 'micro-batch')}"
+    count = -(-units // each)
+    text = f"{each} a micro-batch: {_count(count, 'micro-batch')}"
+    if role.pp == 1:
+        return text
+    bubble = Balance(imbalance=1.0, micro_batches=count).bubble(role.pp)
+    return f"{text}, in which {role.pp} stages wait for {bubble:.0%} of the time that they compute"
 
 
 def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import WeightError
-from mrlhf.parallel.collectives import connect, exchange
-from mrlhf.reshard.links import LinkBuckets, links_of
-from mrlhf.reshard.plan import Move, ReshardPlan
+from mrlhf.parallel.collectives import all_max, exchange
+from mrlhf.reshard.links import LinkBuckets, by_receiver, by_sender
+from mrlhf.reshard.moves import Move
+from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.shared_memory import SharedRings
 from mrlhf.reshard.views import Places, Views
 from mrlhf.weights.shard import Piece, Slot
@@ -96,17 +97,18 @@ class Resharder:
 
     def __init__(
         self,
-        plan: ReshardPlan,
+        planner: Planner,
         source_slots: Sequence[Slot],
         engine: WeightHolder,
         rank: int,
         options: TransferOptions,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Every rank of the group constructs one from the same plan.
+        """Plan for this rank; every rank of the group constructs one.
 
         Args:
-            plan: the plan from the layout of `source_slots` to the layout of the engine.
+            planner: plans from the layout of `source_slots` to the layout of the engine; equal on
+                every rank.
             source_slots: where the training weights of this rank are stored.
             engine: the engine on this rank.
             rank: global rank of this process.
@@ -122,27 +124,22 @@ class Resharder:
         self._parameters = {slot.piece.key: slot.parameter for slot in source_slots}
         self._dtype = source_slots[0].parameter.dtype
         self._device = source_slots[0].parameter.device
+        plan = planner.plan(rank)
         assert self._dtype.itemsize == plan.itemsize, "the plan is of another dtype"
         assert all(slot.parameter.dtype == self._dtype for slot in source_slots), (
             "the parameters have several dtypes"
         )
 
         self._engine = engine
-        self._aliases = [alias for alias in plan.aliases if alias.rank == rank]
         pieces = engine.parameter_pieces()
-        assert all(pieces[alias.parameter] == alias.pieces for alias in self._aliases), (
+        assert all(pieces[alias.parameter] == alias.pieces for alias in plan.aliases), (
             "the plan is of another engine"
         )
 
-        self._copies = [copy for copy in plan.copies if copy.target_rank == rank]
-        self._links = {ends: moves for ends, moves in links_of(plan.moves).items() if rank in ends}
-        self._minimum = plan.minimum[rank]
+        self._plan = plan
         self._source_places: Places = {}
         self._target_places: Places = {}
-
-        self.carrier: Carrier | None = None
-        if plan.moves:
-            self.carrier = self._make_carrier(plan)
+        self.carrier = self._make_carrier(planner)
 
     @torch.no_grad()
     def run(self, meanwhile: Callable[[], None] | None = None) -> ReshardStats:
@@ -164,7 +161,7 @@ class Resharder:
         self._under_way = True
         start = self._now()
 
-        for alias in self._aliases:
+        for alias in self._plan.aliases:
             self._engine.bind(alias.parameter, self._parameters[alias.pieces[0].key].detach())
         slots = self._engine.weight_slots()
         assert all(slot.parameter.dtype == self._dtype for slot in slots), (
@@ -187,29 +184,37 @@ class Resharder:
 
         if self._options.verify:
             self._compare(source, target)
-        return ReshardStats(bytes_moved, self._minimum, peak_bytes, seconds)
+        return ReshardStats(bytes_moved, self._plan.bytes_minimum, peak_bytes, seconds)
 
-    def _make_carrier(self, plan: ReshardPlan) -> Carrier:
-        connect(self._group, self._device)
+    def _make_carrier(self, planner: Planner) -> Carrier | None:
+        """The carrier of this rank's moves; None if no rank of the group has any.
+
+        The reduction is also what makes NCCL create the communicator for the exchange: all ranks
+        must take part in the first call of a group, but an exchange may leave some out.
+        """
+        plan = self._plan
+        links = len(by_receiver(plan.sends)) + len(by_sender(plan.receives))
+        most_links = all_max(links, self._group, self._device)
+        if not most_links:
+            return None
+
         bucket_bytes = self._options.bucket_bytes
         if self._options.shared_memory and self._device.type == "cpu":
-            rings = SharedRings(
-                plan.moves, self._rank, bucket_bytes, self._dtype, self._options.timeout_s
-            )
-            if rings.open(self._group):
+            rings = SharedRings(plan, bucket_bytes, self._dtype, self._options.timeout_s)
+            if rings.open(self._group, planner.sends):
                 return rings
 
-            if self._rank == min(plan.minimum):
+            ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
+            if self._rank == ranks[0]:
                 logger.warning(
                     "ranks %s share no memory (they are on several machines, or /dev/shm has too "
                     "little room: give a container more with --shm-size), so weights travel over "
                     "gloo, which is slower",
-                    sorted(plan.minimum),
+                    ranks,
                 )
 
-        return LinkBuckets(
-            plan.moves, self._rank, bucket_bytes, self._dtype, self._device, self._group
-        )
+        capacity = bucket_bytes // self._dtype.itemsize // most_links
+        return LinkBuckets(plan, capacity, self._dtype, self._device, self._group)
 
     def _local_work(
         self, source: Views, target: Views, meanwhile: Callable[[], None] | None
@@ -217,7 +222,7 @@ class Resharder:
         """The work that needs no other rank, in steps."""
         if meanwhile is not None:
             meanwhile()
-        for copy in self._copies:
+        for copy in self._plan.copies:
             view = target(copy.target, copy.start, copy.stop)
             view.copy_(source(copy.source, copy.start, copy.stop).reshape(view.shape))
             yield
@@ -227,19 +232,19 @@ class Resharder:
         sent_sums: list[tuple[int, Tensor]] = []
         received_sums: list[tuple[int, Tensor]] = []
         received_moves: list[Move] = []
-        for (sender, receiver), moves in self._links.items():
-            if sender == self._rank:
-                sums = _checksums([source(move.source, move.start, move.stop) for move in moves])
-                sent_sums.append((receiver, sums.to(self._device)))
-            else:
-                sums = torch.empty((len(moves), 2), dtype=torch.int64, device=self._device)
-                received_sums.append((sender, sums))
-                received_moves += moves
+        for receiver, moves in by_receiver(self._plan.sends).items():
+            sums = _checksums([source(move.source, move.start, move.stop) for move in moves])
+            sent_sums.append((receiver, sums.to(self._device)))
+        for sender, moves in by_sender(self._plan.receives).items():
+            sums = torch.empty((len(moves), 2), dtype=torch.int64, device=self._device)
+            received_sums.append((sender, sums))
+            received_moves += moves
         exchange(sent_sums, received_sums, self._group)
 
-        copied = [source(copy.source, copy.start, copy.stop) for copy in self._copies]
+        copies = self._plan.copies
+        copied = [source(copy.source, copy.start, copy.stop) for copy in copies]
         expected = torch.cat([_checksums(copied), *(sums.cpu() for _, sums in received_sums)])
-        slices = [*self._copies, *received_moves]
+        slices = [*copies, *received_moves]
         stored = _checksums([target(move.target, move.start, move.stop) for move in slices])
 
         equal = (stored == expected).all(dim=1).tolist()

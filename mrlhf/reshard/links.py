@@ -6,7 +6,6 @@ it does not know plans, engines or which ranks share a machine.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel.collectives import finish_exchange, start_exchange
-from mrlhf.reshard.plan import Move, split
+from mrlhf.reshard.moves import Move, split
+from mrlhf.reshard.plan import ReshardPlan
 from mrlhf.reshard.views import Views
 
 Bucket = list[Move]
@@ -25,39 +25,33 @@ class LinkBuckets:
 
     def __init__(
         self,
-        moves: Sequence[Move],
-        rank: int,
-        bucket_bytes: int,
+        plan: ReshardPlan,
+        capacity: int,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Every rank of the group constructs one from the same moves, after a call of `connect`.
+        """Cut the moves of this rank into buckets; all ranks have called a collective before.
 
         Args:
-            moves: the moves of all ranks.
-            rank: global rank of this process.
-            bucket_bytes: bound on the memory of all buckets of a rank, unless one row of a tensor
-                is larger.
+            plan: the plan of this rank.
+            capacity: the most numbers of a bucket, unless one row of a tensor is larger; the same
+                on all ranks.
             dtype: dtype of the numbers.
             device: device of the numbers.
-            group: the ranks of the moves, and possibly more; all ranks of the job if None.
+            group: the ranks of the plan, and possibly more; all ranks of the job if None.
         """
         self._dtype = dtype
         self._device = device
         self._group = group
 
-        links = links_of(moves)
-        links_of_rank = Counter(end for link in links for end in link)
-        capacity = bucket_bytes // dtype.itemsize // max(links_of_rank.values(), default=1)
-
-        self._outgoing: dict[int, list[Bucket]] = {}
-        self._incoming: dict[int, list[Bucket]] = {}
-        for (sender, receiver), link_moves in links.items():
-            if sender == rank:
-                self._outgoing[receiver] = _buckets(link_moves, capacity)
-            if receiver == rank:
-                self._incoming[sender] = _buckets(link_moves, capacity)
+        self._outgoing = {
+            receiver: _buckets(moves, capacity)
+            for receiver, moves in by_receiver(plan.sends).items()
+        }
+        self._incoming = {
+            sender: _buckets(moves, capacity) for sender, moves in by_sender(plan.receives).items()
+        }
 
         all_links = [*self._outgoing.values(), *self._incoming.values()]
         self._rounds = max(map(len, all_links), default=0)
@@ -111,11 +105,19 @@ class LinkBuckets:
         }
 
 
-def links_of(moves: Sequence[Move]) -> dict[tuple[int, int], list[Move]]:
-    """The moves from one rank to another, for each pair that has any."""
-    links: dict[tuple[int, int], list[Move]] = {}
+def by_receiver(moves: Sequence[Move]) -> dict[int, list[Move]]:
+    """The moves of one sending rank, by the rank that receives them."""
+    links: dict[int, list[Move]] = {}
     for move in moves:
-        links.setdefault((move.source_rank, move.target_rank), []).append(move)
+        links.setdefault(move.target_rank, []).append(move)
+    return links
+
+
+def by_sender(moves: Sequence[Move]) -> dict[int, list[Move]]:
+    """The moves of one receiving rank, by the rank that sends them."""
+    links: dict[int, list[Move]] = {}
+    for move in moves:
+        links.setdefault(move.source_rank, []).append(move)
     return links
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrlhf.reshard.plan import Move, split
+from mrlhf.reshard.moves import Move, split
 
 
 @dataclass(frozen=True)

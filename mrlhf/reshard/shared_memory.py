@@ -9,7 +9,7 @@ The file names of the memory are removed before the first weight moves, so a job
 later leaves nothing behind. The ring is kept between runs: to allocate its pages again takes as
 long as moving several times its size.
 
-This file knows moves and views; it does not know plans or engines.
+This file knows moves and views; it does not know how moves are planned, or engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import io
 import mmap
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -28,8 +28,9 @@ from torch import Tensor
 from mrlhf.errors import WeightError
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.reshard.mailbox import Mailbox, Message
+from mrlhf.reshard.moves import Move
 from mrlhf.reshard.parcels import Parcel, parcels_of
-from mrlhf.reshard.plan import Move
+from mrlhf.reshard.plan import ReshardPlan
 from mrlhf.reshard.views import Views
 
 DIRECTORY = Path("/dev/shm")
@@ -86,43 +87,42 @@ class SharedRings:
 
     def __init__(
         self,
-        moves: Sequence[Move],
-        rank: int,
+        plan: ReshardPlan,
         bucket_bytes: int,
         dtype: torch.dtype,
         timeout_s: float,
     ) -> None:
-        """Every rank constructs one from the same moves, and then calls `open`.
+        """Every rank of the group constructs one, and then calls `open`.
 
         Args:
-            moves: the moves of all ranks.
-            rank: global rank of this process.
+            plan: the plan of this rank.
             bucket_bytes: bound on the memory of a ring, unless a few rows of a tensor are larger.
             dtype: dtype of the numbers.
             timeout_s: seconds after which a rank that waits for another gives up.
         """
-        self._rank = rank
+        self._rank = plan.rank
+        self._dtype = dtype
         self._timeout_s = timeout_s
         self._run = 0
         self._messages_of_next_run: list[Message] = []
 
-        moves_of_sender: dict[int, list[Move]] = {}
-        for move in moves:
-            moves_of_sender.setdefault(move.source_rank, []).append(move)
-
-        capacity = min(bucket_bytes, RING_BYTES) // RING_PARCELS // dtype.itemsize
-        self._own: Ring | None = None
+        self._capacity = min(bucket_bytes, RING_BYTES) // RING_PARCELS // dtype.itemsize
+        self._senders = sorted({move.source_rank for move in plan.receives})
         self._read_from: dict[int, Ring] = {}
-        for sender, sent in moves_of_sender.items():
-            ring = Ring(parcels_of(sent, capacity), dtype)
-            if sender == rank:
-                self._own = ring
-            elif any(rank in parcel.readers for parcel in ring.parcels):
-                self._read_from[sender] = ring
+
+        self._own: Ring | None = None
+        if plan.sends:
+            self._own = self._ring_of(plan.sends)
         self.peak_bytes = 0 if self._own is None else self._own.nbytes
 
-    def open(self, group: dist.ProcessGroup | None) -> bool:
+    def open(
+        self, group: dist.ProcessGroup | None, sends_of: Callable[[int], Sequence[Move]]
+    ) -> bool:
         """Make and map the memory; every rank of the group calls it.
+
+        Args:
+            group: the ranks of the plan, and possibly more; all ranks of the job if None.
+            sends_of: what a rank sends to all others; it says where a slice lies in its ring.
 
         Returns:
             Whether all ranks could do so. They cannot if they are on several machines or if there
@@ -144,7 +144,7 @@ class SharedRings:
                 stems = {
                     rank: DIRECTORY / str(name) for rank, name in zip(ranks, names, strict=True)
                 }
-                opened = self._open_others(stems)
+                opened = self._open_others(stems, sends_of)
             return all(all_gather_objects(opened, world))
         finally:
             own_ring.unlink(missing_ok=True)
@@ -198,6 +198,9 @@ class SharedRings:
             pass
         return received_bytes
 
+    def _ring_of(self, moves: Sequence[Move]) -> Ring:
+        return Ring(parcels_of(moves, self._capacity), self._dtype)
+
     def _make(self, own_ring: Path, own_inbox: Path) -> bool:
         """Make the inbox and the ring of this rank; False if this machine cannot."""
         if not (hasattr(os, "posix_fallocate") and hasattr(os, "mkfifo")):
@@ -210,17 +213,21 @@ class SharedRings:
             return False
         return True
 
-    def _open_others(self, stems: dict[int, Path]) -> bool:
+    def _open_others(
+        self, stems: dict[int, Path], sends_of: Callable[[int], Sequence[Move]]
+    ) -> bool:
         """Open the inboxes and rings of others; False if one of them is on another machine."""
-        peers = set(self._read_from)
+        peers = set(self._senders)
         if self._own is not None:
             for parcel in self._own.parcels:
                 peers.update(parcel.readers)
 
         try:
             self._mailbox.open_peers({rank: stems[rank].with_suffix(".inbox") for rank in peers})
-            for sender, ring in self._read_from.items():
+            for sender in self._senders:
+                ring = self._ring_of(sends_of(sender))
                 ring.open(stems[sender].with_suffix(".ring"), create=False)
+                self._read_from[sender] = ring
         except OSError:
             return False
         return True

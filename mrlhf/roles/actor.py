@@ -53,12 +53,12 @@ class PolicyUpdate:
         logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability when
             it was first trained on; else None.
         evaluated: bool [batch, response_len], the tokens drawn by the policy for which `logprobs`
-            holds a number; an update may end before the last row.
+            holds a number; an update may end before the last row. None outside bypass mode.
     """
 
     metrics: dict[str, float]
     logprobs: Tensor | None
-    evaluated: Tensor
+    evaluated: Tensor | None
 
 
 class Actor:
@@ -129,7 +129,7 @@ class Actor:
         """
         progress = progress or UpdateProgress()
         first_logprobs = _FirstLogprobs(experience.rollout.response_mask, progress)
-        kl_at_stop = None
+        stopping: Tally | None = None
         losses = self._losses(experience, cut, ref_states)
 
         try:
@@ -139,29 +139,33 @@ class Actor:
                     continue
                 loss = make_loss()
                 result = self.engine.train_mini_batch(
-                    mini_batch.packs, loss, UPDATE_METRICS, self._is_too_far
+                    mini_batch.packs, loss, UPDATE_METRICS, self._stop
                 )
                 if epoch == 0:
                     first_logprobs.add(mini_batch, result.kept)
 
-                if result.stopped:
-                    kl_at_stop = result.tally.means()["actor/ppo_kl"]
+                if result.step is None:
+                    stopping = self.engine.metrics_of([result])
                     break
-                progress.add(result.tally)
+                progress.add(result)
         except Interrupted:
+            progress.complete(self.engine)
             if self._settings.bypass is not None:
                 progress.first_logprobs = first_logprobs.gather(self.engine)
             raise
 
+        progress.complete(self.engine)
         total = progress.total
-        if kl_at_stop is not None and progress.mini_batches == 0:
-            # No step was taken, so report the mini-batch that stopped the update.
-            total = result.tally
+        kl_at_stop = None
+        if stopping is not None:
+            kl_at_stop = stopping.means()["actor/ppo_kl"]
+            if progress.mini_batches == 0:
+                total = stopping  # no step was taken
         updated = self.engine.end_update("actor", total, progress.mini_batches)
         metrics = self._metrics(updated, kl_at_stop)
-        evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
         if self._settings.bypass is None:
-            return PolicyUpdate(metrics, None, evaluated)
+            return PolicyUpdate(metrics, None, None)
+        evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
         return PolicyUpdate(metrics, first_logprobs.gather(self.engine), evaluated)
 
     def _losses(
@@ -210,10 +214,13 @@ class Actor:
             return prepare
         return cache(partial(objective, batch))
 
-    def _is_too_far(self, tally: Tally) -> bool:
-        """Whether the policy has moved so far that the update ends here."""
+    @property
+    def _stop(self) -> Callable[[Tally], bool] | None:
+        """Says whether the policy has moved so far that the update ends; None without a limit."""
         limit = self._section.target_kl_stop
-        return limit is not None and tally.means()["actor/ppo_kl"] > limit
+        if limit is None:
+            return None
+        return lambda metrics: metrics.means()["actor/ppo_kl"] > limit
 
     def _metrics(self, metrics: dict[str, float], kl_at_stop: float | None) -> dict[str, float]:
         """The metrics of an update that this configuration measures."""
@@ -244,8 +251,9 @@ class _FirstLogprobs:
 
     def __init__(self, response_mask: Tensor, progress: UpdateProgress) -> None:
         self.rows = torch.zeros(len(response_mask), dtype=torch.bool)
+        self._shape = response_mask.shape
         self._earlier = progress.first_logprobs
-        self._table = torch.zeros(response_mask.shape, dtype=torch.float32)
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def pass_over(self, mini_batch: PackedMiniBatch) -> None:
         """Take note of a mini-batch that was trained on before the update was interrupted."""
@@ -256,10 +264,16 @@ class _FirstLogprobs:
         self.rows[mini_batch.rows] = True
         for pack, logprobs in zip(mini_batch.packs, kept, strict=False):
             if logprobs is not None:
-                self._table.view(-1)[pack.places] = logprobs.cpu()
+                self._kept.append((pack.places, logprobs.cpu()))
 
     def gather(self, engine: ModelEngine) -> Tensor:
         """The table of all ranks, float32 [batch, response_len]; every rank calls it once."""
-        # Each entry comes from one rank, so the sums are exact.
-        torch.distributed.all_reduce(self._table, group=engine.groups.dp_pp)
-        return self._table if self._earlier is None else self._table + self._earlier
+        groups = engine.groups
+        table = groups.machine.table(self._shape, torch.float32)
+        if groups.coordinates.tp == 0:
+            for places, logprobs in self._kept:
+                table.entries.view(-1)[places] = logprobs
+        if self._earlier is not None and torch.distributed.get_rank() == 0:
+            held = self._earlier != 0
+            table.entries[held] = self._earlier[held]
+        return table.complete()

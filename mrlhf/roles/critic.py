@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.sections import CriticSection
+from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.parallel.packs import Pack
@@ -59,10 +60,15 @@ class Critic:
         progress = progress or UpdateProgress()
         steps = self._section.ppo_epochs * cut.mini_batches
 
-        for mini_batch in steps[progress.mini_batches :]:
-            loss = _ValueObjective(self._section, experience, mini_batch)
-            result = self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS)
-            progress.add(result.tally)
+        try:
+            for mini_batch in steps[progress.mini_batches :]:
+                loss = _ValueObjective(self._section, experience, mini_batch)
+                progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS))
+        except Interrupted:
+            progress.complete(self.engine)
+            raise
+
+        progress.complete(self.engine)
         return self.engine.end_update("critic", progress.total, len(steps))
 
 

@@ -160,19 +160,20 @@ class PolicyLossSettings:
         )
 
     def batch(self, experience: Experience, rows: list[int]) -> PolicyBatch:
-        """The numbers of these rows."""
+        """The numbers of these rows, which ascend without gaps; most are not copied."""
+        span = slice(rows[0], rows[-1] + 1)
 
         def rows_of(table: Tensor | None) -> Tensor | None:
-            return None if table is None else table[rows]
+            return None if table is None else table[span]
 
-        drawn = experience.rollout.loss_mask[rows]
-        mask = experience.loss_mask[rows]
+        drawn = experience.rollout.loss_mask[span]
+        mask = experience.loss_mask[span]
         positive = rows_of(experience.positive)
         return PolicyBatch(
             drawn=drawn,
             mask=mask,
-            old_logprobs=experience.old_logprobs[rows],
-            advantages=experience.advantages[rows],
+            old_logprobs=experience.old_logprobs[span],
+            advantages=experience.advantages[span],
             ref_logprobs=rows_of(experience.ref_logprobs),
             weights=rows_of(experience.weights),
             right=None if positive is None else drawn & positive[:, None],

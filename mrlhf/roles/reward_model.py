@@ -27,7 +27,8 @@ class RewardModel:
 
     def score(self, rollout: Rollout) -> Tensor:
         """One score for each response, float32 [batch] on every rank's host."""
-        return score_sequences(self.engine, rollout.sequences())
+        sequences = self.engine.groups.machine.once(rollout.sequences)
+        return score_sequences(self.engine, sequences)
 
 
 def score_sequences(engine: ModelEngine, sequences: Sequences, together: int = 1) -> Tensor:
@@ -38,7 +39,10 @@ def score_sequences(engine: ModelEngine, sequences: Sequences, together: int = 1
         sequences: what to score.
         together: number of consecutive sequences that must stay in one micro-batch.
     """
-    cut = engine.cut(up_to_scored(sequences, engine.spec), "last", together=together)
+    scored = engine.groups.machine.once(
+        lambda: up_to_scored(sequences, engine.spec), known=(sequences, sequences.token_ids)
+    )
+    cut = engine.cut(scored, "last", together=together)
     return engine.per_token(cut.packs, (len(sequences), 1), _scalar_output)[0, :, 0]
 
 

@@ -6,21 +6,22 @@ It does not know the loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from mrlhf.metrics import Tally
+from mrlhf.training.engine import MiniBatchResult, ModelEngine
 
 
 @dataclass
 class UpdateProgress:
-    """The mini-batches of an update that are done; the same on every rank.
+    """The mini-batches of an update that are done; the same on every rank once it is complete.
 
     Attributes:
         mini_batches: how many have been trained on, over all epochs.
-        total: their metrics.
+        total: their metrics; those of the mini-batches since the last `complete` are missing.
         first_logprobs: in bypass mode, float32 [batch, response_len], each token's log-probability
             when it was first trained on, before the update was interrupted; else None.
     """
@@ -28,14 +29,21 @@ class UpdateProgress:
     mini_batches: int = 0
     total: Tally = field(default_factory=Tally)
     first_logprobs: Tensor | None = None
+    _since: list[MiniBatchResult] = field(default_factory=list)
 
-    def add(self, tally: Tally) -> None:
+    def add(self, result: MiniBatchResult) -> None:
         """Take note of a mini-batch that has been trained on."""
-        self.total.merge(tally)
+        self._since.append(replace(result, kept=[]))
         self.mini_batches += 1
+
+    def complete(self, engine: ModelEngine) -> None:
+        """Bring `total` up to date, in one exchange between the ranks; every rank calls it."""
+        self.total = engine.metrics_of(self._since, self.total)
+        self._since = []
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as numbers and a tensor."""
+        assert not self._since, "the metrics of some mini-batches are not in the total"
         return {
             "mini_batches": self.mini_batches,
             "total": self.total.state_dict(),

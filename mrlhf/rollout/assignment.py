@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrlhf.parallel.microbatch import split_balanced
+from mrlhf.parallel.balance import split_balanced
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,7 +92,7 @@ class DynamicSampler:
 
         rows = rows_of_prompt_groups(chosen, sampling.n)
         return DrawnBatch(
-            rollout=Rollout.join([batch.rollout for batch in batches]).select(rows),
+            rollout=self._chosen_rows([batch.rollout for batch in batches], rows),
             scores=Scores.join(scores).select(rows),
             generated_tokens=sum(batch.generated_tokens for batch in batches),
             engine_metrics=[metrics for batch in batches for metrics in batch.engine_metrics],
@@ -116,6 +116,15 @@ class DynamicSampler:
 
         with timer("reward"):
             return batch, self.scorer.score(batch.rollout)
+
+    def _chosen_rows(self, rollouts: Sequence[Rollout], rows: Sequence[int]) -> Rollout:
+        """The samples at `rows` of all rollouts, one after the other; shared by the machine."""
+        prompts = Prompts.join([rollout.prompts for rollout in rollouts]).select(rows)
+
+        def choose() -> Rollout:
+            return replace(Rollout.join(rollouts).select(rows), prompts=prompts)
+
+        return self.generator.machine.once(choose, known=(prompts,))
 
     def _check_accuracy_is_known(self, scores: Sequence[Scores]) -> None:
         if self.filters.metric == "acc":

@@ -1,7 +1,7 @@
-"""The samples of one replica as bytes, for one exchange between the replicas, and back; and the
-samples of all replicas together, as a checkpoint keeps them.
+"""What all replicas have drawn of one batch, brought together in one table for all ranks of a
+machine; and how a checkpoint keeps it.
 
-It knows neither prompts nor ranks.
+It knows neither prompts nor engines.
 """
 
 from __future__ import annotations
@@ -10,116 +10,166 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.parallel.collectives import all_gather_ragged
+from mrlhf.parallel.groups import EngineGroups
+from mrlhf.parallel.machine import OpenTable
 
 _STATS = len(fields(EngineStats))
-_COUNT = 1
-_HEADER = 4  # row, tokens, stopped, version
-_TABLES = ("rows", "lengths", "stopped", "versions", "tokens", "logprobs")
 
 
 @dataclass(frozen=True)
-class ReplicaSamples:
-    """What one replica has drawn.
+class Heads:
+    """Everything of some samples but their tokens; int64 [samples].
 
     Attributes:
-        stats: what its engine did.
-        rows: int64 [samples], the row of the batch that each sample is.
-        lengths: int64 [samples], its number of tokens.
-        stopped: int64 [samples], 1 if a stop token or stop string ended it.
-        versions: int64 [samples], the version of the weights that drew it.
-        tokens: int32 [tokens], sample after sample.
-        logprobs: float32 [tokens].
+        rows: the row of the batch that each sample is.
+        lengths: its number of tokens.
+        stopped: 1 if a stop token or stop string ended it.
+        versions: the version of the weights that drew it.
     """
 
-    stats: EngineStats
     rows: Tensor
     lengths: Tensor
     stopped: Tensor
     versions: Tensor
-    tokens: Tensor
-    logprobs: Tensor
 
+    @staticmethod
+    def of(rows: Sequence[int], samples: Sequence[Sample]) -> Heads:
+        """Those of `samples`, which are these rows of the batch."""
+        columns = (
+            rows,
+            [len(sample.token_ids) for sample in samples],
+            [sample.stopped for sample in samples],
+            [sample.version for sample in samples],
+        )
+        return Heads(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
-def to_bytes(rows: Sequence[int], samples: Sequence[Sample], stats: EngineStats) -> Tensor:
-    """A replica's statistics and samples as uint8 [bytes]; `rows` are the samples' rows."""
-    header: list[int] = []
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    for row, sample in zip(rows, samples, strict=True):
-        header += (row, len(sample.token_ids), int(sample.stopped), sample.version)
-        tokens += sample.token_ids
-        logprobs += sample.logprobs
+    @staticmethod
+    def join(parts: Sequence[Heads]) -> Heads:
+        """Those of all parts, one part after the other."""
+        columns = zip(*[vars(part).values() for part in parts], strict=True)
+        return Heads(*(torch.cat(column) for column in columns))
 
-    parts = (
-        torch.tensor([*astuple(stats), len(samples)], dtype=torch.int64),
-        torch.tensor(header, dtype=torch.int64),
-        torch.tensor(tokens, dtype=torch.int32),
-        torch.tensor(logprobs, dtype=torch.float32),
-    )
-    return torch.cat([part.view(torch.uint8) for part in parts])
+    def to_numbers(self) -> Tensor:
+        """All of them as one tensor, int64 [4 * samples]."""
+        return torch.cat(list(vars(self).values()))
 
-
-def from_bytes(sent: Tensor) -> ReplicaSamples:
-    """The inverse of `to_bytes`."""
-    *stats, samples = sent[: 8 * (_STATS + _COUNT)].view(torch.int64).tolist()
-    header_bytes = 8 * (_STATS + _COUNT + _HEADER * samples)
-    header = sent[8 * (_STATS + _COUNT) : header_bytes].view(torch.int64)
-    by_token = sent[header_bytes:]
-    half = len(by_token) // 2
-
-    rows, lengths, stopped, versions = header.view(samples, _HEADER).unbind(dim=1)
-    return ReplicaSamples(
-        stats=EngineStats(*stats),
-        rows=rows,
-        lengths=lengths,
-        stopped=stopped,
-        versions=versions,
-        tokens=by_token[:half].view(torch.int32),
-        logprobs=by_token[half:].view(torch.float32),
-    )
+    @staticmethod
+    def from_numbers(numbers: Tensor) -> Heads:
+        """The inverse of `to_numbers`."""
+        return Heads(*numbers.view(len(fields(Heads)), -1).unbind())
 
 
 @dataclass(frozen=True)
 class DrawnSamples:
-    """What all replicas have drawn of one batch; tables as in `ReplicaSamples`.
+    """What all replicas have drawn of one batch.
 
     Attributes:
         stats: what each replica's engine did.
+        heads: the samples that are there.
+        token_ids: int32 [batch, response_len], zero after the end.
+        logprobs: float32 [batch, response_len], zero after the end.
     """
 
     stats: list[EngineStats]
-    rows: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    versions: Tensor
-    tokens: Tensor
+    heads: Heads
+    token_ids: Tensor
     logprobs: Tensor
 
     @staticmethod
-    def join(parts: Sequence[ReplicaSamples], earlier: DrawnSamples | None) -> DrawnSamples:
-        """The samples of all replicas, after those that were drawn before an interruption."""
-        stats = [part.stats for part in parts]
-        if earlier is not None and len(earlier.stats) == len(stats):
-            stats = [before + now for before, now in zip(earlier.stats, stats, strict=True)]
-
-        sources: list[ReplicaSamples | DrawnSamples] = [] if earlier is None else [earlier]
-        sources += parts
-        tables = {}
-        for name in _TABLES:
-            tables[name] = torch.cat([vars(source)[name] for source in sources])
-        return DrawnSamples(stats, **tables)
+    def none(replicas: int) -> DrawnSamples:
+        """What has been drawn before anything is."""
+        return DrawnSamples(
+            [EngineStats()] * replicas,
+            Heads.of([], []),
+            torch.zeros(0, 1, dtype=torch.int32),
+            torch.zeros(0, 1, dtype=torch.float32),
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The tables, and the statistics as numbers."""
-        tables = {name: vars(self)[name] for name in _TABLES}
-        return {"stats": [list(astuple(stats)) for stats in self.stats], **tables}
+        """The samples one after the other, without padding, and the statistics as numbers."""
+        heads = self.heads
+        is_there = torch.arange(self.token_ids.shape[1]) < heads.lengths[:, None]
+        return {
+            "stats": [list(astuple(stats)) for stats in self.stats],
+            **vars(heads),
+            "tokens": self.token_ids[heads.rows][is_there],
+            "logprobs": self.logprobs[heads.rows][is_there],
+        }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> DrawnSamples:
         """The inverse of `state_dict`."""
-        tables = {name: state[name] for name in _TABLES}
-        return DrawnSamples([EngineStats(*numbers) for numbers in state["stats"]], **tables)
+        heads = Heads(**{item.name: state[item.name] for item in fields(Heads)})
+        if not len(heads.rows):
+            return DrawnSamples.none(len(state["stats"]))
+
+        shape = (int(heads.rows.max()) + 1, max(1, int(heads.lengths.max())))
+        is_there = torch.arange(shape[1]) < heads.lengths[:, None]
+        tables = []
+        for name, dtype in (("tokens", torch.int32), ("logprobs", torch.float32)):
+            of_samples = torch.zeros(is_there.shape, dtype=dtype)
+            of_samples[is_there] = state[name]
+            table = torch.zeros(shape, dtype=dtype)
+            table[heads.rows] = of_samples
+            tables.append(table)
+        return DrawnSamples([EngineStats(*numbers) for numbers in state["stats"]], heads, *tables)
+
+
+def exchange_samples(
+    groups: EngineGroups,
+    batch: int,
+    rows: Sequence[int],
+    samples: Sequence[Sample],
+    stats: EngineStats,
+    earlier: DrawnSamples | None,
+) -> DrawnSamples:
+    """What all replicas have drawn, on every rank; every rank calls it.
+
+    Each replica writes its samples into tables that its machine shares. Only a few numbers a sample
+    are gathered on every rank.
+
+    Args:
+        groups: of this rank in the inference engine.
+        batch: rows of the batch, whether they have been drawn or not.
+        rows: the row of each of `samples`.
+        samples: what this rank's replica has drawn.
+        stats: what its engine did.
+        earlier: what was drawn before an interruption, the same on every rank.
+    """
+    mine = torch.cat([torch.tensor(astuple(stats)), Heads.of(rows, samples).to_numbers()])
+    gathered = all_gather_ragged(mine, groups.replicas)
+    every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
+    parts = [Heads.from_numbers(numbers[_STATS:]) for numbers in gathered]
+
+    if earlier is None:
+        earlier = DrawnSamples.none(len(gathered))
+    if len(earlier.stats) == len(every_stats):
+        pairs = zip(earlier.stats, every_stats, strict=True)
+        every_stats = [before + now for before, now in pairs]
+    heads = Heads.join([earlier.heads, *parts])
+
+    shape = (batch, max([1, *heads.lengths.tolist()]))
+    token_ids = groups.machine.table(shape, torch.int32)
+    logprobs = groups.machine.table(shape, torch.float32)
+    if dist.get_rank() == 0:
+        for table, before in ((token_ids, earlier.token_ids), (logprobs, earlier.logprobs)):
+            known = earlier.heads.rows
+            table.entries[known, : before.shape[1]] = before[known]
+    if groups.tp_rank == 0:
+        _write(token_ids, rows, [sample.token_ids for sample in samples])
+        _write(logprobs, rows, [sample.logprobs for sample in samples])
+    return DrawnSamples(every_stats, heads, token_ids.complete(), logprobs.complete())
+
+
+def _write(table: OpenTable, rows: Sequence[int], contents: Sequence[Any]) -> None:
+    """Write each row of `contents` to the begin of its row of the table, with no copy between."""
+    numbers = table.entries.numpy()
+    for row, content in zip(rows, contents, strict=True):
+        numbers[row, : len(content)] = np.asarray(content)

@@ -1,7 +1,8 @@
 """Generates a rollout with all replicas of the inference engine.
 
-Every rank ends up with the whole rollout. For that a few numbers a token cross the network, in one
-exchange. It does not know rewards or losses.
+Every rank sees the whole rollout, which lies once in the memory of each machine. For that a few
+numbers a token cross the network, once between any two machines. It does not know rewards or
+losses.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mrlhf.batch import NO_VERSION, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
@@ -26,12 +29,12 @@ from mrlhf.inference.base import (
     SamplingParams,
     generate,
 )
-from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
+from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, from_bytes, to_bytes
+from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 
 _SEED_BITS = 63
 _NO_MEMORY = (
@@ -82,6 +85,11 @@ class Generator:
     def version(self) -> int:
         """The version of the engine's weights."""
         return self.engine.version
+
+    @property
+    def machine(self) -> Machine:
+        """The ranks of this machine, which share the responses."""
+        return self.groups.machine
 
     def take_weights(self, version: int) -> ReshardStats:
         """Bring the policy's weights into the engine as `version`, and wake it.
@@ -146,8 +154,7 @@ class Generator:
         except Interrupted as stop:
             interrupted = stop
 
-        parts = self._exchange(sampling.n, asked, finished)
-        drawn = DrawnSamples.join(parts, earlier)
+        drawn = self._exchange(len(prompts), sampling.n, asked, finished, earlier)
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -177,7 +184,8 @@ class Generator:
 
     def load_drawn_state(self, state: Mapping[str, Any]) -> None:
         """Draw none of the samples again that `drawn_state` returned."""
-        self.drawn = {name: DrawnSamples.from_state(drawn) for name, drawn in state.items()}
+        for name, drawn in state.items():
+            self.drawn[name] = self.machine.once(partial(DrawnSamples.from_state, drawn))
 
     def end_step(self) -> None:
         """Forget the samples of this step."""
@@ -189,59 +197,51 @@ class Generator:
         """The samples that each replica draws."""
         expected = [lengths.expected(uid, sampling.max_tokens) for uid in prompts.uid]
         prompt_lengths = [len(tokens) for tokens in prompts.token_ids]
-        return assign(prompt_lengths, expected, sampling.n, len(self.groups.layout.replicas))
+        return assign(prompt_lengths, expected, sampling.n, self.groups.layout.num_replicas)
 
-    def _exchange(self, n: int, asked: Asked, finished: Finished) -> list[ReplicaSamples]:
+    def _exchange(
+        self,
+        prompts: int,
+        n: int,
+        asked: Asked,
+        finished: Finished,
+        earlier: DrawnSamples | None,
+    ) -> DrawnSamples:
         """What every replica has drawn; a sample's row is its place in the batch."""
         rows = [
             asked.prompts[sample.request_id] * n + sample.sample_index
             for sample in finished.samples
         ]
-        sent = to_bytes(rows, finished.samples, finished.stats)
-        return [from_bytes(part) for part in all_gather_ragged(sent, self.groups.replicas)]
+        return exchange_samples(
+            self.groups, prompts * n, rows, finished.samples, finished.stats, earlier
+        )
 
     def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
         """The samples as one rollout, in the order of the prompts."""
-        rows = drawn.rows
-        lengths = drawn.lengths
-        total = len(prompts) * n
-        assert torch.equal(rows.sort().values, torch.arange(total)), (
+        heads = drawn.heads
+        batch = len(prompts) * n
+        assert torch.equal(heads.rows.sort().values, torch.arange(batch)), (
             "the replicas drew other samples than they had to"
         )
+        order = heads.rows.argsort()
+        lengths = heads.lengths[order]
+        versions = heads.versions[order].int()
 
-        # The row and column of each token.
-        row_of = rows.repeat_interleave(lengths)
-        starts = lengths.cumsum(0) - lengths
-        position = torch.arange(len(drawn.tokens)) - starts.repeat_interleave(lengths)
+        def spread() -> tuple[Tensor, Tensor]:
+            _check_finite(drawn.logprobs, prompts, n)
+            mask = torch.arange(drawn.token_ids.shape[1]) < lengths[:, None]
+            return mask, torch.where(mask, versions[:, None], NO_VERSION)
 
-        shape = (total, max(1, int(lengths.max())))
-        response_ids = torch.zeros(shape, dtype=torch.int64)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        token_versions = torch.full(shape, NO_VERSION, dtype=torch.int32)
-        rollout_logprobs = torch.zeros(shape, dtype=torch.float32)
-        response_ids[row_of, position] = drawn.tokens.long()
-        mask[row_of, position] = True
-        token_versions[row_of, position] = drawn.versions.repeat_interleave(lengths).int()
-        rollout_logprobs[row_of, position] = drawn.logprobs
-
-        if not torch.isfinite(rollout_logprobs).all():
-            row = int((~torch.isfinite(rollout_logprobs)).any(dim=1).nonzero()[0])
-            raise EngineError(
-                f"the engine gave a token of prompt uid {prompts.uid[row // n]} the "
-                "log-probability inf or nan; the policy's weights are probably not finite: before "
-                "the first update look at the model's files, and later at actor/grad_norm of the "
-                "steps before, lower actor.optim.lr or set actor.optim.skip_grad_norm"
-            )
-
+        mask, token_versions = self.machine.once(spread)
         return Rollout(
             prompts=prompts.repeat(n),
-            sample_index=[row % n for row in range(total)],
-            response_ids=response_ids,
+            sample_index=[row % n for row in range(batch)],
+            response_ids=drawn.token_ids,
             response_mask=mask,
             loss_mask=mask,
-            rollout_logprobs=rollout_logprobs,
+            rollout_logprobs=drawn.logprobs,
             versions=token_versions,
-            stopped=torch.zeros(total, dtype=torch.bool).index_put((rows,), drawn.stopped.bool()),
+            stopped=heads.stopped[order].bool(),
         )
 
 
@@ -262,7 +262,7 @@ def requests_without(
     prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], drawn: DrawnSamples | None
 ) -> Asked:
     """Requests for the samples of the shares `mine`, less those that have been drawn already."""
-    rows = set() if drawn is None else set(drawn.rows.tolist())
+    rows = set() if drawn is None else set(drawn.heads.rows.tolist())
     asked = Asked([], [])
 
     for share in mine:
@@ -279,6 +279,23 @@ def requests_without(
             asked.requests.append(request)
             asked.prompts.append(share.prompt)
     return asked
+
+
+def _check_finite(logprobs: Tensor, prompts: Prompts, n: int) -> None:
+    """Refuse a log-probability that is no number; [prompts * n, response_len].
+
+    Raises:
+        EngineError: naming the prompt.
+    """
+    finite = logprobs.isfinite().all(dim=1)
+    if not finite.all():
+        row = int(finite.logical_not().nonzero()[0])
+        raise EngineError(
+            f"the engine gave a token of prompt uid {prompts.uid[row // n]} the "
+            "log-probability inf or nan; the policy's weights are probably not finite: before "
+            "the first update look at the model's files, and later at actor/grad_norm of the "
+            "steps before, lower actor.optim.lr or set actor.optim.skip_grad_norm"
+        )
 
 
 def _gaps(numbers: range, taken: AbstractSet[int]) -> list[range]:

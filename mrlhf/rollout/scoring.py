@@ -169,6 +169,7 @@ class Scorer:
     ) -> RewardResult:
         """Score the responses at `rows`, unless the run stops meanwhile."""
         parts = []
+        lengths = rollout.response_lengths
         with self._stops.phase("scoring") as phase:
             for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
                 if not phase.may_begin(unit):
@@ -177,14 +178,20 @@ class Scorer:
                 external = {
                     name: [column[row] for row in some] for name, column in model_scores.items()
                 }
-                parts.append(self._function.score(self._inputs(rollout, some), external))
+                parts.append(self._function.score(self._inputs(rollout, lengths, some), external))
         return _join_results(parts)
 
-    def _inputs(self, rollout: Rollout, rows: Sequence[int]) -> list[RewardInput]:
-        """The input that the terms get for each of the responses at `rows`."""
-        prompts = rollout.prompts
-        lengths = rollout.response_lengths
+    def _inputs(
+        self, rollout: Rollout, lengths: Sequence[int], rows: Sequence[int]
+    ) -> list[RewardInput]:
+        """The input that the terms get for each of the responses at `rows`.
 
+        Args:
+            rollout: the responses.
+            lengths: tokens of each response.
+            rows: some of them.
+        """
+        prompts = rollout.prompts
         inputs = []
         for row in rows:
             tokens = rollout.response_ids[row, : lengths[row]].tolist()

@@ -1,6 +1,6 @@
 """Turns a scored rollout into what the updates need: rewards, rollout correction, advantages.
 
-It works on the global batch, which every rank holds. So statistics of prompt groups, whitening and
+It works on the global batch, which every rank sees. So statistics of prompt groups, whitening and
 metrics need no communication and are the same on every layout. It does not know the models whose
 numbers it is given.
 """
@@ -57,6 +57,12 @@ class ModelOutputs:
     policy: Evaluation | None
     ref_logprobs: Tensor | None
     values: Tensor | None
+
+    def tables(self) -> list[Tensor]:
+        """Those that an experience may hold, so that it need not hold copies of them."""
+        logprobs = None if self.policy is None else self.policy.logprobs
+        every = (logprobs, self.ref_logprobs, self.values)
+        return [table for table in every if table is not None]
 
 
 def make_experience(

@@ -21,11 +21,11 @@ from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
-from mrlhf.reshard.plan import plan
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import sides_around
 from mrlhf.rollout.generator import Generator
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
@@ -87,41 +87,36 @@ def build_generator(
         never=ids_without_token(actor.spec.vocab_size, tokenizer.ids),
     )
 
-    ranks, group = _resharding_ranks(run, actor.groups, engines)
-    source = {rank: role_pieces(actor.spec, actor.groups.layout, rank) for rank in ranks}
-    target = {rank: backend.pieces(actor.spec, engines, rank) for rank in ranks}
-    machines = _ranks_by_machine(actor.groups)
+    source, target = sides_around(
+        run.rank,
+        engines,
+        lambda rank: role_pieces(actor.spec, actor.groups.layout, rank),
+        lambda rank: backend.pieces(actor.spec, engines, rank),
+    )
+    group = actor.groups.mp if engines.is_inside else actor.groups.world
+    near = _ranks_by_machine(group)
+    planner = Planner(source, target, actor.dtype.itemsize, near.__getitem__)
     options = TransferOptions(
         bucket_bytes=rollout.reshard_bucket_mb << 20,
         verify=rollout.verify_reshard,
         timeout_s=config.distributed.timeout_s,
     )
-    whole_plan = plan(source, target, actor.dtype.itemsize, machines)
-    resharder = Resharder(whole_plan, actor.slots, engine, run.rank, options, group)
+    resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
     return Generator(engine, engine_groups, resharder, config.seed, stops=run.stops)
 
 
-def _resharding_ranks(
-    run: Run, actor: RoleGroups, engines: EngineLayout
-) -> tuple[list[int], dist.ProcessGroup]:
-    """The ranks that weights can come from or go to, together with this one, and their group.
+def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:
+    """The ranks of the group on the machine of each rank, ascending.
 
-    If each replica lies inside one model-parallel group, this rank's group is enough.
+    Of several holders of a slice, one on the same machine sends.
     """
-    if not engines.is_inside(actor.layout):
-        return list(range(run.world_size)), actor.world
-    for ranks in actor.layout.groups("tp", "pp"):
-        if run.rank in ranks:
-            return ranks, actor.mp
-    raise AssertionError(f"rank {run.rank} is in no model-parallel group")
+    ranks = dist.get_process_group_ranks(group)
+    names = all_gather_objects(platform.node(), group)
 
-
-def _ranks_by_machine(actor: RoleGroups) -> list[list[int]]:
-    """The ranks of each machine; of several holders of a slice, one on the same machine sends."""
     machines: dict[str, list[int]] = {}
-    for rank, machine in enumerate(all_gather_objects(platform.node(), actor.world)):
-        machines.setdefault(machine, []).append(rank)
-    return list(machines.values())
+    for rank, name in sorted(zip(ranks, names, strict=True)):
+        machines.setdefault(name, []).append(rank)
+    return {rank: machines[name] for rank, name in zip(ranks, names, strict=True)}
 
 
 def _limits(config: PPOConfig) -> EngineLimits:

@@ -34,7 +34,7 @@ from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_exp
 from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.samples import describe_samples
-from mrlhf.trainers.step_metrics import batch_metrics, utilisation
+from mrlhf.trainers.step_metrics import balance_metrics, batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class PPOTrainer:
         self.config = config
         self.run = run
         self.parts = parts
+        self.machine = run.factory.machine
 
         control = config.algorithm.kl_ctrl
         self.kl_controller = make_kl_controller(
@@ -124,13 +125,16 @@ class PPOTrainer:
             self.show_samples(f"training step {number}", collected.rollout, collected.scores)
         self.dump(number, collected, experience)
 
-        metrics |= batch_metrics(
-            collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
+        metrics |= self.machine.once(
+            lambda: batch_metrics(
+                collected, experience, timer.seconds, self.config.data.max_prompt_length, self.run
+            )
         )
         cut_of = {"actor": cuts.actor, "critic": cuts.critic}
         for name, engine in parts.trained().items():
             cut = cut_of[name]
             assert cut is not None
+            metrics |= balance_metrics(name, engine, cut)
             metrics |= utilisation(
                 name,
                 engine,
@@ -159,7 +163,7 @@ class PPOTrainer:
         """Cut the batch for each model, once for all passes and updates of the step."""
         parts = self.parts
         samples = parts.samples_per_mini_batch
-        sequences = rollout.sequences()
+        sequences = self.machine.once(rollout.sequences)
 
         actor = parts.actor.engine.cut(sequences, "response", samples["actor"])
         critic = None
@@ -239,11 +243,14 @@ class PPOTrainer:
                 rollout, cut, ref_states, traits.needs_squared_probabilities
             )
 
-        mask = rollout.loss_mask
-        metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
         correction = self.config.algorithm.rollout_correction
-        metrics |= correction_metrics(evaluation.logprobs, rollout, mask, correction)
-        return evaluation, metrics
+
+        def measure() -> dict[str, float]:
+            mask = rollout.loss_mask
+            metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
+            return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
+
+        return evaluation, self.machine.once(measure)
 
     def make_experience(
         self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
@@ -258,6 +265,7 @@ class PPOTrainer:
             RewardError: the scores are too large, or one that is compared is missing.
             ConfigError: nothing says which responses are right, although the loss needs it.
         """
+        rollout = collected.rollout
         scores = collected.scores
         algorithm = self.config.algorithm
         coefficient = self.kl_controller.value
@@ -271,20 +279,21 @@ class PPOTrainer:
             if estimator_traits(algorithm.adv_estimator).compares_terms or (
                 algorithm.gdpo_reward_keys is not None
             ):
-                components = reward_components(
-                    scores, collected.rollout, algorithm, self.config.reward
-                )
+                components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
-            shaped = self.parts.shaper.shape(scores.total, collected.rollout)
+            shaped = self.parts.shaper.shape(scores.total, rollout)
             self.nothing_to_learn.from_scores(
-                shaped if components is None else components.scores, collected.rollout.prompt_groups
+                shaped if components is None else components.scores, rollout.prompt_groups
             )
-            experience, kl = make_experience(
-                collected, shaped, outputs, algorithm, coefficient, components
+            experience, kl = self.machine.once(
+                lambda: make_experience(
+                    collected, shaped, outputs, algorithm, coefficient, components
+                ),
+                known=(rollout, rollout.loss_mask, rollout.rollout_logprobs, *outputs.tables()),
             )
 
         if kl is not None:
-            self.kl_controller.update(kl, len(collected.rollout))
+            self.kl_controller.update(kl, len(rollout))
             metrics["actor/reward_kl_penalty"] = kl
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
         return experience, metrics
@@ -339,11 +348,13 @@ class PPOTrainer:
         """Train the actor; returns its metrics."""
         with timer("update_actor"):
             updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
-        if updated.logprobs is None:
+        logprobs = updated.logprobs
+        evaluated = updated.evaluated
+        if logprobs is None or evaluated is None:
             return updated.metrics
         correction = self.config.algorithm.rollout_correction
-        return updated.metrics | correction_metrics(
-            updated.logprobs, experience.rollout, updated.evaluated, correction
+        return updated.metrics | self.machine.once(
+            lambda: correction_metrics(logprobs, experience.rollout, evaluated, correction)
         )
 
     def with_saved_batch(

@@ -142,7 +142,9 @@ class PPORun:
                 logger.warning("sampling has changed, so all responses of the step are drawn again")
         if "progress" in state:
             self._check_settings(state["settings"], checkpoint.path)
-            self._progress = StepProgress.from_state(state["progress"], parts.prompts.with_uids)
+            self._progress = StepProgress.from_state(
+                state["progress"], parts.prompts.with_uids, self._run.factory.machine
+            )
 
         self._completed = checkpoint.manifest.step
         self._last_metrics = checkpoint.manifest.metrics

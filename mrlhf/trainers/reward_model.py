@@ -19,6 +19,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.preflight import read_reward_model_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
+from mrlhf.trainers.step_metrics import balance_metrics
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
 
@@ -74,7 +75,8 @@ class PreferenceLearning:
 
         names = ("rm/loss", "rm/accuracy", "rm/margin")
         result = engine.train_mini_batch(cut.packs, loss, names)
-        metrics = engine.end_update("rm", result.tally, 1)
+        metrics = engine.end_update("rm", engine.metrics_of([result]), 1)
+        metrics |= balance_metrics("rm", engine, cut)
         return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:

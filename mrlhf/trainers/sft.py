@@ -19,6 +19,7 @@ from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
+from mrlhf.trainers.step_metrics import balance_metrics
 from mrlhf.trainers.supervised import SupervisedTrainer
 from mrlhf.training.engine import ModelEngine, PackResult
 
@@ -63,7 +64,8 @@ class FineTuning:
         sequences = _sequences([self._examples[row] for row in rows])
         tokens = int(sequences.lengths.sum())
         response_tokens = tokens - int(sequences.prompt_lengths.sum())
-        packs = engine.cut(sequences, "response").packs
+        cut = engine.cut(sequences, "response")
+        packs = cut.packs
 
         def of_tokens(part: slice, numbers: TokenNumbers) -> Tensor:
             return -numbers.logprobs.sum()
@@ -76,7 +78,8 @@ class FineTuning:
             return total / response_tokens, PackResult(tally)
 
         result = engine.train_mini_batch(packs, loss, ("sft/loss",))
-        metrics = engine.end_update("sft", result.tally, 1)
+        metrics = engine.end_update("sft", engine.metrics_of([result]), 1)
+        metrics |= balance_metrics("sft", engine, cut)
         return metrics | {"perf/total_num_tokens": tokens}
 
     def validate(self, engine: ModelEngine) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from mrlhf.batch import Experience, Rollout
 from mrlhf.metrics import data_metrics, throughput_metrics
 from mrlhf.models.flops import training_flops
+from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rollout.collector import Collected
 from mrlhf.run.startup import Run
 from mrlhf.training.engine import ModelEngine
@@ -91,3 +92,24 @@ def utilisation(
     flops = training_flops(engine.spec, sequence_lengths(rollout)) * passes
     possible = seconds[f"update_{name}"] * run.world_size * peak_tflops * 1e12
     return {f"perf/mfu/{name}": flops / possible}
+
+
+def balance_metrics(name: str, engine: ModelEngine, cut: BatchCut) -> dict[str, float]:
+    """How evenly the work of a model is shared out over ranks, and what its pipeline should lose.
+
+    Args:
+        name: the role.
+        engine: its model.
+        cut: of the batch that it is trained on.
+
+    Returns:
+        `train/imbalance/<name>`: the work of the most loaded data-parallel rank over the mean, in
+        operations. With several pipeline stages also `train/bubble/<name>`: the time in which a
+        stage stands idle over the time in which it computes, if all micro-batches cost the same;
+        `perf/bubble/<name>` is measured.
+    """
+    metrics = {f"train/imbalance/{name}": cut.balance.imbalance}
+    stages = engine.groups.layout.pp
+    if stages > 1:
+        metrics[f"train/bubble/{name}"] = cut.balance.bubble(stages, len(engine.chunks))
+    return metrics

@@ -11,6 +11,7 @@ from typing import Any
 
 from mrlhf.batch import Experience, Prompts
 from mrlhf.checkpoint.state_tree import object_from, state_of
+from mrlhf.parallel.machine import Machine
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.scoring import Scores
@@ -65,20 +66,30 @@ class StepProgress:
 
     @staticmethod
     def from_state(
-        state: Mapping[str, Any], prompts_of: Callable[[Sequence[int]], Prompts]
+        state: Mapping[str, Any],
+        prompts_of: Callable[[Sequence[int]], Prompts],
+        machine: Machine,
     ) -> StepProgress:
-        """The inverse of `state_dict`; `prompts_of` gives the prompts with these uids."""
+        """The inverse of `state_dict`; every rank calls it.
+
+        Args:
+            state: what it gave.
+            prompts_of: gives the prompts with these uids.
+            machine: the ranks of this machine, which share the batch.
+        """
         rollout = state["experience"]["rollout"]
         prompts = prompts_of(rollout["prompts"])
-        experience = object_from(
-            Experience, {**state["experience"], "rollout": {**rollout, "prompts": prompts}}
-        )
 
-        scores = object_from(Scores, state["collected"]["scores"])
-        collected = Collected(
-            **{**state["collected"], "scores": scores, "rollout": experience.rollout}
-        )
+        def read() -> tuple[Collected, Experience]:
+            whole = {**state["experience"], "rollout": {**rollout, "prompts": prompts}}
+            experience = object_from(Experience, whole)
+            scores = object_from(Scores, state["collected"]["scores"])
+            collected = Collected(
+                **{**state["collected"], "scores": scores, "rollout": experience.rollout}
+            )
+            return collected, experience
 
+        collected, experience = machine.once(read, known=(prompts,))
         return StepProgress(
             number=state["number"],
             before={},

@@ -7,9 +7,10 @@ what its outputs are used for, nor which loss it minimises.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,17 @@ from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
+from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
+from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, cut_mini_batches
+from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
 from mrlhf.parallel.packs import Pack, Select, make_packs
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
-from mrlhf.training.optimizer import ShardedOptimizer
+from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Shape
@@ -64,15 +67,16 @@ class MiniBatchResult:
     """The outcome of `ModelEngine.train_mini_batch`.
 
     Attributes:
-        tally: the metrics of the whole mini-batch, equal on every rank. It has `grad_norm` (before
-            clipping) if the optimizer step was taken, and `skipped` (0 or 1) if it was tried.
+        names: those of the metrics.
+        numbers: this rank's part of the metrics, in the form of `Tally.to_vector`.
         kept: what the loss kept of each of this rank's packs; empty before the last stage.
-        stopped: whether `stop` prevented the optimizer step.
+        step: what became of the optimizer step; None if `stop` prevented it.
     """
 
-    tally: Tally
+    names: Sequence[str]
+    numbers: Tensor
     kept: list[Tensor | None]
-    stopped: bool
+    step: OptimizerStep | None
 
 
 class ModelEngine:
@@ -197,9 +201,12 @@ class ModelEngine:
             mini_batch_rows: rows of one optimizer step; all rows where None.
             together: number of consecutive rows that must stay in one micro-batch.
         """
+        lengths = sequences.lengths.tolist()
+        costs = self._costs(sequences, select)
         layout = self.groups.layout
         mini_batches = cut_mini_batches(
-            sequences.lengths.tolist(),
+            lengths,
+            costs,
             mini_batch_rows or len(sequences),
             layout.dp,
             self._section.micro_batch_tokens,
@@ -215,12 +222,11 @@ class ModelEngine:
         )
 
         remaining = iter(packs)
-        return BatchCut(
-            [
-                PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
-                for mini_batch, share in zip(mini_batches, shares, strict=True)
-            ]
-        )
+        packed = [
+            PackedMiniBatch(mini_batch.rows, list(islice(remaining, len(share))))
+            for mini_batch, share in zip(mini_batches, shares, strict=True)
+        ]
+        return BatchCut(packed, balance_of(mini_batches, costs))
 
     def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
@@ -242,20 +248,19 @@ class ModelEngine:
             channels: numbers for each position.
 
         Returns:
-            float32 [channels, batch, width] on the host of every rank, 0 where nothing is selected.
+            float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
+            nothing is selected.
         """
         results = self._pipeline.forward(packs, evaluate)
-        table = torch.zeros(channels, *shape, dtype=torch.float32)
+        table = self.groups.machine.table((channels, *shape), torch.float32)
 
-        if results:  # only the last stage has any
+        # Only the last stage has results, and its tensor-parallel peers have the same ones.
+        if results and self.groups.coordinates.tp == 0:
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
             places = torch.cat([pack.places for pack in packs])
-            table.view(channels, -1).index_copy_(1, places, flat)
-
-        # Each entry is non-zero on one rank only, so the sum is exact.
-        torch.distributed.all_reduce(table, group=self.groups.dp_pp)
-        return table
+            table.entries.view(channels, -1).index_copy_(1, places, flat)
+        return table.complete()
 
     def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:
         """Make the model trainable, once its weights are loaded.
@@ -309,7 +314,8 @@ class ModelEngine:
             loss: as for `Pipeline.forward_backward`; its scalar is already divided by the global
                 count.
             names: every name that a tally may hold.
-            stop: takes the tally of the whole mini-batch and says whether to leave the step out.
+            stop: takes the metrics of the whole mini-batch and says whether to leave the step out;
+                the ranks exchange their parts first, which None saves.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
@@ -317,18 +323,49 @@ class ModelEngine:
         """
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
         results = self._forward_backward(packs, loss)
-        kept = [result.kept for result in results]
-        tally = self._merge_tallies([result.tally for result in results], names)
-        if stop is not None and stop(tally):
-            return MiniBatchResult(tally, kept, stopped=True)
+        tally = Tally()
+        for result in results:
+            tally.merge(result.tally)
 
-        step = self.optimizer.step()
-        if step.taken:
-            tally.add("grad_norm", step.grad_norm, 1)
-        else:
-            tally = tally.finite()
-        tally.add("skipped", not step.taken, 1)
-        return MiniBatchResult(tally, kept, stopped=False)
+        outcome = MiniBatchResult(
+            names, tally.to_vector(names), [result.kept for result in results], step=None
+        )
+        if stop is not None and stop(self.metrics_of([outcome])):
+            return outcome
+        return replace(outcome, step=self.optimizer.step())
+
+    def metrics_of(self, results: Sequence[MiniBatchResult], total: Tally | None = None) -> Tally:
+        """The metrics of mini-batches over all ranks, in one exchange; every rank calls it.
+
+        Args:
+            results: the mini-batches in order, of the same names.
+            total: the metrics of the mini-batches before them, which are added.
+
+        Returns:
+            Equal on every rank. It has `grad_norm` (before clipping) of the steps that were taken,
+            and `skipped` (0 or 1) of those that were tried. The metrics of a skipped step that are
+            not finite are left out.
+        """
+        merged = total or Tally()
+        if not results:
+            return merged
+        # They are added in the order of the ranks, however many mini-batches there are, so that an
+        # update that was interrupted gives the same numbers.
+        parts = all_gather_ragged(
+            torch.stack([result.numbers for result in results]), self.groups.dp_pp
+        )
+        numbers = functools.reduce(torch.add, parts)
+
+        for result, vector in zip(results, numbers, strict=True):
+            tally = Tally.from_vector(result.names, vector)
+            if result.step is not None:
+                if result.step.taken:
+                    tally.add("grad_norm", result.step.grad_norm, 1)
+                else:
+                    tally = tally.finite()
+                tally.add("skipped", not result.step.taken, 1)
+            merged.merge(tally)
+        return merged
 
     def end_update(self, prefix: str, total: Tally, mini_batches: int) -> dict[str, float]:
         """Advance the learning-rate schedule by one update, and report the update.
@@ -341,6 +378,8 @@ class ModelEngine:
         Returns:
             The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
             `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps.
+            With several pipeline stages also `perf/bubble/<prefix>`, the time in which the stages
+            stood idle over the time in which they computed.
         """
         assert self.optimizer is not None, "a frozen model has no update"
         metrics = total.means()
@@ -349,8 +388,17 @@ class ModelEngine:
         metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
         metrics[f"{prefix}/skipped_steps"] = skipped
         metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        metrics |= self._bubble(prefix)
         self.optimizer.advance_schedule()
         return metrics
+
+    def _costs(self, sequences: Sequences, select: Select) -> list[int]:
+        """The operations of a forward pass over each sequence."""
+        if select == "response":
+            outputs = sequences.lengths - sequences.prompt_lengths
+        else:
+            outputs = torch.ones_like(sequences.lengths)
+        return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
 
     def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult]:
         """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
@@ -364,14 +412,18 @@ class ModelEngine:
         finally:
             self._set_training(False)
 
-    def _merge_tallies(self, tallies: Sequence[Tally], names: Sequence[str]) -> Tally:
-        """The tally of the whole mini-batch, from those of this rank's packs."""
-        local = Tally()
-        for tally in tallies:
-            local.merge(tally)
-        vector = local.to_vector(names)
-        torch.distributed.all_reduce(vector, group=self.groups.dp_pp)
-        return Tally.from_vector(names, vector)
+    def _bubble(self, prefix: str) -> dict[str, float]:
+        """`perf/bubble/<prefix>` since the last call.
+
+        Nothing without pipeline stages, or if an earlier process trained all mini-batches.
+        """
+        clock = self._pipeline.clock
+        if clock is None:
+            return {}
+        seconds = torch.tensor(clock.take(), dtype=torch.float64, device="cpu")
+        torch.distributed.all_reduce(seconds, group=self.groups.world)
+        idle, busy = seconds.tolist()
+        return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

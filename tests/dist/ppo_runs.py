@@ -95,7 +95,7 @@ class Step:
     @property
     def comparable_metrics(self) -> dict[str, float]:
         """The metrics that no layout may change."""
-        free = ("timing", "perf/", "reshard/", "rollout/")
+        free = ("timing", "perf/", "train/", "reshard/", "rollout/")
         return {name: value for name, value in self.metrics.items() if not name.startswith(free)}
 
 

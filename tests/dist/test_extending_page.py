@@ -192,7 +192,7 @@ def metrics(root: Path, references: dict[str, str]) -> dict[str, list[dict[str, 
 
 def _comparable(metrics: dict[str, float]) -> dict[str, float]:
     """Without what a layout may change."""
-    measured = ("timing", "perf/", "reshard/", "rollout/")
+    measured = ("timing", "perf/", "train/", "reshard/", "rollout/")
     return {name: value for name, value in metrics.items() if not name.startswith(measured)}
 
 

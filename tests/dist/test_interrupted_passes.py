@@ -154,8 +154,8 @@ def _whole_passes(engine: ModelEngine) -> tuple[list[float], dict[str, float]]:
     def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         return output.square().mean() / ROWS, PackResult(Tally())
 
-    tally = engine.train_mini_batch(packs, loss, []).tally
-    return [float(total) for total in sums], tally.means()
+    result = engine.train_mini_batch(packs, loss, [])
+    return [float(total) for total in sums], engine.metrics_of([result]).means()
 
 
 def _section(root: str, sequence_parallel: bool) -> ActorSection:

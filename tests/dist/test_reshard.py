@@ -25,8 +25,10 @@ from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard import shared_memory
 from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets
-from mrlhf.reshard.plan import Move, ReshardPlan, plan
+from mrlhf.reshard.moves import Move
+from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
+from mrlhf.reshard.sides import engine_side, sides_around, training_side
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 from tests.ranks import run_ranks
@@ -70,12 +72,12 @@ class FakeEngine:
         return slots
 
 
-def _plan_of(spec: ModelSpec, actor: ParallelLayout, engine_tp: int, itemsize: int) -> ReshardPlan:
-    engine_layout = EngineLayout.inside(actor, engine_tp)
-    world = range(actor.world_size)
-    source = {r: role_pieces(spec, actor, r) for r in world}
-    target = {r: engine_pieces(spec, engine_layout, r) for r in world}
-    return plan(source, target, itemsize, actor.groups("tp", "pp"))
+def _planner(spec: ModelSpec, actor: ParallelLayout, engine_tp: int, itemsize: int) -> Planner:
+    engines = EngineLayout.inside(actor, engine_tp)
+    source = training_side(actor, lambda rank: role_pieces(spec, actor, rank))
+    target = engine_side(engines, lambda rank: engine_pieces(spec, engines, rank))
+    groups = {rank: ranks for ranks in actor.groups("tp", "pp") for rank in ranks}
+    return Planner(source, target, itemsize, groups.__getitem__)
 
 
 def _make(
@@ -86,11 +88,10 @@ def _make(
     dtype: torch.dtype,
     options: TransferOptions = OPTIONS,
 ) -> tuple[Resharder, list[Slot], FakeEngine]:
-    reshard_plan = _plan_of(spec, actor, engine_tp, dtype.itemsize)
-    assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
+    planner = _planner(spec, actor, engine_tp, dtype.itemsize)
     slots = make_slots(role_pieces(spec, actor, rank), dtype)
     engine = FakeEngine(engine_pieces(spec, EngineLayout.inside(actor, engine_tp), rank), dtype)
-    resharder = Resharder(reshard_plan, slots, engine, rank, options)
+    resharder = Resharder(planner, slots, engine, rank, options)
     return resharder, slots, engine
 
 
@@ -204,14 +205,12 @@ def _assert_shared(slots: list[Slot], engine: FakeEngine) -> None:
 class DamagingCarrier:
     """Damages the last byte of the first slice that rank 3 gets from rank 0."""
 
-    def __init__(self, carrier: Carrier, moves: Sequence[Move], rank: int) -> None:
+    def __init__(self, carrier: Carrier, received: Sequence[Move], rank: int) -> None:
         self._carrier = carrier
         self.peak_bytes = carrier.peak_bytes
         self._damaged: Move | None = None
         if rank == 3:
-            self._damaged = next(
-                move for move in moves if (move.source_rank, move.target_rank) == (0, 3)
-            )
+            self._damaged = next(move for move in received if move.source_rank == 0)
 
     def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
         moved = self._carrier.carry(source, target, work)
@@ -225,13 +224,13 @@ def _damage_is_noticed(rank: int) -> None:
     spec = tiny_spec("llama")
     actor = ParallelLayout(2, 2, 1)
     full = full_tensors(spec)
-    moves = _plan_of(spec, actor, 1, 4).moves
+    received = _planner(spec, actor, 1, 4).plan(rank).receives
     for shared in (False, True):
         for verify in (False, True):
             options = replace(OPTIONS, verify=verify, shared_memory=shared)
             resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32, options)
             assert resharder.carrier is not None
-            resharder.carrier = DamagingCarrier(resharder.carrier, moves, rank)
+            resharder.carrier = DamagingCarrier(resharder.carrier, received, rank)
             fill(slots, full)
 
             if rank != 3:
@@ -257,15 +256,18 @@ def _one_group_alone(rank: int) -> None:
     for ranks in actor.groups("tp", "pp"):
         group = dist.new_group(ranks)
         if rank in ranks:
-            source = {r: role_pieces(spec, actor, r) for r in ranks}
-            target = {r: engine_pieces(spec, engine_layout, r) for r in ranks}
-            slots = make_slots(source[rank])
-            engine = FakeEngine(target[rank], torch.float32)
+            slots = make_slots(role_pieces(spec, actor, rank))
+            engine = FakeEngine(engine_pieces(spec, engine_layout, rank), torch.float32)
             fill(slots, full_tensors(spec))
 
-            part = plan(source, target, 4)
+            source, target = sides_around(
+                rank,
+                engine_layout,
+                lambda rank: role_pieces(spec, actor, rank),
+                lambda rank: engine_pieces(spec, engine_layout, rank),
+            )
             options = TransferOptions(bucket_bytes=10**6, verify=True)
-            Resharder(part, slots, engine, rank, options, group).run()
+            Resharder(Planner(source, target, 4), slots, engine, rank, options, group).run()
             _assert_holds(engine, full_tensors(spec))
 
 
@@ -291,8 +293,8 @@ def _native_engine(rank: int) -> None:
             engine = NativeWeights(spec, rank % tp, tp)
             slots = make_slots(role_pieces(spec, actor, rank))
             fill(slots, full_tensors(spec))
-            reshard_plan = _plan_of(spec, actor, tp, 4)
-            Resharder(reshard_plan, slots, engine, rank, replace(OPTIONS, verify=True)).run()
+            planner = _planner(spec, actor, tp, 4)
+            Resharder(planner, slots, engine, rank, replace(OPTIONS, verify=True)).run()
 
             held = [piece for pieces in engine.parameter_pieces().values() for piece in pieces]
             assert held == engine_pieces(spec, EngineLayout.inside(actor, tp), rank)

@@ -183,6 +183,8 @@ def test_updates_equal_the_plain_loop(
     for label, metrics in ranks[0].items():
         assert all(rank[label] == metrics for rank in ranks), f"{label}: the ranks' metrics differ"
         case = CASES[_case_of(label)]
+        assert ("perf/bubble/actor" in metrics) == (" pp1 " not in label), label
+        assert metrics.get("perf/bubble/actor", 1.0) > 0, label
         for role, outcome in expected[_case_of(label)].items():
             _assert_metrics(metrics, outcome, case, label)
             _assert_weights(directory / label / role, outcome, label)

@@ -85,6 +85,8 @@ SCALARS = [
     "perf/max_memory_allocated_gb",
     "perf/mfu/actor",
     "perf/mfu/critic",
+    "train/imbalance/actor",
+    "train/imbalance/critic",
 ]
 
 
@@ -158,6 +160,7 @@ def _assert_ppo_is_measured(last_record: dict[str, Any], last_step: dict[str, An
     assert last_step.keys() >= PPO_METRICS, PPO_METRICS - last_step.keys()
     assert all(isinstance(last_step[metric], (int, float)) for metric in PPO_METRICS)
     assert 0 < last_step["perf/mfu/actor"] < 1
+    assert 1 <= last_step["train/imbalance/actor"] < 2
 
     passed = last_record["val/arithmetic/pass@4"]
     voted = last_record["val/arithmetic/maj@4"]

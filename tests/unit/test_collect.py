@@ -58,10 +58,18 @@ def test_the_first_groups_that_differ_are_chosen_in_their_order(differs, chosen)
     assert choose_prompt_groups(differs, 3) == chosen
 
 
+class _Machine:
+    """Has one rank."""
+
+    def once(self, compute, known=()):
+        return compute()
+
+
 class _Generator:
     """Answers prompt u with the token u; if `informative` divides u, sample 1 is u + 1 instead."""
 
     version = 0
+    machine = _Machine()
 
     def __init__(self, informative: int) -> None:
         self.informative = informative

@@ -269,7 +269,8 @@ def test_describe_ppo():
         "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
         "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",
         "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 16 a data-parallel rank "
-        "and 5 a micro-batch: 4 micro-batches",
+        "and 5 a micro-batch: 4 micro-batches, in which 2 stages wait for 25% of the time that "
+        "they compute",
         "  critic: 4 mini-batches x 2 epochs = 8 optimizer steps",
         "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 8 a data-parallel rank "
         "and 5 a micro-batch: 2 micro-batches",

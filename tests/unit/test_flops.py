@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mrlhf.models.flops import forward_flops, training_flops, visible_pairs
+from mrlhf.models.flops import forward_flops, sequence_flops, training_flops, visible_pairs
 from tests.engine_models import MODELS, hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
 
@@ -62,3 +62,5 @@ def test_literal_numbers() -> None:
     assert forward_flops(spec, 2, 0) == 2 * 3 * 18432 * 2 + 4 * 3 * 48 * 3
     assert training_flops(spec, [(2, 1), (0, 0), (2, 1)]) == 6 * forward_flops(spec, 2, 1)
     assert training_flops(spec, []) == 0.0
+    wanted = [forward_flops(spec, 9, 4), forward_flops(spec, 3, 3), forward_flops(spec, 9, 1)]
+    assert sequence_flops(spec, [9, 3, 9], [4, 3, 1]) == wanted

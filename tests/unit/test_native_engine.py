@@ -64,7 +64,7 @@ def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
-        assert sample.token_ids == hf_greedy(model, prompt) and not sample.stopped
+        assert list(sample.token_ids) == hf_greedy(model, prompt) and not sample.stopped
         logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         assert sample.logprobs == pytest.approx(wanted.tolist(), abs=1e-4)
@@ -165,7 +165,7 @@ def test_several_end_tokens_and_tokens_never_drawn_equal_transformers():
 
     samples = answer(make_engine(model, never=never), PROMPTS, UIDS, sampling)
     for prompt, before, sample in zip(PROMPTS, free, samples, strict=True):
-        assert sample.token_ids == hf_greedy(model, prompt, end, never) != before
+        assert list(sample.token_ids) == hf_greedy(model, prompt, end, never) != before
         assert sample.stopped == (sample.token_ids[-1] in end)
         logprobs = hf_logprobs(model, prompt, sample.token_ids, 0)
         wanted = logprobs.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
@@ -302,7 +302,7 @@ def test_preemption_chunks_and_shared_prefixes_change_nothing():
         seen |= {"preempted"} if stats.preemptions else set()
         seen |= {"chunked"} if stats.steps > 60 else set()
         greedy = answer(engine, prompts, uids, GREEDY)
-        assert [sample.token_ids for sample in greedy] == [
+        assert [list(sample.token_ids) for sample in greedy] == [
             hf_greedy(model, prompt) for prompt in prompts
         ]
 

@@ -93,7 +93,7 @@ def test_sizes_for_an_engine(
         if engine == "vllm":
             _assert_vllm_agrees(spec, tp, tp in fits)
         elif tp in fits:
-            engine_pieces(spec, EngineLayout(tp, (tuple(range(tp)),)), tp - 1)
+            engine_pieces(spec, EngineLayout.inside(ParallelLayout(tp, 1, 1), tp), tp - 1)
 
 
 def _assert_vllm_agrees(spec: ModelSpec, tp: int, fits: bool) -> None:

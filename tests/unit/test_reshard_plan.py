@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,9 +17,12 @@ from mrlhf.errors import WeightError
 from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.reshard.moves import Move, split
 from mrlhf.reshard.parcels import Parcel, parcels_of
-from mrlhf.reshard.plan import Move, ReshardPlan, plan, split
+from mrlhf.reshard.plan import Planner, ReshardPlan
+from mrlhf.reshard.sides import Side, engine_side, side_of_ranks, sides_around, training_side
 from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
+from tests.plans import WholePlan, plan_all
 from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
 
 Pieces = Mapping[int, Sequence[Piece]]
@@ -45,11 +48,40 @@ def _wide(model: str) -> ModelSpec:
     )
 
 
-def _sides(spec: ModelSpec, actor: ParallelLayout, engine: EngineLayout) -> tuple[Pieces, Pieces]:
+def _pieces(spec: ModelSpec, actor: ParallelLayout, engine: EngineLayout) -> tuple[Pieces, Pieces]:
+    """The pieces of each rank on both sides."""
     world = range(actor.world_size)
     source = {rank: role_pieces(spec, actor, rank) for rank in world}
     target = {rank: engine_pieces(spec, engine, rank) for rank in world}
     return source, target
+
+
+def _sides(spec: ModelSpec, engine: EngineLayout) -> tuple[Side, Side]:
+    """Both sides of a job, all ranks of which may take part."""
+    return (
+        training_side(engine.actor, lambda rank: role_pieces(spec, engine.actor, rank)),
+        engine_side(engine, lambda rank: engine_pieces(spec, engine, rank)),
+    )
+
+
+def _sides_around(spec: ModelSpec, engine: EngineLayout, rank: int) -> tuple[Side, Side]:
+    return sides_around(
+        rank,
+        engine,
+        lambda rank: role_pieces(spec, engine.actor, rank),
+        lambda rank: engine_pieces(spec, engine, rank),
+    )
+
+
+def _plan_listed(source: Pieces, target: Pieces) -> WholePlan:
+    """The plan of ranks that are described one by one."""
+    planner = Planner(side_of_ranks(source), side_of_ranks(target), itemsize=4)
+    return plan_all(planner, sorted({*source, *target}))
+
+
+def _machines(*machines: Sequence[int]) -> Callable[[int], Sequence[int]]:
+    machine_of = {rank: ranks for ranks in machines for rank in ranks}
+    return lambda rank: machine_of[rank]
 
 
 def _numbered(pieces: Pieces) -> dict[str, torch.Tensor]:
@@ -70,7 +102,7 @@ def _slot(slots: Slots, rank: int, piece: Piece) -> Slot:
     return slot
 
 
-def _check_carried_out(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> None:
+def _check_carried_out(reshard_plan: WholePlan, source: Pieces, target: Pieces) -> None:
     """Carry the plan out; each target number must be right, and written or aliased once."""
     full = _numbered(source)
     source_slots = {rank: make_slots(pieces, torch.float64) for rank, pieces in source.items()}
@@ -78,11 +110,11 @@ def _check_carried_out(reshard_plan: ReshardPlan, source: Pieces, target: Pieces
     for slots in source_slots.values():
         fill(slots, full)
 
-    for alias in reshard_plan.aliases:
+    for rank, alias in reshard_plan.aliases:
         for piece in alias.pieces:
             assert piece.parameter == alias.parameter
-            trained = _slot(source_slots, alias.rank, piece)
-            _slot(target_slots, alias.rank, piece).parameter.copy_(trained.parameter)
+            trained = _slot(source_slots, rank, piece)
+            _slot(target_slots, rank, piece).parameter.copy_(trained.parameter)
 
     for move in (*reshard_plan.copies, *reshard_plan.moves):
         received = _slot(target_slots, move.target_rank, move.target).view(move.start, move.stop)
@@ -105,10 +137,11 @@ def _numbers(pieces: Sequence[Piece], full: Mapping[str, torch.Tensor]) -> set[f
     return numbers
 
 
-def _check_bytes(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> None:
+def _check_bytes(
+    reshard_plan: WholePlan, source: Pieces, target: Pieces, itemsize: int = 4
+) -> None:
     """Compare the bytes of each rank with sets of numbers."""
     full = _numbered(source)
-    itemsize = reshard_plan.itemsize
     for rank, pieces in target.items():
         needed = _numbers(pieces, full)
         held = _numbers(source.get(rank, ()), full)
@@ -116,10 +149,8 @@ def _check_bytes(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> N
     assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
 
     total = itemsize * sum(len(_numbers(pieces, full)) for pieces in target.values())
-    aliased = itemsize * sum(len(_numbers(alias.pieces, full)) for alias in reshard_plan.aliases)
+    aliased = itemsize * sum(len(_numbers(alias.pieces, full)) for _, alias in reshard_plan.aliases)
     assert reshard_plan.bytes_moved + reshard_plan.bytes_local + aliased == total
-    assert all(move.source_rank != move.target_rank for move in reshard_plan.moves)
-    assert all(copy.source_rank == copy.target_rank for copy in reshard_plan.copies)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied", "qwen3"])
@@ -127,11 +158,15 @@ def _check_bytes(reshard_plan: ReshardPlan, source: Pieces, target: Pieces) -> N
 def test_every_number_arrives_once_and_none_needlessly(
     model: str, actor: ParallelLayout, tp: int
 ) -> None:
-    source, target = _sides(tiny_spec(model), actor, EngineLayout.inside(actor, tp))
-    reshard_plan = plan(source, target, 4, actor.groups("tp", "pp"))
+    spec = tiny_spec(model)
+    engine = EngineLayout.inside(actor, tp)
+    near = _machines(*actor.groups("tp", "pp"))
+    reshard_plan = plan_all(Planner(*_sides(spec, engine), 4, near), range(4))
+
+    source, target = _pieces(spec, actor, engine)
     _check_carried_out(reshard_plan, source, target)
     _check_bytes(reshard_plan, source, target)
-    assert reshard_plan == plan(source, target, 4, actor.groups("tp", "pp"))
+    assert reshard_plan == plan_all(Planner(*_sides(spec, engine), 4, near), range(4))
 
 
 @pytest.mark.parametrize(
@@ -149,68 +184,73 @@ def test_every_number_arrives_once_and_none_needlessly(
 def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
     actor = ParallelLayout.for_world("actor", 64, tp, pp)
     groups = actor.groups("tp", "pp")
-    source, target = _sides(_wide(model), actor, EngineLayout.inside(actor, engine_tp))
-    reshard_plan = plan(source, target, 2, groups)
-    _check_bytes(reshard_plan, source, target)
+    engine = EngineLayout.inside(actor, engine_tp)
+    spec = _wide(model)
+    source, target = _pieces(spec, actor, engine)
+    near = _machines(*groups)
+    reshard_plan = plan_all(Planner(*_sides(spec, engine), 2, near), range(64))
+    _check_bytes(reshard_plan, source, target, itemsize=2)
     _check_carried_out(reshard_plan, source, target)
 
     group_of = {rank: number for number, ranks in enumerate(groups) for rank in ranks}
     for move in reshard_plan.moves:
         assert group_of[move.source_rank] == group_of[move.target_rank]
 
-    # Planning for one group gives the part of the plan that belongs to this group.
-    ranks = groups[1]
-    part = plan({r: source[r] for r in ranks}, {r: target[r] for r in ranks}, 2)
-    moves_of_group = [move for move in reshard_plan.moves if group_of[move.target_rank] == 1]
-    assert part.moves == tuple(moves_of_group)
+    # Each group can plan alone.
+    alone: dict[int, ReshardPlan] = {}
+    for ranks in groups:
+        alone |= plan_all(Planner(*_sides_around(spec, engine, ranks[0]), 2), ranks).plans
+    reshard_plan = WholePlan(alone)
+    _check_bytes(reshard_plan, source, target, itemsize=2)
+    for move in reshard_plan.moves:
+        assert group_of[move.source_rank] == group_of[move.target_rank]
 
 
 def test_coinciding_layouts_share_everything() -> None:
     for model in MODELS:
         actor = ParallelLayout.for_world("actor", 4, 2, 1)
         spec = replace(tiny_spec(model), num_kv_heads=4)
-        source, target = _sides(spec, actor, EngineLayout.inside(actor, 2))
-        reshard_plan = plan(source, target, 4)
+        sides = _sides(spec, EngineLayout.inside(actor, 2))
+        reshard_plan = plan_all(Planner(*sides, 4), range(4))
         assert not reshard_plan.moves and not reshard_plan.copies
         assert reshard_plan.bytes_minimum == 0
         names = parameter_names(spec, actor, 0)
-        assert [alias.parameter for alias in reshard_plan.aliases if alias.rank == 3] == names
+        assert [alias.parameter for alias in reshard_plan.plans[3].aliases] == names
 
 
 def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
     """Two KV heads of 4 rows on four ranks: a rank has 2 rows of its head, of k and of v."""
     spec = tiny_spec("qwen2_tied")
     actor = ParallelLayout.for_world("actor", 4, 4, 1)
-    source, target = _sides(spec, actor, EngineLayout.inside(actor, 4))
-    reshard_plan = plan(source, target, 4)
+    sides = _sides(spec, EngineLayout.inside(actor, 4))
+    reshard_plan = plan_all(Planner(*sides, 4), range(4))
     assert reshard_plan.minimum == dict.fromkeys(range(4), 4 * 2 * 2 * (32 + 1) * spec.num_layers)
     assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
     pairs = {(move.source_rank, move.target_rank) for move in reshard_plan.moves}
     assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
 
-    own = [alias.parameter for alias in reshard_plan.aliases if alias.rank == 3]
+    own = [alias.parameter for alias in reshard_plan.plans[3].aliases]
     names = [name for name in parameter_names(spec, actor, 0) if "linear_qkv" not in name]
     assert own == names
 
 
 def test_a_fused_norm_is_shared_under_its_other_name() -> None:
     actor = ParallelLayout(2, 1, 1)
-    source, target = _sides(tiny_spec("llama"), actor, EngineLayout.inside(actor, 2))
+    source, target = _pieces(tiny_spec("llama"), actor, EngineLayout.inside(actor, 2))
     fused = [
         replace(p, parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_"))
         for p in source[0]
     ]
     assert fused != source[0]
-    reshard_plan = plan({0: fused, 1: source[1]}, target, 4)
+    reshard_plan = _plan_listed({0: fused, 1: source[1]}, target)
     assert reshard_plan.bytes_moved == reshard_plan.bytes_local == 0
 
 
 def test_stage_layers_are_shared_where_only_stages_differ() -> None:
     actor = ParallelLayout(2, 2, 1)
     engine = EngineLayout.inside(actor, 2)
-    source, target = _sides(tiny_spec("qwen2_tied"), actor, engine)
-    reshard_plan = plan(source, target, 4, actor.groups("tp", "pp"))
-    shared = {alias.parameter for alias in reshard_plan.aliases if alias.rank == 2}
+    reshard_plan = plan_all(Planner(*_sides(tiny_spec("qwen2_tied"), engine), 4), range(4))
+    shared = {alias.parameter for alias in reshard_plan.plans[2].aliases}
     assert "decoder.layers.2.mlp.linear_fc1.weight" in shared
     # The last stage's copy of the tied embedding serves as the engine's embedding.
     assert "embedding.word_embeddings.weight" in shared
@@ -228,7 +268,7 @@ def test_blocks_of_any_size_are_cut_where_both_sides_can_view_them(
         sides.append({rank: pieces_of("fused", rule, shapes, rank, tp) for rank in range(tp)})
     source, target = sides
 
-    reshard_plan = plan(source, target, itemsize=4)
+    reshard_plan = _plan_listed(source, target)
     _check_carried_out(reshard_plan, source, target)
     _check_bytes(reshard_plan, source, target)
 
@@ -257,10 +297,11 @@ def test_replicas_share_the_work_and_near_ones_go_first() -> None:
     largest = max(torch.Size(piece.full_shape).numel() for piece in full)
     source = dict.fromkeys(range(4), full)
     target = dict.fromkeys(range(4, 8), full)
-    sent = _sent(plan(source, target, 4).moves)
+    sent = _sent(_plan_listed(source, target).moves)
     assert set(sent) == {0, 1, 2, 3} and max(sent.values()) - min(sent.values()) <= largest
 
-    near = plan(source, target, 4, [[0, 1, 4, 5], [2, 3, 6], [7]])
+    machines = _machines([0, 1, 4, 5], [2, 3, 6], [7])
+    near = plan_all(Planner(side_of_ranks(source), side_of_ranks(target), 4, machines), range(8))
     pairs = {(move.source_rank, move.target_rank) for move in near.moves}
     expected = {(0, 4), (0, 5), (1, 4), (1, 5), (2, 6), (3, 6)}
     assert {pair for pair in pairs if pair[1] != 7} == expected
@@ -269,12 +310,12 @@ def test_replicas_share_the_work_and_near_ones_go_first() -> None:
 
 def test_what_nobody_holds_is_refused() -> None:
     actor = ParallelLayout(2, 2, 1)
-    source, target = _sides(tiny_spec("llama"), actor, EngineLayout.inside(actor, 1))
+    source, target = _pieces(tiny_spec("llama"), actor, EngineLayout.inside(actor, 1))
     cut = {rank: pieces for rank, pieces in source.items() if rank != 3}
     with pytest.raises(
         WeightError, match=re.escape("no rank holds model.layers.2.self_attn.o_proj.weight[16:32]")
     ):
-        plan(cut, target, 4)
+        _plan_listed(cut, target)
 
 
 def _move(name: str, start: int, stop: int, source_rank: int, target_rank: int) -> Move:

@@ -7,16 +7,19 @@ sides from full tensors in which all numbers differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mrlhf.reshard.moves import Move
 from mrlhf.reshard.parcels import Parcel, parcels_of
-from mrlhf.reshard.plan import Move, plan
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import Side, side_of_ranks
 from mrlhf.weights.shard import Piece, Rule, local_shape, pieces_of
+from tests.plans import plan_all
 
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("embedding", "norm", "qkv", "fc1", "proj")
@@ -111,6 +114,8 @@ class Case:
     dp: int
     engine_tp: int
     engine_ranks: int
+    first_engine_rank: int
+    machine: int
     interleaved: bool
     capacity: int
 
@@ -139,6 +144,8 @@ def cases(draw: st.DrawFn) -> Case:
         dp=draw(st.integers(1, 2)),
         engine_tp=engine_tp,
         engine_ranks=engine_tp * draw(st.integers(1, 2)),
+        first_engine_rank=draw(st.integers(0, 3)),
+        machine=draw(st.sampled_from([0, 1, 2, 3, 4, 100])),
         interleaved=draw(st.booleans()),
         capacity=draw(st.sampled_from([1, 4, 16, 1000])),
     )
@@ -164,6 +171,7 @@ class Ranks:
         shapes = {name: array.shape for name, array in model.tensors().items()}
 
         actor_rules = model.rules(True, None)
+        self.case = case
         self.source: dict[int, list[Piece]] = {}
         self.have: dict[int, Arrays] = {}
         for rank in range(case.tp * case.pp * case.dp):
@@ -181,8 +189,9 @@ class Ranks:
         engine_rules = model.rules(case.interleaved, model.kv_heads)
         self.target: dict[int, list[Piece]] = {}
         self.want: dict[int, Arrays] = {}
-        for rank in range(case.engine_ranks):
-            tp_rank = rank % case.engine_tp
+        for number in range(case.engine_ranks):
+            rank = case.first_engine_rank + number
+            tp_rank = number % case.engine_tp
             self.want[rank] = model.parameters(
                 tp_rank, case.engine_tp, case.interleaved, whole_heads=True
             )
@@ -192,10 +201,49 @@ class Ranks:
                 self.target[rank] += pieces_of(name, rule, shapes, tp_rank, case.engine_tp)
                 assert local_shape(rule, shapes, case.engine_tp) == array.shape
 
+    def planner(self) -> Planner:
+        """Plans from sides that count the copies of each shard."""
+        case = self.case
+        first = case.first_engine_rank
+        source = Side(
+            shards=case.tp * case.pp,
+            copies=range(case.dp),
+            place_of=lambda rank: _training_place(case, rank),
+            rank_at=lambda shard, copy: (
+                (shard // case.tp * case.dp + copy) * case.tp + shard % case.tp
+            ),
+            pieces=lambda shard: self.source[source.rank_at(shard, 0)],
+        )
+        target = Side(
+            shards=case.engine_tp,
+            copies=range(case.engine_ranks // case.engine_tp),
+            place_of=lambda rank: _engine_place(case, rank),
+            rank_at=lambda shard, copy: first + copy * case.engine_tp + shard,
+            pieces=lambda shard: self.target[first + shard],
+        )
+        return Planner(source, target, 4, self.near)
+
+    def near(self, rank: int) -> range:
+        """The ranks of a machine, if machines are told apart."""
+        size = self.case.machine
+        return range(rank // size * size, rank // size * size + size) if size else range(0)
+
     def lacking(self, rank: int) -> int:
         """How many numbers a rank needs and does not have."""
         needed = _numbers(self.want[rank]) - {-1}
         return len(needed - _numbers(self.have.get(rank, {})))
+
+
+def _training_place(case: Case, rank: int) -> tuple[int, int] | None:
+    others, tp_rank = divmod(rank, case.tp)
+    stage, copy = divmod(others, case.dp)
+    return (stage * case.tp + tp_rank, copy) if stage < case.pp else None
+
+
+def _engine_place(case: Case, rank: int) -> tuple[int, int] | None:
+    number = rank - case.first_engine_rank
+    copy, shard = divmod(number, case.engine_tp)
+    return (shard, copy) if 0 <= number < case.engine_ranks else None
 
 
 def _numbers(arrays: Arrays) -> set[int]:
@@ -244,23 +292,31 @@ def _pack(parcel: Parcel, have: Mapping[int, Arrays]) -> np.ndarray:
 @given(cases())
 def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
     ranks = Ranks(case)
-    reshard_plan = plan(ranks.source, ranks.target, itemsize=4)
+    everyone = sorted({*ranks.source, *ranks.target})
+    _check(ranks, ranks.planner(), everyone)
+    # The same ranks, described one by one.
+    listed = Planner(side_of_ranks(ranks.source), side_of_ranks(ranks.target), 4, ranks.near)
+    _check(ranks, listed, everyone)
+
+
+def _check(ranks: Ranks, planner: Planner, everyone: Sequence[int]) -> None:
+    """Carry out the plans of all ranks, and count what arrives."""
+    whole = plan_all(planner, everyone)
     received = Received(ranks.want)
 
-    for alias in reshard_plan.aliases:
+    for rank, alias in whole.aliases:
         key = alias.pieces[0].key
-        (name,) = {piece.parameter for piece in ranks.source[alias.rank] if piece.key == key}
-        wanted = ranks.want[alias.rank][alias.parameter]
-        received.numbers[alias.rank][alias.parameter][...] = ranks.have[alias.rank][name]
-        received.times[alias.rank][alias.parameter] += wanted >= 0
+        (name,) = {piece.parameter for piece in ranks.source[rank] if piece.key == key}
+        wanted = ranks.want[rank][alias.parameter]
+        received.numbers[rank][alias.parameter][...] = ranks.have[rank][name]
+        received.times[rank][alias.parameter] += wanted >= 0
 
-    for copy in reshard_plan.copies:
+    for copy in whole.copies:
         received.write(copy, _sent(ranks.have, copy))
 
     elements_received = dict.fromkeys(ranks.want, 0)
-    for sender in ranks.source:
-        moves = [move for move in reshard_plan.moves if move.source_rank == sender]
-        for parcel in parcels_of(moves, case.capacity):
+    for plan in whole.plans.values():
+        for parcel in parcels_of(plan.sends, ranks.case.capacity):
             packed = _pack(parcel, ranks.have)
             for packed_slice in parcel.slices:
                 for move in packed_slice.moves:
@@ -273,4 +329,4 @@ def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
             assert np.array_equal(received.numbers[rank][name], array), (rank, name)
             assert np.array_equal(received.times[rank][name], array >= 0), (rank, name)
         assert elements_received[rank] == ranks.lacking(rank)
-        assert reshard_plan.minimum[rank] == 4 * ranks.lacking(rank)
+        assert whole.minimum[rank] == 4 * ranks.lacking(rank)

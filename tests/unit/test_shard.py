@@ -163,8 +163,8 @@ def test_kv_heads_are_shared_by_neighbouring_ranks(
 
 def test_only_an_engine_holds_a_kv_head_twice() -> None:
     spec = replace(tiny_spec("qwen2"), num_kv_heads=2)
-    engine = EngineLayout(4, ((0, 1, 2, 3),))
     training = ParallelLayout(4, 1, 1)
+    engine = EngineLayout.inside(training, 4)
     held: dict[str, list[tuple[int, int]]] = {"engine": [], "training": []}
 
     for rank in range(4):

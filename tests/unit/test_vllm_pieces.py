@@ -16,10 +16,12 @@ from mrlhf.inference.vllm.pieces import (
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
-from mrlhf.reshard.plan import plan
+from mrlhf.reshard.plan import Planner, ReshardPlan
+from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
 from tests.engine_models import hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
+from tests.plans import check_agreement
 from tests.shards import full_tensors, tiny_spec
 
 MODELS = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3")
@@ -96,20 +98,29 @@ def test_plan_over_all_ranks_moves_no_more_than_it_must(tp: int, pp: int, engine
     spec = tiny_spec("qwen2_tied")
     actor = ParallelLayout.for_world("actor", 8, tp, pp)
     engines = EngineLayout.consecutive(actor, engine_tp)
-    source = {rank: role_pieces(spec, actor, rank) for rank in range(8)}
-    target = {rank: vllm_pieces(spec, engines, rank) for rank in range(8)}
-    found = plan(source, target, itemsize=4)
-    assert found.bytes_moved == found.bytes_minimum
-    norms = {alias.parameter for alias in found.aliases if alias.rank == 0}
+
+    plans: dict[int, ReshardPlan] = {}
+    for rank in range(8):
+        source, target = sides_around(
+            rank,
+            engines,
+            lambda rank: role_pieces(spec, actor, rank),
+            lambda rank: vllm_pieces(spec, engines, rank),
+        )
+        plans[rank] = Planner(source, target, itemsize=4).plan(rank)
+        assert plans[rank].bytes_received == plans[rank].bytes_minimum
+
+    check_agreement(plans)
+    norms = {alias.parameter for alias in plans[0].aliases}
     assert "model.layers.0.input_layernorm.weight" in norms
 
 
 def test_replicas_of_consecutive_ranks() -> None:
     actor = ParallelLayout(tp=1, pp=2, dp=2)  # model-parallel groups (0, 2) and (1, 3)
     assert EngineLayout.consecutive(actor, 2).replicas == ((0, 1), (2, 3))
-    assert not EngineLayout.consecutive(actor, 2).is_inside(actor)
+    assert not EngineLayout.consecutive(actor, 2).is_inside
     assert EngineLayout.inside(actor, 2).replicas == ((0, 2), (1, 3))
-    assert EngineLayout.inside(actor, 2).is_inside(actor)
+    assert EngineLayout.inside(actor, 2).is_inside
 
 
 def test_what_does_not_divide_is_refused() -> None:

@@ -95,7 +95,7 @@ def hf_difference(
     worst = 0.0
     for sample in samples:
         prompt = prompts[sample.request_id]
-        logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 : -1]
         wanted = (
             (logits / temperature)
             .log_softmax(-1)

@@ -115,7 +115,7 @@ def _are_among_the_likeliest(model: Any, samples: list[Sample], count: int) -> b
     for sample in samples:
         prompt = PROMPTS[sample.request_id]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + sample.token_ids])).logits[
+            logits = model(torch.tensor([[*prompt, *sample.token_ids]])).logits[
                 0, len(prompt) - 1 : -1
             ]
         likeliest = logits.topk(count).indices.tolist()
@@ -253,7 +253,7 @@ def _preempts(model: Any) -> None:
     engine.commit(1)
     greedy = SamplingParams(temperature=0.0, max_tokens=40, seed=0)
     finished = generate(engine, requests_for(prompts, UIDS, greedy))
-    assert [s.token_ids for s in finished.samples] == hf_greedy(model, prompts, 40)
+    assert [list(s.token_ids) for s in finished.samples] == hf_greedy(model, prompts, 40)
     assert finished.stats.preemptions > 0
     assert finished.stats.cache_bytes == 8 * one
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
-from mrlhf.reshard.plan import plan
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import sides_around
 from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.shards import fill, make_slots
@@ -50,15 +52,20 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
         groups = factory.engine_groups(engines)
         spec = spec_of(hf_model(name))
         engine = VllmEngine(spec, groups.tp, torch.device("cpu"), torch.float32, LIMITS)
-        source = {r: role_pieces(spec, actor, r) for r in range(world_size)}
-        target = {r: vllm_pieces(spec, engines, r) for r in range(world_size)}
-        slots = make_slots(source[rank])
-        way = plan(source, target, 4)
+        sides = sides_around(
+            rank,
+            engines,
+            partial(role_pieces, spec, actor),
+            partial(vllm_pieces, spec, engines),
+        )
+        slots = make_slots(role_pieces(spec, actor, rank))
+        planner = Planner(*sides, 4)
+        group = None if not engines.is_inside else factory.role_groups(actor).mp
         options = TransferOptions(bucket_bytes=50_000, verify=True)
-        resharder = Resharder(way, slots, engine, rank, options)
+        resharder = Resharder(planner, slots, engine, rank, options, group)
         assert [
             piece for pieces in engine.parameter_pieces().values() for piece in pieces
-        ] == target[rank]
+        ] == vllm_pieces(spec, engines, rank)
         for version in (1, 2):
             model = hf_model(name, seed=version)
             fill(slots, model.state_dict())

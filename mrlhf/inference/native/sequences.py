@@ -6,6 +6,7 @@ row runs next.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -115,11 +116,12 @@ class Sequences:
         self._numbers.give_back(row)
         start = self._prompt_lengths[row]
         count = self._counts[row]
+        tokens = self._tokens[row, start : start + count]
         return Sample(
             request_id=request_id,
             sample_index=sample_index,
-            token_ids=self._tokens[row, start : start + count].tolist(),
-            logprobs=self._logprobs[row, :count].tolist(),
+            token_ids=array("i", tokens.tobytes()),
+            logprobs=array("f", self._logprobs[row, :count].tobytes()),
             stopped=bool(self._stopped[row]),
             version=self._version,
         )

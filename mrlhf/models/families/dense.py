@@ -197,8 +197,6 @@ def megatron_options(spec: ModelSpec) -> dict[str, Any]:
     if window is not None:
         options["window_size"] = (window - 1, 0)  # megatron-core does not count the token itself
         options["window_attn_skip_freq"] = [int(size is not None) for size in spec.windows]
-    if None in spec.ropes:
-        options["no_rope_freq"] = [int(rope is None) for rope in spec.ropes]
     return options
 
 

@@ -1,0 +1,307 @@
+"""Measures the memory that the batch of a PPO step takes on all ranks of a machine together.
+
+The ranks go through a whole step with everything that holds the batch, and without the models: an
+engine that answers at once, and passes over packs that give random numbers. So the figures are
+those of the batch alone. A page that several ranks share counts once (PSS of Linux).
+
+    python benchmarks/batch_memory.py --positions 10000000 --layout 1x1 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from mrlhf.batch import Prompts, Rollout
+from mrlhf.config.roots import PPOConfig
+from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
+from mrlhf.metrics import PhaseTimer
+from mrlhf.parallel.groups import GroupFactory, RoleGroups
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.rl.kl import FixedKlController
+from mrlhf.roles.actor import Evaluation
+from mrlhf.roles.policy_loss import PolicyBatch
+from mrlhf.rollout.collector import Collected
+from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.reward_shaping import RewardShaper
+from mrlhf.rollout.scoring import Scores
+from mrlhf.trainers.experience import ModelOutputs
+from mrlhf.trainers.nothing_to_learn import NothingToLearn
+from mrlhf.trainers.ppo import PPOTrainer
+from mrlhf.training.engine import ModelEngine
+
+PROMPT_TOKENS = 100
+RESPONSE_TOKENS = 1000
+SAMPLES = 8
+MINI_BATCHES = 4
+MEGA = 1e6
+LONGEST_S = 300.0
+
+
+class InstantEngine:
+    """Answers with random tokens."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self._requests: Sequence[Request] = ()
+
+    @property
+    def in_flight(self) -> int:
+        """Everything that was submitted."""
+        return len(self._requests)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take the requests over."""
+        self._requests = requests
+
+    def step(self) -> None:
+        """Do nothing: `collect` draws everything."""
+
+    def collect(self) -> Finished:
+        """Draw all samples at once."""
+        samples = []
+        for request in self._requests:
+            for index in request.samples:
+                random = torch.Generator().manual_seed(request.uid * SAMPLES + index)
+                tokens = torch.randint(1000, 50000, (RESPONSE_TOKENS,), generator=random).int()
+                logprobs = -torch.rand(RESPONSE_TOKENS, generator=random)
+                samples.append(
+                    Sample(
+                        request.id,
+                        index,
+                        array("i", tokens.numpy().tobytes()),
+                        array("f", logprobs.numpy().tobytes()),
+                        stopped=True,
+                        version=0,
+                    )
+                )
+        self._requests = ()
+        return Finished(samples, EngineStats(steps=RESPONSE_TOKENS))
+
+
+class _InstantModel:
+    """Passes over packs without a model, behind the methods of `ModelEngine`."""
+
+    def __init__(self, groups: RoleGroups, channels: int) -> None:
+        self.groups = groups
+        self.device = torch.device("cpu")
+        self._section = SimpleNamespace(micro_batch_tokens=16384, sequence_parallel=False)
+        self._pipeline = SimpleNamespace(forward=self._forward)
+        self._channels = channels
+
+    def _forward(self, packs: Sequence[Any], evaluate: Any) -> list[Tensor]:
+        if self.groups.coordinates.pp < self.groups.layout.pp - 1:
+            return []
+        return [-torch.rand(self._channels, len(pack.select)) for pack in packs]
+
+    def cut(self, *arguments: Any) -> Any:
+        return ModelEngine.cut(self, *arguments)  # type: ignore[arg-type]
+
+    def outputs(self, rollout: Rollout, cut: Any) -> Tensor:
+        return ModelEngine.per_token(
+            self,  # type: ignore[arg-type]
+            cut.packs,
+            rollout.shape,
+            lambda output, number: output,
+            self._channels,
+        )
+
+
+def take_step(trainer: Any, generator: Generator, prompts: Prompts, models: Any) -> None:
+    """All of a step that holds the batch."""
+    sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=RESPONSE_TOKENS, seed=1)
+    with trainer.timer("gen"):
+        rollout = generator.generate(prompts, sampling, "train", step=1).rollout
+
+    total = torch.rand(len(rollout), generator=torch.Generator().manual_seed(1))
+    scores = Scores(total, {"exact_match": total.tolist()})
+    collected = Collected(rollout, scores, None, RESPONSE_TOKENS * len(rollout), {})
+    with trainer.timer("cut"):
+        cuts = PPOTrainer.cut(trainer, rollout)
+
+    with trainer.timer("ref"):
+        ref_logprobs = models.reference.outputs(rollout, cuts.reference)[0]
+    old, _ = PPOTrainer.evaluate_actor(trainer, rollout, cuts.actor, None, trainer.timer)
+    with trainer.timer("values"):
+        values = models.critic.outputs(rollout, cuts.critic)[0]
+    outputs = ModelOutputs(old, ref_logprobs, values)
+    experience, _ = PPOTrainer.make_experience(trainer, collected, outputs, trainer.timer)
+    del outputs, old, ref_logprobs, values
+
+    with trainer.timer("mini-batches"):
+        for mini_batch in cuts.actor.mini_batches:
+            batch = PolicyBatch.of(experience, mini_batch.rows)
+            for pack in mini_batch.local_packs:
+                batch.micro_batch(pack.rows, torch.device("cpu"))
+    dist.barrier()
+    time.sleep(1.0)  # so that the memory that is left is measured too
+
+
+def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
+    """What the trainer's phases need of a trainer."""
+    config = PPOConfig.model_validate(
+        {
+            "actor": {"path": "none"},
+            "data": {"train_files": "none", "max_response_length": RESPONSE_TOKENS},
+            "reward": {"terms": [{"name": "exact_match"}]},
+            "algorithm": {"use_kl_in_reward": True},
+            "trainer": {"output_dir": "none"},
+        }
+    )
+
+    def evaluate(rollout: Rollout, cut: Any, *others: Any) -> Evaluation:
+        table = models.actor.outputs(rollout, cut)
+        return Evaluation(table[0], table[1], None)
+
+    rows = models.rows // MINI_BATCHES
+    parts = SimpleNamespace(
+        actor=SimpleNamespace(engine=models.actor, evaluate=evaluate),
+        critic=SimpleNamespace(engine=models.critic),
+        reference=SimpleNamespace(engine=models.reference),
+        samples_per_mini_batch={"actor": rows, "critic": rows},
+        shaper=RewardShaper(config.algorithm, RESPONSE_TOKENS),
+    )
+    return SimpleNamespace(
+        config=config,
+        parts=parts,
+        machine=factory.machine,
+        kl_controller=FixedKlController(0.01),
+        nothing_to_learn=NothingToLearn("gae", is_main_rank=False),
+        timer=timer,
+    )
+
+
+def _rank(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
+    """One rank, from its start to the report of its seconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=arguments.ranks)
+    factory = GroupFactory(timeout_s=600.0)
+    tp, pp = (int(size) for size in arguments.layout.split("x"))
+    layout = ParallelLayout.for_world("actor", arguments.ranks, tp, pp)
+    groups = factory.role_groups(layout)
+
+    rows = arguments.positions // RESPONSE_TOKENS
+    models = SimpleNamespace(
+        rows=rows,
+        actor=_InstantModel(groups, 2),
+        critic=_InstantModel(groups, 1),
+        reference=_InstantModel(groups, 1),
+    )
+    timer = PhaseTimer()
+    trainer = _trainer(factory, models, timer)
+    engine_groups = factory.engine_groups(EngineLayout.inside(layout, 1))
+    generator = Generator(InstantEngine(), engine_groups, None, 1)  # type: ignore[arg-type]
+
+    count = rows // SAMPLES
+    texts = [""] * count
+    tokens = [list(range(1000, 1000 + PROMPT_TOKENS)) for _ in range(count)]
+    prompts = Prompts(tokens, list(range(count)), texts, texts, texts, [{}] * count)
+    for name in ("cut", "ref", "old_log_prob", "values", "adv", "mini-batches"):
+        timer.seconds[name] = 0.0
+
+    dist.barrier()
+    results.put((rank, "ready", None))
+    time.sleep(1.0)
+    take_step(trainer, generator, prompts, models)
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    results.put((rank, "peak", {"rss": peak, "seconds": timer.seconds}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _proportional_bytes(process: int) -> int:
+    """The memory of a process, with its share of the pages that it shares."""
+    for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@contextmanager
+def _watched(processes: Sequence[int]) -> Iterator[Callable[[], list[int]]]:
+    """The memory of all processes together, measured again and again."""
+    measured: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            try:
+                measured.append(sum(_proportional_bytes(process) for process in processes))
+            except (OSError, ProcessLookupError):
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: list(measured)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def main() -> None:
+    """Measure one case, and print and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--positions", type=int, default=10_000_000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--layout", default="1x1", help="tp x pp of all models")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    context = mp.get_context("fork")  # the modules are imported once
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = f"{directory}/store"
+        ranks = [
+            context.Process(target=_rank, args=(rank, arguments, store, results), daemon=True)
+            for rank in range(arguments.ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for _ in ranks:
+            results.get(timeout=LONGEST_S)
+
+        numbers = [process.pid for process in ranks if process.pid is not None]
+        before = sum(_proportional_bytes(number) for number in numbers)
+        with _watched(numbers) as measured:
+            found = [results.get(timeout=LONGEST_S)[2] for _ in ranks]
+            memory = measured()
+        for process in ranks:
+            process.join()
+
+    row = {
+        "positions": arguments.positions,
+        "ranks": arguments.ranks,
+        "layout": arguments.layout,
+        "before_mb": round(before / MEGA),
+        "peak_mb": round((max(memory) - before) / MEGA),
+        "at_end_mb": round((memory[-1] - before) / MEGA),
+        "largest_rss_mb": round(max(one["rss"] for one in found) / MEGA),
+        "seconds": {
+            name: round(max(one["seconds"][name] for one in found), 2)
+            for name in found[0]["seconds"]
+        },
+    }
+    print(json.dumps(row, indent=1))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

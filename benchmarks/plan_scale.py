@@ -1,0 +1,142 @@
+"""Measures what it costs one rank to plan a hand-over of weights, against the number of ranks.
+
+    python benchmarks/plan_scale.py [--ranks 64 1024 8192] [--json FILE]
+
+The model has the shape of Llama 70B; no weight is allocated and no other rank is started. For each
+case one rank in the middle of the job plans. The table gives the seconds on the processor, the peak
+of the memory that Python allocates meanwhile (`tracemalloc`, in a run of its own, since it slows
+planning), and what the plan holds. Machines have 8 ranks each, and their table, which a job gathers
+once, is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from mrlhf.models.families import FAMILIES
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.reshard.plan import Planner, ReshardPlan
+from mrlhf.reshard.sides import sides_around
+
+WORLD_SIZES = (8, 64, 256, 1024, 2048, 4096, 8192)
+RANKS_PER_MACHINE = 8
+BYTES_OF_A_NUMBER = 2
+REPEATS = 3
+
+
+def _spec(context: int) -> ModelSpec:
+    """The model; another context makes another spec, for which nothing has been computed yet."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
+    )
+    return FAMILIES["llama"].read_config(config.to_dict(), "lm")
+
+
+def _engines(world_size: int) -> dict[str, EngineLayout]:
+    """The hand-overs to measure at a world size; a small job has fewer stages."""
+    pp = min(8, world_size // 8)
+    actor = ParallelLayout(tp=8, pp=pp, dp=world_size // 8 // pp)
+    training = f"TP8 PP{pp} DP{actor.dp}"
+    cases = {
+        f"{training} → TP8": EngineLayout.inside(actor, 8),
+        f"{training} → TP1": EngineLayout.inside(actor, 1),
+    }
+    if world_size % 16 == 0:
+        cases[f"{training} → TP16 of consecutive ranks"] = EngineLayout.consecutive(actor, 16)
+    return cases
+
+
+def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
+    """What a rank does when its job starts."""
+    rank = engines.actor.world_size // 2 + 3
+    sides = sides_around(
+        rank,
+        engines,
+        partial(role_pieces, spec, engines.actor),
+        partial(engine_pieces, spec, engines),
+    )
+
+    machines: dict[int, range] = {}
+    for first in range(0, engines.actor.world_size, RANKS_PER_MACHINE):
+        machine = range(first, first + RANKS_PER_MACHINE)
+        machines |= dict.fromkeys(machine, machine)
+    return Planner(*sides, BYTES_OF_A_NUMBER, machines.__getitem__).plan(rank)
+
+
+def _measure(engines: EngineLayout, contexts: Iterator[int]) -> dict[str, Any]:
+    """One row of the table."""
+    seconds: list[float] = []
+    for _ in range(REPEATS):
+        spec = _spec(next(contexts))
+        began = time.process_time()
+        plan = _plan(spec, engines)
+        seconds.append(time.process_time() - began)
+
+    tracemalloc.start()
+    plan = _plan(_spec(next(contexts)), engines)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    return {
+        "ranks": engines.actor.world_size,
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "peak_bytes": peak,
+        "receives": len(plan.receives),
+        "sends": len(plan.sends),
+        "copies": len(plan.copies),
+        "aliases": len(plan.aliases),
+        "bytes_received": plan.bytes_received,
+        "bytes_minimum": plan.bytes_minimum,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLD_SIZES))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    contexts = itertools.count(4096)
+    rows: list[dict[str, Any]] = []
+    print("| ranks | case | seconds | peak, MB | receives | sends | copies | aliases |")
+    print("|---|---|---|---|---|---|---|---|")
+    for world_size in arguments.ranks:
+        for case, engines in _engines(world_size).items():
+            row = {"case": case, **_measure(engines, contexts)}
+            assert row["bytes_received"] == row["bytes_minimum"]
+            rows.append(row)
+            print(
+                f"| {row['ranks']:,} | {case} | {row['seconds']:.2f} | "
+                f"{row['peak_bytes'] / 1e6:.1f} | {row['receives']:,} | {row['sends']:,} | "
+                f"{row['copies']:,} | {row['aliases']:,} |",
+                flush=True,
+            )
+
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

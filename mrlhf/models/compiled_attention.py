@@ -1,0 +1,155 @@
+"""Causal attention of packed sequences by the compiled functions of `attention.cpp`.
+
+Rotation is part of it, and so is the backward pass. It is for hosts, in float32 and bfloat16. This
+file knows shapes, and no model; `attention` has the same on torch's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+
+# The arguments of each function in the order of attention.cpp.
+_SIGNATURES = {
+    "attend": "pppp ppp pp iiiiii fn",
+    "attend_back": "pppp ppp ppp pppp iiiiii fn",
+}
+
+
+class Settings(NamedTuple):
+    """What attention depends on beside projections and rotation.
+
+    Attributes:
+        edges: where each sequence begins, and the end, int32 [sequences + 1] on the host.
+        scale: products of queries and keys are multiplied by it.
+        window: how many tokens a token sees, itself included; None for all before it.
+    """
+
+    edges: Tensor
+    scale: float
+    window: int | None
+
+
+def compiled(dtype: torch.dtype) -> bool:
+    """Whether there are functions for the dtype, and this machine can compile them."""
+    return _functions(dtype) is not None
+
+
+def attend(
+    projections: tuple[Tensor, ...], rotation: tuple[Tensor, Tensor] | None, settings: Settings
+) -> Tensor:
+    """Causal attention within each sequence, where `compiled` says that it can be computed.
+
+    Args:
+        projections: for each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads,
+            heads per KV head + 2, head_dim]; or q [tokens, heads, head_dim], and k and v [tokens,
+            kv_heads, head_dim].
+        rotation: the cosines and sines of each token, float32 [tokens, rotary_dim / 2] each; None
+            to rotate nothing.
+        settings: the rest.
+
+    Returns:
+        [tokens, heads * head_dim].
+    """
+    functions = _functions(projections[0].dtype)
+    assert functions is not None
+    if rotation is None:
+        nothing = projections[0].new_empty((len(projections[0]), 0), dtype=torch.float32)
+        rotation = (nothing, nothing)
+    output: Tensor = _Attention.apply(functions, rotation, settings, *projections)
+    return output
+
+
+@cache
+def _functions(dtype: torch.dtype) -> dict[str, Any] | None:
+    library = load_library(SOURCE, "training") if dtype in SUFFIXES else None
+    return None if library is None else functions_of(library, _SIGNATURES, dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps the projections, its output and a number for each query; no weights of attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        functions: dict[str, Any],
+        rotation: tuple[Tensor, Tensor],
+        settings: Settings,
+        *projections: Tensor,
+    ) -> Tensor:
+        projections = tuple(
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in projections
+        )
+        first = projections[0]
+        sizes = _sizes(projections, rotation, settings)
+        _, kv_heads, per_kv_head, dim, *_ = sizes
+        heads = kv_heads * per_kv_head
+        output = first.new_empty((len(first), heads * dim))
+        logsums = first.new_empty((len(first), heads), dtype=torch.float32)
+
+        pointers, strides = _places(projections)
+        functions["attend"](
+            *pointers, strides, rotation[0].data_ptr(), rotation[1].data_ptr(),
+            settings.edges.data_ptr(), output.data_ptr(), logsums.data_ptr(), *sizes,
+        )  # fmt: skip
+        ctx.save_for_backward(output, logsums, *projections)
+        ctx.functions = functions
+        ctx.rotation = rotation
+        ctx.settings = settings
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor) -> tuple[Tensor | None, ...]:
+        output, logsums, *projections = ctx.saved_tensors
+        output_gradient = output_gradients[0].contiguous()
+        gradients = [
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in projections
+        ]
+
+        pointers, strides = _places(projections)
+        targets, target_strides = _places(gradients)
+        ctx.functions["attend_back"](
+            *pointers, strides, ctx.rotation[0].data_ptr(), ctx.rotation[1].data_ptr(),
+            ctx.settings.edges.data_ptr(), output.data_ptr(), output_gradient.data_ptr(),
+            logsums.data_ptr(), *targets, target_strides,
+            *_sizes(projections, ctx.rotation, ctx.settings),
+        )  # fmt: skip
+        return (None, None, None, *gradients)
+
+
+def _by_kv_head(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """q, k and v of each KV head, [tokens, kv_heads, heads of the KV head, head_dim]."""
+    if len(tensors) == 1:
+        mixed = tensors[0]
+        return [mixed[:, :, :-2], mixed[:, :, -2:-1], mixed[:, :, -1:]]
+    query, key, value = tensors
+    return [query.unflatten(1, (key.shape[1], -1)), key.unsqueeze(2), value.unsqueeze(2)]
+
+
+def _places(tensors: Sequence[Tensor]) -> tuple[list[int], Any]:
+    """Where q, k and v begin, and for each the strides of tokens, KV heads and query heads."""
+    views = _by_kv_head(tensors)
+    strides = [stride for view in views for stride in view.stride()[:3]]
+    return [view.data_ptr() for view in views], (ctypes.c_int64 * len(strides))(*strides)
+
+
+def _sizes(
+    projections: Sequence[Tensor], rotation: tuple[Tensor, Tensor], settings: Settings
+) -> tuple[Any, ...]:
+    """The numbers with which both functions end."""
+    tokens, kv_heads, per_kv_head, dim = _by_kv_head(projections)[0].shape
+    threads = threads_for(16 * tokens * kv_heads * per_kv_head * dim)
+    return (
+        len(settings.edges) - 1, kv_heads, per_kv_head, dim, 2 * rotation[0].shape[1],
+        settings.window or 0, settings.scale, threads,
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Which shards hold which interval of each named tensor.
+
+Pure arithmetic on the pieces of one side. This file does not know ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from mrlhf.errors import WeightError
+from mrlhf.reshard.moves import numbers_in_row
+from mrlhf.reshard.sides import Side
+from mrlhf.weights.shard import Key, Piece
+
+
+class Interval(NamedTuple):
+    """An interval of a tensor that the same shards hold from its start to its stop.
+
+    Attributes:
+        start: first row.
+        stop: row after the last one.
+        turn: how much of all that just these shards hold comes before it, from 0 to below 1.
+        held: the piece of each shard that holds it, by shard, ascending.
+    """
+
+    start: int
+    stop: int
+    turn: float
+    held: dict[int, Piece]
+
+    @property
+    def elements(self) -> int:
+        """Numbers in the interval; 0 if nobody holds it."""
+        piece = next(iter(self.held.values()), None)
+        return 0 if piece is None else (self.stop - self.start) * numbers_in_row(piece)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """The intervals into which the slices of one tensor cut it; they may leave gaps."""
+
+    edges: list[int]
+    intervals: list[Interval]
+
+
+class Holdings:
+    """The intervals of all tensors of one side."""
+
+    def __init__(self, side: Side) -> None:
+        slices: dict[tuple[str, int], list[tuple[int, Piece]]] = {}
+        for shard in range(side.shards):
+            for piece in side.pieces(shard):
+                slices.setdefault((piece.name, piece.dim), []).append((shard, piece))
+        self._tensors = {tensor: _cut(held) for tensor, held in slices.items()}
+        self._take_turns()
+
+    def within(self, piece: Piece) -> Iterator[Interval]:
+        """The intervals that make up `piece`, the first and the last one cut where it ends.
+
+        Raises:
+            WeightError: a part of the piece is held by no shard.
+        """
+        tensor = self._tensors.get((piece.name, piece.dim), _Tensor([], []))
+        first = bisect_left(tensor.edges, piece.start + 1) - 1
+        last = bisect_left(tensor.edges, piece.stop)
+
+        covered = piece.start
+        for interval in tensor.intervals[max(0, first) : last]:
+            start = max(piece.start, interval.start)
+            stop = min(piece.stop, interval.stop)
+            if not interval.held or start > covered:
+                break
+            yield interval._replace(start=start, stop=stop)
+            covered = stop
+
+        if covered < piece.stop:
+            raise WeightError(
+                f"no rank holds {piece.name}[{covered}:{piece.stop}]; source and target are of "
+                "different models"
+            )
+
+    def _take_turns(self) -> None:
+        """Count the numbers before each interval that the same shards hold."""
+        before: Counter[tuple[int, ...]] = Counter()
+        for tensor in self._tensors.values():
+            for interval in tensor.intervals:
+                before[tuple(interval.held)] += interval.elements
+        total = before.copy()
+
+        for tensor in reversed(self._tensors.values()):
+            for place, interval in enumerate(tensor.intervals):
+                holders = tuple(interval.held)
+                before[holders] -= interval.elements
+                turn = before[holders] / max(1, total[holders])
+                tensor.intervals[place] = interval._replace(turn=turn)
+
+
+def _cut(slices: list[tuple[int, Piece]]) -> _Tensor:
+    edges = sorted({edge for _, piece in slices for edge in (piece.start, piece.stop)})
+    intervals = [Interval(start, stop, 0.0, {}) for start, stop in pairwise(edges)]
+    for shard, piece in slices:
+        first = bisect_left(edges, piece.start)
+        last = bisect_left(edges, piece.stop)
+        for interval in intervals[first:last]:
+            interval.held.setdefault(shard, piece)
+    return _Tensor(edges, intervals)
+
+
+def shards_by_slice(side: Side) -> dict[Key, tuple[int, ...]]:
+    """The shards that hold each slice, ascending."""
+    shards: dict[Key, list[int]] = {}
+    for shard in range(side.shards):
+        for piece in side.pieces(shard):
+            shards.setdefault(piece.key, []).append(shard)
+    return {key: tuple(numbers) for key, numbers in shards.items()}

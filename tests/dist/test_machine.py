@@ -1,0 +1,271 @@
+"""Tables that the ranks of a machine share, on four ranks: as one machine, as two, and as four that
+are one but cannot share.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mrlhf.errors import MethodError, UserTraceback
+from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import EngineLayout
+from mrlhf.parallel.machine import Machine
+from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from tests.ranks import run_ranks
+
+WORLD_SIZE = 4
+DTYPES = (torch.float32, torch.int32, torch.bool, torch.uint8)
+SHAPE = (7, 5)
+BATCH = 12
+
+
+@dataclass(frozen=True)
+class _Tree:
+    name: str
+    first: Tensor
+    same: Tensor
+    parts: dict[str, Any]
+    whole: object
+
+
+def _random(dtype: torch.dtype, seed: int) -> Tensor:
+    numbers = torch.randint(0, 200, SHAPE, generator=torch.Generator().manual_seed(seed))
+    return (numbers / 7).to(dtype) if dtype.is_floating_point else (numbers % 100).to(dtype)
+
+
+def _owner(seed: int) -> Tensor:
+    """The rank that writes each entry; 4 is nobody."""
+    return torch.randint(0, WORLD_SIZE + 1, SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def _tables(rank: int, machine: Machine) -> list[tuple[bool, bool]]:
+    """For each of some tables: whether it is what an all-reduce gives, and whether it is shared."""
+    found = []
+    for seed in range(12):
+        dtype = DTYPES[seed % len(DTYPES)]
+        mine = _owner(seed) == rank
+        table = machine.table(SHAPE, dtype)
+        table.entries[mine] = _random(dtype, seed)[mine]
+
+        plain = torch.where(mine, _random(dtype, seed), torch.zeros((), dtype=dtype)).double()
+        dist.all_reduce(plain)
+        found.append((torch.equal(table.complete(), plain.to(dtype)), table.is_shared))
+    assert machine.table((0, 3), torch.float32).complete().shape == (0, 3)
+    return found
+
+
+def _sharers(machine: Machine) -> int:
+    """How many ranks see one table: each adds 1 to what it sees, one after the other."""
+    table = machine.table((1,), torch.int32).complete()
+    for rank in range(WORLD_SIZE):
+        if dist.get_rank() == rank:
+            table += 1
+        dist.barrier()
+    return int(table[0])
+
+
+def _mapped_files() -> list[str]:
+    """The files of shared tables that this process has in its memory, as Linux names them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split(maxsplit=5)[5] for line in lines if "memfd:mrlhf" in line]
+
+
+def _memory_is_freed(machine: Machine) -> tuple[list[str], list[str]]:
+    """The files behind a table while a part of it is in use, and afterwards."""
+    gc.collect()
+    part = machine.table((1 << 16,), torch.int32).complete()[7:9]
+    before = _mapped_files()
+    del part
+    return before, _mapped_files()
+
+
+def _computed_once(rank: int, machine: Machine) -> dict[str, Any]:
+    calls = []
+    whole = object()
+    large = torch.arange(6.0).view(2, 3)
+
+    def compute() -> _Tree:
+        calls.append(rank)
+        strided = torch.arange(12).view(3, 4).t()
+        parts = {"strided": strided, "known": large, "none": None, "scalar": torch.tensor(2.5)}
+        return _Tree("a name", large + 1, parts["strided"], parts, whole)
+
+    tree = machine.once(compute, known=(whole, None, large))
+    assert tree.whole is whole and tree.parts["known"] is large
+    assert torch.equal(tree.first, large + 1) and tree.first.dtype == torch.float32
+    assert torch.equal(tree.same, torch.arange(12).view(3, 4).t())
+    assert tree.parts["strided"] is tree.same and tree.parts["none"] is None
+    assert tree.parts["scalar"] == 2.5 and tree.name == "a name"
+    assert machine.once(lambda: {"plain": 3}) == {"plain": 3}
+    torch.save([tree.first, tree.same], io.BytesIO())  # it refuses views of one storage
+    return {"calls": calls, "failures": [_failure(machine, kind) for kind in (0, 1)]}
+
+
+def _failure(machine: Machine, kind: int) -> tuple[str, str, str]:
+    """The class, the message and the cause of the error that `once` raises."""
+
+    def compute() -> None:
+        if kind:
+            raise KeyError("a bug")
+        raise MethodError("the estimator failed") from UserTraceback("line 1 of the user's file")
+
+    try:
+        machine.once(compute)
+    except Exception as error:
+        return type(error).__name__, str(error), str(error.__cause__)
+    raise AssertionError("nothing was raised")
+
+
+def _samples(replica: int) -> tuple[list[int], list[Sample]]:
+    """Every fourth row of a batch, the last one first; the responses have 0 to 4 tokens."""
+    rows = list(range(replica, BATCH, WORLD_SIZE))[::-1]
+    samples = []
+    for row in rows:
+        tokens = [row * 10 + place for place in range(row % 5)]
+        logprobs = [-token / 8 for token in tokens]
+        samples.append(Sample(0, 0, tokens, logprobs, row % 2 == 0, version=row))
+    return rows, samples
+
+
+def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
+    """The samples of all replicas at once, and in two parts with a checkpoint between."""
+    replicas = [list(range(first, first + tp)) for first in range(0, WORLD_SIZE, tp)]
+    groups = factory.engine_groups(EngineLayout(tp, replicas))
+    rows: list[int] = []
+    samples: list[Sample] = []
+    for part in range(groups.replica, WORLD_SIZE, len(replicas)):
+        some_rows, some_samples = _samples(part)
+        rows += some_rows
+        samples += some_samples
+
+    stats = EngineStats(steps=1 + groups.replica)
+    whole = exchange_samples(groups, BATCH, rows, samples, stats, None)
+    first = exchange_samples(groups, BATCH, rows[:1], samples[:1], stats, None)
+    stored = DrawnSamples.from_state(first.state_dict())
+    both = exchange_samples(groups, BATCH, rows[1:], samples[1:], EngineStats(), stored)
+    nothing = exchange_samples(groups, BATCH, [], [], EngineStats(), None)
+    restored = DrawnSamples.from_state(nothing.state_dict())
+    assert len(restored.heads.rows) == len(nothing.heads.rows) == 0
+
+    return {
+        "rows": sorted(whole.heads.rows.tolist()),
+        "tokens": whole.token_ids.tolist(),
+        "logprobs": whole.logprobs.tolist(),
+        "in parts": torch.equal(both.token_ids, whole.token_ids)
+        and torch.equal(both.logprobs, whole.logprobs)
+        and both.stats == whole.stats,
+        "heads": sorted(
+            zip(*(column.tolist() for column in vars(both.heads).values()), strict=True)
+        ),
+        "steps": [one.steps for one in whole.stats],
+    }
+
+
+def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    factories = {
+        "one machine": GroupFactory(60.0),
+        "two machines": GroupFactory(60.0, machine=f"machine {rank % 2}"),
+        "four machines": GroupFactory(60.0, machine=f"machine {rank}"),
+        "not shared": GroupFactory(60.0),
+        "one of two not shared": GroupFactory(60.0, machine=f"machine {rank // 2}"),
+    }
+    results: dict[str, Any] = {}
+    for name, factory in factories.items():
+        if name == "not shared" or (name == "one of two not shared" and rank >= 2):
+            _forbid_sharing()
+        machine = factory.machine
+        results[name] = {
+            "tables": _tables(rank, machine),
+            "sharers": _sharers(machine),
+            "leader": machine.is_leader,
+            "once": _computed_once(rank, machine),
+            "exchanged": [_exchanged(factory, tp) for tp in (1, 2)],
+        }
+        os.memfd_create = _memfd_create
+    results["freed"] = _memory_is_freed(factories["one machine"].machine)
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(WORLD_SIZE, _in_ranks)
+
+
+# How many ranks share a table with each rank, and which ranks lead their machine.
+MACHINES = {
+    "one machine": ([4, 4, 4, 4], [0]),
+    "two machines": ([2, 2, 2, 2], [0, 1]),
+    "four machines": ([1, 1, 1, 1], [0, 1, 2, 3]),
+    "not shared": ([1, 1, 1, 1], [0]),
+    "one of two not shared": ([2, 2, 1, 1], [0, 2]),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_table_is_what_an_all_reduce_gives(ranks: list[dict[str, Any]], name: str) -> None:
+    sharers, leaders = MACHINES[name]
+    assert [rank[name]["sharers"] for rank in ranks] == sharers
+    assert [number for number in range(WORLD_SIZE) if ranks[number][name]["leader"]] == leaders
+    for number, rank in enumerate(ranks):
+        assert rank[name]["tables"] == [(True, sharers[number] > 1)] * 12
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_result_is_computed_once_a_machine(ranks: list[dict[str, Any]], name: str) -> None:
+    leaders = MACHINES[name][1]
+    for number, rank in enumerate(ranks):
+        once = rank[name]["once"]
+        assert once["calls"] == ([number] if number in leaders else [])
+
+        named, bug = once["failures"]
+        assert named == ("MethodError", "the estimator failed", "\nline 1 of the user's file")
+        if number in leaders:
+            assert bug == ("KeyError", "'a bug'", "None")
+        else:
+            assert bug[0] == "RuntimeError" and bug[1].endswith("KeyError: 'a bug'")
+            assert "in compute" in bug[2]  # the place in the file
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_rank_sees_the_samples_of_all_replicas(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    tokens = []
+    for row in range(BATCH):
+        there = [row * 10 + place for place in range(row % 5)]
+        tokens.append(there + [0] * (4 - len(there)))
+    heads = [(row, row % 5, int(row % 2 == 0), row) for row in range(BATCH)]
+
+    for rank in ranks:
+        for exchanged, steps in zip(rank[name]["exchanged"], ([1, 2, 3, 4], [1, 2]), strict=True):
+            assert exchanged["rows"] == list(range(BATCH))
+            assert exchanged["tokens"] == tokens
+            assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
+            assert exchanged["in parts"] and exchanged["heads"] == heads
+            assert exchanged["steps"] == steps
+
+
+def test_shared_memory_has_no_name_that_could_be_left_behind(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["freed"] == (["/memfd:mrlhf (deleted)"], [])
+
+
+_memfd_create = os.memfd_create
+
+
+def _forbid_sharing() -> None:
+    def refuse(name: str) -> int:
+        raise OSError("no memory of this kind")
+
+    os.memfd_create = refuse  # type: ignore[assignment]

@@ -1,0 +1,110 @@
+"""Compiled attention against torch's operators, forward and backward."""
+
+import pytest
+import torch
+
+from mrlhf.models import attention, compiled_attention
+from mrlhf.models.attention import CoreAttention, rotated_heads
+from mrlhf.parallel.packed_sequences import PackedSequences
+
+LENGTHS = [1, 5, 48, 49, 96, 97, 7, 203]
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def packed(lengths):
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSequences(
+        "thd",
+        edges,
+        edges,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+    )
+
+
+def core(heads, kv_heads, dim, window):
+    # mrlhf must be imported before megatron-core.
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=heads * dim,
+        num_attention_heads=heads,
+        num_query_groups=kv_heads,
+        kv_channels=dim,
+        attention_dropout=0.0,
+        window_size=None if window is None else (window - 1, 0),
+    )
+    return CoreAttention(config, 1)
+
+
+def gradients(output, tensors, slopes):
+    return torch.autograd.grad((output.float() * slopes).sum(), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "window"),
+    [
+        (4, 2, 24, 24, None),
+        (6, 2, 32, 16, 20),
+        (2, 2, 10, 10, 100),
+        (3, 1, 128, 0, None),
+    ],
+)
+def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, window):
+    generator = torch.Generator().manual_seed(dim)
+    pack = packed(LENGTHS)
+    tokens = sum(LENGTHS)
+    layer = core(heads, kv_heads, dim, window)
+    assert compiled_attention.compiled(dtype), "this machine has no C++ compiler"
+
+    rotation = None
+    if rotary:
+        frequencies = 1.0 / 100 ** (torch.arange(0, rotary, 2) / rotary)
+        rotation = pack.rotation(frequencies, 1.25)
+        assert pack.rotation(frequencies, 1.25) is rotation
+    shape = (tokens, kv_heads, heads // kv_heads + 2, dim)
+    mixed = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+    slopes = torch.randn(tokens, heads * dim, generator=generator)
+
+    query, key, value = rotated_heads((mixed,), rotation)
+    expected = layer.attend_one_by_one(query, key, value, LENGTHS).flatten(1)
+    (expected_gradient,) = gradients(expected, [mixed], slopes)
+
+    output = layer((mixed,), rotation, pack)
+    (gradient,) = gradients(output, [mixed], slopes)
+    apart = [mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2], mixed[:, :, -1]]
+    from_three = layer(tuple(apart), rotation, pack)
+    (gradient_from_three,) = gradients(from_three, [mixed], slopes)
+
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(gradient, expected_gradient, atol=4 * tolerance, rtol=4 * tolerance)
+    assert torch.equal(from_three, output)
+    assert torch.equal(gradient_from_three, gradient)
+
+
+def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():
+    generator = torch.Generator().manual_seed(0)
+    layer = core(4, 2, 24, None)
+    mixed = torch.randn(sum(LENGTHS), 2, 4, 24, generator=generator)
+
+    whole = layer((mixed,), None, packed(LENGTHS)).split(LENGTHS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = [layer((part,), None, packed([len(part)])) for part in mixed.split(LENGTHS)]
+    torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(whole, alone, strict=True))
+
+
+def test_without_a_compiler_torch_computes_the_same(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    layer = core(4, 2, 24, 20)
+    mixed = torch.randn(sum(LENGTHS), 2, 4, 24, generator=generator)
+    pack = packed(LENGTHS)
+    expected = layer((mixed,), None, pack)
+
+    monkeypatch.setattr(attention.compiled_attention, "compiled", lambda dtype: False)
+    torch.testing.assert_close(layer((mixed,), None, pack), expected, atol=2e-5, rtol=2e-5)

@@ -1,0 +1,118 @@
+"""Plans of large jobs: each rank plans alone, ranks agree, and senders share the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import AXES, EngineLayout, ParallelLayout
+from mrlhf.reshard.moves import Move
+from mrlhf.reshard.plan import Planner
+from mrlhf.reshard.sides import sides_around
+from tests.shards import tiny_spec
+
+Engines = Callable[[ParallelLayout, int], EngineLayout]
+HUGE = ParallelLayout(tp=8, pp=8, dp=128)
+
+
+def _spec(tied: bool = False) -> ModelSpec:
+    return replace(
+        tiny_spec("llama"), num_heads=32, num_kv_heads=16, head_dim=4, hidden_size=64, ffn_size=128,
+        num_layers=8, vocab_size=200, tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def _planner(spec: ModelSpec, engines: EngineLayout, rank: int, machine: int) -> Planner:
+    """The planner of one rank, where `machine` ranks in a row are near each other."""
+    sides = sides_around(
+        rank,
+        engines,
+        lambda rank: role_pieces(spec, engines.actor, rank),
+        lambda rank: engine_pieces(spec, engines, rank),
+    )
+    return Planner(*sides, 2, lambda rank: _machine_of(rank, machine))
+
+
+def _machine_of(rank: int, size: int) -> range:
+    first = rank // size * size
+    return range(first, first + size)
+
+
+def _between(moves: Sequence[Move], sender: int, receiver: int) -> list[Move]:
+    return [m for m in moves if (m.source_rank, m.target_rank) == (sender, receiver)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "tp"),
+    [
+        (EngineLayout.inside, 8),
+        (EngineLayout.inside, 1),
+        (EngineLayout.consecutive, 16),
+        (EngineLayout.consecutive, 4),
+    ],
+)
+def test_ranks_of_a_huge_job_agree_and_receive_the_minimum(engine: Engines, tp: int) -> None:
+    """The slices of 8,192 ranks: who shall send to me plans to send to me, and the reverse."""
+    engines = engine(HUGE, tp)
+    for rank in (0, 4099, 8191):
+        planner = _planner(_spec(), engines, rank, machine=8)
+        plan = planner.plan(rank)
+        assert plan.bytes_received == plan.bytes_minimum
+
+        senders = sorted({move.source_rank for move in plan.receives})
+        assert senders
+        for sender in senders[:: len(senders) // 6 + 1]:
+            other = _planner(_spec(), engines, sender, machine=8).sends(sender)
+            assert _between(other, sender, rank) == _between(plan.receives, sender, rank)
+
+        receivers = sorted({move.target_rank for move in plan.sends})
+        assert receivers
+        for receiver in receivers[:: len(receivers) // 6 + 1]:
+            received = _planner(_spec(), engines, receiver, machine=8).plan(receiver).receives
+            assert _between(received, rank, receiver) == _between(plan.sends, rank, receiver)
+
+
+def test_a_holder_on_the_same_machine_sends() -> None:
+    """Machines have two stages of one data-parallel copy, or both copies of one stage."""
+    actor = ParallelLayout(tp=2, pp=4, dp=2)
+    engines = EngineLayout.consecutive(actor, 4)
+    for rank in range(16):
+        planner = _planner(_spec(), engines, rank, machine=4)
+        for move in planner.plan(rank).receives:
+            stage = actor.coordinates(move.source_rank).pp
+            is_stage_here = stage == actor.coordinates(rank).pp
+            assert (move.source_rank in _machine_of(rank, 4)) == is_stage_here
+
+
+@pytest.mark.parametrize(
+    ("actor", "engine_tp", "tied", "machine"),
+    [
+        (ParallelLayout(4, 2, 8), 16, False, 1),
+        (ParallelLayout(4, 2, 8), 16, False, 8),
+        (ParallelLayout(2, 2, 16), 8, False, 1),
+        (ParallelLayout(2, 2, 16), 8, False, 8),
+        (ParallelLayout(4, 1, 16), 1, False, 8),
+        (ParallelLayout(1, 4, 6), 2, False, 8),
+        (ParallelLayout(2, 4, 8), 16, True, 1),
+        (ParallelLayout(4, 4, 4), 8, True, 8),
+    ],
+)
+def test_no_rank_sends_much_more_than_the_mean(
+    actor: ParallelLayout, engine_tp: int, tied: bool, machine: int
+) -> None:
+    engines = EngineLayout(engine_tp, actor, AXES)
+    planner = _planner(_spec(tied), engines, 0, machine)
+    sent: list[int] = []
+    received = 0
+    for rank in range(actor.world_size):
+        plan = planner.plan(rank)
+        sent.append(2 * sum(move.elements for move in plan.sends))
+        received += plan.bytes_received
+        assert plan.bytes_received == plan.bytes_minimum
+
+    assert sum(sent) == received > 0
+    assert max(sent) <= 1.6 * received / len(sent)
