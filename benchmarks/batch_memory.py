@@ -24,14 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from model_sizes import model_config
 from torch import Tensor
 
 from mrlhf.batch import Prompts, Rollout
 from mrlhf.config.roots import PPOConfig
+from mrlhf.config.sections import RoleSection
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
 from mrlhf.metrics import PhaseTimer
+from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.microbatch import BatchCut
+from mrlhf.parallel.packs import Pack
 from mrlhf.rl.kl import FixedKlController
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.policy_loss import PolicyBatch
@@ -94,32 +99,27 @@ class InstantEngine:
         return Finished(samples, EngineStats(steps=RESPONSE_TOKENS))
 
 
-class _InstantModel:
-    """Passes over packs without a model, behind the methods of `ModelEngine`."""
+class _InstantModel(ModelEngine):
+    """Passes over packs without a model."""
 
     def __init__(self, groups: RoleGroups, channels: int) -> None:
+        """It gives `channels` numbers for each token."""
         self.groups = groups
         self.device = torch.device("cpu")
-        self._section = SimpleNamespace(micro_batch_tokens=16384, sequence_parallel=False)
-        self._pipeline = SimpleNamespace(forward=self._forward)
+        self.spec = FAMILIES["llama"].read_config(model_config("tiny").to_dict(), "lm")
+        self._section = RoleSection(path="none", micro_batch_tokens=16384)
+        self._pipeline: Any = SimpleNamespace(forward=self._forward)
         self._channels = channels
 
-    def _forward(self, packs: Sequence[Any], evaluate: Any) -> list[Tensor]:
+    def _forward(self, packs: Sequence[Pack], evaluate: object) -> list[Tensor]:
         if self.groups.coordinates.pp < self.groups.layout.pp - 1:
             return []
         return [-torch.rand(self._channels, len(pack.select)) for pack in packs]
 
-    def cut(self, *arguments: Any) -> Any:
-        return ModelEngine.cut(self, *arguments)  # type: ignore[arg-type]
-
-    def outputs(self, rollout: Rollout, cut: Any) -> Tensor:
-        return ModelEngine.per_token(
-            self,  # type: ignore[arg-type]
-            cut.packs,
-            rollout.shape,
-            lambda output, number: output,
-            self._channels,
-        )
+    def outputs(self, rollout: Rollout, cut: BatchCut) -> Tensor:
+        """The numbers for each token of the rollout."""
+        shape = rollout.shape
+        return self.per_token(cut.packs, shape, lambda output, number: output, self._channels)
 
 
 def take_step(trainer: Any, generator: Generator, prompts: Prompts, models: Any) -> None:

@@ -28,9 +28,11 @@ def ranges(begins: Tensor, counts: Tensor) -> Tensor:
         begins: int64 [ranges].
         counts: int64 [ranges].
     """
+    # NumPy repeats several times as fast as torch does.
     shifts = begins - (counts.cumsum(0) - counts)
-    numbers = shifts.repeat_interleave(counts)
-    return numbers.add_(torch.arange(len(numbers)))
+    numbers = np.repeat(shifts.numpy(), counts.numpy())
+    numbers += np.arange(len(numbers))
+    return torch.from_numpy(numbers)
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,8 @@ class Rollout:
     @property
     def response_lengths(self) -> list[int]:
         """Tokens of each row's response that are there, whether they train or not."""
-        return [int(n) for n in self.response_mask.sum(dim=1).tolist()]
+        lengths: list[int] = np.count_nonzero(self.response_mask.numpy(), axis=1).tolist()
+        return lengths
 
     @property
     def prompt_groups(self) -> Tensor:
@@ -264,16 +267,22 @@ class Rollout:
     def sequences(self) -> Sequences:
         """Prompt and response of each row, joined, without padding."""
         prompt_lengths = torch.tensor(self.prompt_lengths, dtype=torch.int64)
-        response_lengths = self.response_mask.sum(dim=1)
+        response_lengths = torch.tensor(self.response_lengths, dtype=torch.int64)
         lengths = prompt_lengths + response_lengths
-        begins = lengths.cumsum(0) - lengths
 
-        token_ids = torch.empty(int(lengths.sum()), dtype=torch.int32)
-        token_ids[ranges(begins, prompt_lengths)] = flat_ids(self.prompts.token_ids)
-        responses = ranges(begins + prompt_lengths, response_lengths)
-        token_ids[responses] = self.response_ids[self.response_mask].int()
+        # Prompt and response in turn, and the rest of each row of the table, which goes.
         width = self.response_ids.shape[1]
-        return Sequences(token_ids, begins, lengths, prompt_lengths, width)
+        rests = width - response_lengths
+        columns = torch.stack([response_lengths, rests], dim=1).flatten().tolist()
+        responses = self.response_ids.reshape(-1).int().split(columns)[0::2]
+        prompts = flat_ids(self.prompts.token_ids).split(prompt_lengths.tolist())
+        return Sequences(
+            token_ids=torch.cat([*chain.from_iterable(zip(prompts, responses, strict=True))]),
+            begins=lengths.cumsum(0) - lengths,
+            lengths=lengths,
+            prompt_lengths=prompt_lengths,
+            width=width,
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
-from mrlhf.rl.masking import local_moments
+from mrlhf.rl.masking import local_moments, selected
 
 
 class Tally:
@@ -188,14 +188,14 @@ def data_metrics(experience: Experience, max_prompt_length: int) -> dict[str, fl
     metrics = {
         **_mean_max_min("critic/score", experience.scores),
         **_mean_max_min("critic/rewards", experience.token_rewards.sum(dim=1)),
-        **_mean_max_min("critic/advantages", experience.advantages[mask]),
-        **_mean_max_min("critic/returns", experience.returns[mask]),
+        **_mean_max_min("critic/advantages", selected(experience.advantages, mask)),
+        **_mean_max_min("critic/returns", selected(experience.returns, mask)),
         **_length_metrics(experience.rollout, max_prompt_length),
     }
 
     values = experience.values
     if values is not None:
-        metrics |= _mean_max_min("critic/values", values[mask])
+        metrics |= _mean_max_min("critic/values", selected(values, mask))
         metrics["critic/vf_explained_var"] = explained_variance(values, experience.returns, mask)
     return metrics
 
@@ -272,11 +272,11 @@ def _mean_max_min(prefix: str, x: Tensor) -> dict[str, float]:
     if x.numel() == 0:
         return {f"{prefix}/{name}": math.nan for name in ("mean", "max", "min")}
 
-    x = x.double()
+    lowest, highest = x.aminmax()
     return {
-        f"{prefix}/mean": float(x.mean()),
-        f"{prefix}/max": float(x.max()),
-        f"{prefix}/min": float(x.min()),
+        f"{prefix}/mean": float(x.double().mean()),
+        f"{prefix}/max": float(highest),
+        f"{prefix}/min": float(lowest),
     }
 
 

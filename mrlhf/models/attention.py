@@ -86,7 +86,7 @@ class CoreAttention(torch.nn.Module):
     def _attend_varlen(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> Tensor:
-        output: Tensor = varlen.varlen_attn(
+        output = varlen.varlen_attn(
             query,
             key,
             value,
@@ -98,6 +98,7 @@ class CoreAttention(torch.nn.Module):
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
+        assert isinstance(output, Tensor)
         return output
 
     def attend_one_by_one(

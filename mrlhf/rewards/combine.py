@@ -123,6 +123,11 @@ class RewardFunction:
             raise
 
     @property
+    def reads_text(self) -> bool:
+        """Whether a term reads the text of a response; the scores of the others are given."""
+        return bool(self._rules or self._custom)
+
+    @property
     def external(self) -> list[str]:
         """The terms whose scores the caller must give to `score`."""
         return [name for name in self.weights if name in EXTERNAL_TERMS]

@@ -162,14 +162,16 @@ def gae(
 
     next_value = values.new_zeros(len(values))
     last = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(values)
-    for t in reversed(range(values.shape[1])):
-        valid = mask[:, t]
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
+    # The numbers of one position side by side, as each round needs them.
+    columns = zip(*(table.t().contiguous() for table in (rewards, values, mask)), strict=True)
+    by_position = []
+    for reward, value, valid in reversed(list(columns)):
+        delta = reward + gamma * next_value - value
         last = torch.where(valid, delta + gamma * lam * last, last)
-        next_value = torch.where(valid, values[:, t], next_value)
-        advantages[:, t] = torch.where(valid, last, 0)
+        next_value = torch.where(valid, value, next_value)
+        by_position.append(torch.where(valid, last, 0))
 
+    advantages = torch.stack(by_position[::-1]).t().contiguous()
     returns = torch.where(mask, advantages + values, 0)
     return advantages, returns
 

@@ -74,13 +74,22 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
+def selected(x: Tensor, mask: Tensor) -> Tensor:
+    """`x[mask]`: the entries of `x` where `mask` is True, flat and without a gradient."""
+    x = x.detach()
+    if x.device.type != "cpu" or x.dtype == torch.bfloat16:
+        return x[mask]
+    # NumPy takes them some ten times as fast as torch does.
+    return torch.from_numpy(x.numpy()[mask.numpy()])
+
+
 def local_moments(x: Tensor, mask: Tensor) -> Moments:
     """Moments of the entries of `x` where `mask` is True, in float64 and in two passes.
 
     Arguments as in `masked_sum`.
     """
     _check_mask(x, mask)
-    kept = x[mask].double()
+    kept = selected(x, mask).double()
     if kept.numel() == 0:
         return Moments(0, 0.0, 0.0)
 

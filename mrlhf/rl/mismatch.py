@@ -20,7 +20,7 @@ from mrlhf.rl.correction import (
     truncate,
 )
 from mrlhf.rl.kl import LOG_RATIO_LIMIT
-from mrlhf.rl.masking import local_moments, masked_mean, masked_sum
+from mrlhf.rl.masking import local_moments, masked_mean, masked_sum, selected
 
 MEAN_EPS = 1e-8
 
@@ -46,17 +46,19 @@ def mismatch_metrics(
     """
     trainer = torch.where(mask, trainer_logprobs.detach().double(), 0)
     rollout = torch.where(mask, rollout_logprobs.detach().double(), 0)
-    log_ratio = trainer - rollout
-    sequence_log_ratio = _clamped(masked_sum(log_ratio, mask, dim=1))
+    of_tokens = selected(trainer - rollout, mask)
 
-    rows = mask.any(dim=1)
-    log_ppl = -masked_mean(trainer, mask, dim=1)
-    rollout_log_ppl = -masked_mean(rollout, mask, dim=1)
+    # Both are 0 outside the mask.
+    tokens = mask.sum(dim=1)
+    rows = tokens > 0
+    log_ppl = -trainer.sum(dim=1) / tokens.clamp(min=1)
+    rollout_log_ppl = -rollout.sum(dim=1) / tokens.clamp(min=1)
+    sequence_log_ratio = _clamped((trainer - rollout).sum(dim=1))
     log_ppl_diff = log_ppl - rollout_log_ppl
 
     return {
-        "kl": _mean(-log_ratio, mask),
-        "k3_kl": _mean(log_ratio.clamp(max=LOG_RATIO_LIMIT).exp() - 1 - log_ratio, mask),
+        "kl": _flat_mean(-of_tokens),
+        "k3_kl": _flat_mean(of_tokens.clamp(max=LOG_RATIO_LIMIT).exp_() - 1 - of_tokens),
         "training_ppl": _mean(log_ppl.exp(), rows),
         "training_log_ppl": _mean(log_ppl, rows),
         "rollout_ppl": _mean(rollout_log_ppl.exp(), rows),
@@ -66,7 +68,7 @@ def mismatch_metrics(
         "log_ppl_diff_max": _max(log_ppl_diff[rows]),
         "log_ppl_diff_min": _min(log_ppl_diff[rows]),
         "ppl_ratio": _mean(log_ppl_diff.exp(), rows),
-        "chi2_token": _mean((2 * _clamped(log_ratio)).exp(), mask) - 1,
+        "chi2_token": _flat_mean((2 * _clamped(of_tokens)).exp_()) - 1,
         "chi2_seq": _mean((2 * sequence_log_ratio).exp(), rows) - 1,
     }
 
@@ -83,8 +85,8 @@ def probability_metrics(
 
     Arguments as in `mismatch_metrics`.
     """
-    trainer = trainer_logprobs.detach()[mask].double().exp()
-    rollout = rollout_logprobs.detach()[mask].double().exp()
+    trainer = selected(trainer_logprobs, mask).double().exp_()
+    rollout = selected(rollout_logprobs, mask).double().exp_()
     gap = (trainer - rollout).abs()
     return {
         "rollout_probs_diff_valid": float(gap.numel() > 0),
@@ -139,8 +141,8 @@ def weight_metrics(
         extremes = sequence_log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
         ratios = raw_of_sequences
     else:
-        extremes = weights[mask]
-        ratios = raw[mask]
+        extremes = selected(weights, mask)
+        ratios = selected(raw, mask)
 
     metrics = {
         "mean": mean,
@@ -156,7 +158,8 @@ def weight_metrics(
         **_spread("seq", of_sequences),
     }
     if correction.lower is not None:
-        metrics["oob_ratio"] = _share((raw[mask] < lower) | (raw[mask] > correction.upper))
+        flat = selected(raw, mask)
+        metrics["oob_ratio"] = _share((flat < lower) | (flat > correction.upper))
     if correction.normalise:
         factor = normalisation_factor(weights, mask, correction.level)
         metrics["batch_norm_factor"] = float(factor)
@@ -211,7 +214,7 @@ def criterion_metrics(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> 
     lower, upper = criterion.bounds
 
     of_sequences = masked_mean(values, mask, dim=1)[mask.any(dim=1)]
-    of_units = values[mask] if criterion.of_tokens else of_sequences
+    of_units = selected(values, mask) if criterion.of_tokens else of_sequences
     within = local_moments(values.clamp(0.0 if lower is None else lower, upper), mask)
 
     metrics = {
@@ -234,7 +237,7 @@ def criterion_metrics(criterion: Criterion, log_ratio: Tensor, mask: Tensor) -> 
 def _rejected_shares(rejected: Tensor, mask: Tensor) -> dict[str, float]:
     """The shares of tokens, and of sequences with at least one token, that were rejected."""
     return {
-        "masked_fraction": _share(rejected[mask]),
+        "masked_fraction": _share(selected(rejected, mask)),
         "seq_masked_fraction": _share(rejected.any(dim=1)[mask.any(dim=1)]),
     }
 
@@ -259,6 +262,10 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 
 def _mean(values: Tensor, mask: Tensor) -> float:
     return float(masked_mean(values, mask)) if bool(mask.any()) else math.nan
+
+
+def _flat_mean(x: Tensor) -> float:
+    return float(x.mean()) if x.numel() else math.nan
 
 
 def _share(true: Tensor) -> float:

@@ -192,14 +192,18 @@ class Scorer:
             rows: some of them.
         """
         prompts = rollout.prompts
+        reads_text = self._function.reads_text
+
         inputs = []
         for row in rows:
-            tokens = rollout.response_ids[row, : lengths[row]].tolist()
+            text = ""
+            if reads_text:
+                text = self._tokenizer.decode(rollout.response_ids[row, : lengths[row]].tolist())
             inputs.append(
                 RewardInput(
                     data_source=prompts.data_source[row],
                     prompt_text=prompts.text[row],
-                    solution_str=self._tokenizer.decode(tokens),
+                    solution_str=text,
                     ground_truth=prompts.ground_truth[row],
                     extra_info=prompts.extra_info[row],
                     response_tokens=lengths[row],

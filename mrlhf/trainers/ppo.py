@@ -20,6 +20,7 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.kl import make_kl_controller
+from mrlhf.rl.masking import selected
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
 from mrlhf.roles.token_logprobs import ReferenceStates
@@ -247,7 +248,7 @@ class PPOTrainer:
 
         def measure() -> dict[str, float]:
             mask = rollout.loss_mask
-            metrics = {"actor/entropy": float(evaluation.entropy[mask].mean())}
+            metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
             return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
 
         return evaluation, self.machine.once(measure)

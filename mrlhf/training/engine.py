@@ -258,8 +258,9 @@ class ModelEngine:
         if results and self.groups.coordinates.tp == 0:
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
-            places = torch.cat([pack.places for pack in packs])
-            table.entries.view(channels, -1).index_copy_(1, places, flat)
+            parts = flat.split([len(pack.places) for pack in packs], dim=1)
+            for pack, part in zip(packs, parts, strict=True):
+                table.entries.view(channels, -1).index_copy_(1, pack.places, part)
         return table.complete()
 
     def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:

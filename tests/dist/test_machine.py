@@ -19,7 +19,7 @@ from torch import Tensor
 from mrlhf.errors import MethodError, UserTraceback
 from mrlhf.inference.base import EngineStats, Sample
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout
 from mrlhf.parallel.machine import Machine
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from tests.ranks import run_ranks
@@ -140,11 +140,12 @@ def _samples(replica: int) -> tuple[list[int], list[Sample]]:
 
 def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     """The samples of all replicas at once, and in two parts with a checkpoint between."""
-    replicas = [list(range(first, first + tp)) for first in range(0, WORLD_SIZE, tp)]
-    groups = factory.engine_groups(EngineLayout(tp, replicas))
+    actor = ParallelLayout(tp=1, pp=1, dp=WORLD_SIZE)
+    layout = EngineLayout.consecutive(actor, tp)
+    groups = factory.engine_groups(layout)
     rows: list[int] = []
     samples: list[Sample] = []
-    for part in range(groups.replica, WORLD_SIZE, len(replicas)):
+    for part in range(groups.replica, WORLD_SIZE, WORLD_SIZE // tp):
         some_rows, some_samples = _samples(part)
         rows += some_rows
         samples += some_samples

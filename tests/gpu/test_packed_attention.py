@@ -1,0 +1,73 @@
+"""Attention within packs on a GPU without TransformerEngine, against a CPU in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrlhf.models.attention import CoreAttention
+from mrlhf.parallel.packed_sequences import PackedSequences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+LENGTHS = [1, 5, 48, 97, 7, 203]
+SHAPE = (sum(LENGTHS), 2, 5, 64)  # tokens, KV heads, three query heads with their k and v, head_dim
+
+
+def _packed(device: str) -> PackedSequences:
+    edges = torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device)
+    return PackedSequences(
+        "thd",
+        edges,
+        edges,
+        max_seqlen_q=max(LENGTHS),
+        max_seqlen_kv=max(LENGTHS),
+        position_ids=torch.cat([torch.arange(length) for length in LENGTHS]).to(device),
+    )
+
+
+def _attention(window: int | None) -> CoreAttention:
+    # mrlhf must be imported before megatron-core.
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=384,
+        num_attention_heads=6,
+        num_query_groups=2,
+        kv_channels=64,
+        attention_dropout=0.0,
+        window_size=None if window is None else (window - 1, 0),
+    )
+    return CoreAttention(config, 1)
+
+
+def _outputs(mixed: Tensor, slopes: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Output and gradient, in float32 on the host."""
+    packed = _packed(mixed.device.type)
+    rotation = packed.rotation(1.0 / 100 ** (torch.arange(0, 48, 2) / 48), 1.0)
+    mixed = mixed.requires_grad_()
+    output = _attention(window)((mixed,), rotation, packed)
+    (gradient,) = torch.autograd.grad((output.float() * slopes).sum(), [mixed])
+    return output.detach().float().cpu(), gradient.float().cpu()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)], ids=str
+)
+@pytest.mark.parametrize("window", [None, 20])
+def test_packed_attention_equals_the_cpu(
+    dtype: torch.dtype, tolerance: float, window: int | None
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(SHAPE, generator=generator).to(dtype)
+    slopes = torch.randn(SHAPE[0], 384, generator=generator)
+
+    wanted = _outputs(mixed.float(), slopes, window)
+    given = _outputs(mixed.cuda(), slopes.cuda(), window)
+    for value, expected in zip(given, wanted, strict=True):
+        torch.testing.assert_close(value, expected, atol=tolerance, rtol=tolerance)
