@@ -141,7 +141,7 @@ class PPOConfig(Root):
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL in use needs the logits of actor and reference in one place."""
+        """Whether a KL in use needs actor and reference in one place."""
         return self.full_kl_in_reward or self.full_kl_in_loss
 
     @property

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import Float16Module
@@ -20,9 +19,9 @@ from megatron.core.utils import unwrap_model
 
 from mrlhf.device import Device
 from mrlhf.models.families import family_of
-from mrlhf.models.heads import GPTScalarModel
+from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
 from mrlhf.models.parameters import chunk_of
-from mrlhf.models.scaling import scale_embeddings, scale_logits
+from mrlhf.models.scaling import scale_embeddings
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.layout import Coordinates, ParallelLayout
@@ -37,11 +36,20 @@ class BuiltModel(NamedTuple):
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
         module: what schedules and DistributedDataParallel take: a GPTModel, which is wrapped in a
-            Float16Module if its dtype is bfloat16.
+            Float16Module if its dtype is bfloat16. Its last stage gives hidden states, or one
+            number for each token, in its dtype.
     """
 
     config: TransformerConfig
     module: torch.nn.Module
+
+
+class HalfPrecision(Float16Module):
+    """A Float16Module that gives what the model gives, without a copy of it in float32."""
+
+    def forward(self, *inputs: Any, **arguments: Any) -> Any:
+        """The output of the model."""
+        return super().forward(*inputs, fp32_output=False, **arguments)
 
 
 def build_model(
@@ -73,7 +81,7 @@ def build_model(
     decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
 
     _prepare_megatron()
-    model_class = GPTModel if spec.head == "lm" else GPTScalarModel
+    model_class = GPTHiddenModel if spec.head == "lm" else GPTScalarModel
     model = model_class(
         config=config,
         transformer_layer_spec=decoder,
@@ -88,10 +96,8 @@ def build_model(
 
     if chunk.is_first:
         scale_embeddings(model.embedding, spec.embedding_multiplier)
-    if chunk.is_last:
-        scale_logits(model.output_layer, spec.logits_divisor)
     model.to(device.torch_device)
-    module = Float16Module(config, model) if dtype == torch.bfloat16 else model
+    module = HalfPrecision(config, model) if dtype == torch.bfloat16 else model
     return BuiltModel(config, module)
 
 

@@ -1,6 +1,8 @@
-"""A GPT model that gives one number for each token: value and reward models.
+"""What the last stage of a model gives instead of whole logits.
 
-Only the head differs from megatron-core's GPTModel. This file knows nothing of losses.
+A language model gives the hidden states that its output layer is applied to; a value or reward
+model gives one number for each token. Only the head differs from megatron-core's GPTModel. This
+file knows nothing of losses, nor what is done with hidden states.
 """
 
 from __future__ import annotations
@@ -9,9 +11,63 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+
+class HiddenHead(torch.nn.Module):
+    """Holds the weight of the output layer, and gives the hidden states of all tokens.
+
+    They are [seq_len, micro_batch, hidden], the same on every tensor-parallel rank. Each rank
+    computes with its own shard of the weight, so their gradient is summed over the ranks.
+    """
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter | None,
+        config: TransformerConfig,
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
+        """Take over the weight; None where it is the embedding's."""
+        super().__init__()
+        self.weight = weight
+        self._sequence_parallel = config.sequence_parallel
+        self._tp_group = tp_group
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
+        """The hidden states, with the signature of the output layer that the head replaces."""
+        if self._sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, group=self._tp_group), None
+        return copy_to_tensor_model_parallel_region(hidden, group=self._tp_group), None
+
+
+class GPTHiddenModel(GPTModel):
+    """A GPTModel whose last stage gives the hidden states, [micro_batch, seq_len, hidden]."""
+
+    def __init__(self, *, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(config=config, **arguments)
+        if self.post_process:
+            weight = self.output_layer.weight
+            assert weight is None or isinstance(weight, torch.nn.Parameter)
+            self.output_layer: torch.nn.Module = HiddenHead(weight, config, self.pg_collection.tp)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The weight of the output layer, [vocab_shard, hidden]; of the last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        weight = self.output_layer.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
 
 class ScalarHead(torch.nn.Module):

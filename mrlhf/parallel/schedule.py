@@ -1,7 +1,8 @@
 """Runs packed micro-batches through the pipeline of one model, with megatron-core's 1F1B schedule.
 
 It knows the model only as something that takes packed tokens, and the loss only as a function that
-its caller hands in. That function gets the output of the model at the positions a pack selects.
+its caller hands in. That function gets the output of the model at the positions a pack selects: a
+language model's hidden states, or the numbers of a scalar model.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Pipeline:
 
         Args:
             packs: micro-batches; none where this data-parallel rank has no rows.
-            evaluate: takes the model's output at a pack's selected positions, [selected,
-                vocab_shard] or [selected, 1], and the number of the pack.
+            evaluate: takes the model's output at a pack's selected positions, [selected, hidden]
+                or [selected, 1], and the number of the pack.
 
         Returns:
             On the last stage the results of `evaluate`, one for each pack; on other stages nothing.

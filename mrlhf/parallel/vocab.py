@@ -1,267 +1,262 @@
-"""Sums over a vocabulary that is split over tensor-parallel ranks: log-probabilities, entropy, KL.
+"""The output layer of a language model, and what is asked of the distributions that it gives.
 
-Logits of any dtype are accepted; they are neither gathered nor changed, and all arithmetic is in
-float32. Each function costs two all-reduces of a few numbers a token. For the backward pass it
-keeps the logits that it was given and those numbers, nothing else. It works through the rows in
-chunks, so that no second tensor as large as the logits is made before the gradient itself. It knows
-tokens; it does not know the sequences that they belong to.
+Hidden states are projected onto the vocabulary, which is split over tensor-parallel ranks, a chunk
+of tokens at a time. A few numbers for each token remain of a chunk's logits, so no tensor of
+[tokens, vocab] is ever made.
+
+For training, a loss of these numbers is evaluated as soon as the numbers are there, and its
+gradient is taken while the logits are. This file knows tokens; it does not know the sequences that
+they belong to, nor the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# On a CPU a chunk stays in the cache of a core; on a GPU it keeps the device busy, with temporary
-# tensors of 256 MiB.
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+from mrlhf.parallel.vocab_sums import (
+    Columns,
+    LocalSums,
+    Normalisers,
+    TokenNumbers,
+    Wanted,
+    write_gradient,
+)
 
-Group = dist.ProcessGroup
+# Size of the logits of a chunk. The matrix products want many rows, memory wants few.
+_CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
+_LEAST_ROWS = 128
+
+Objective = Callable[[slice, TokenNumbers], Tensor]
+"""Takes some of the tokens and their numbers, which have gradients; gives their loss, a scalar."""
 
 
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    group: Group | None,
-    temperature: float,
-    vocab_size: int,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target token, and the entropy of each distribution.
+@dataclass(frozen=True)
+class OutputLayer:
+    """This rank's shard of the projection onto the vocabulary.
 
-    Both are differentiable in `logits`.
-
-    Args:
-        logits: [tokens, vocab_shard]. Rank r of the group holds the columns from r * vocab_shard
-            on. Columns from `vocab_size` on are padding: they have probability and gradient 0.
-        targets: int64 [tokens], each in [0, vocab_size), equal on all ranks of the group.
-        group: the ranks that hold the shards; None if this rank holds all columns.
-        temperature: divides the logits; > 0.
-        vocab_size: number of columns over all ranks, without padding.
-        with_entropy: whether to compute the entropy.
-
-    Returns:
-        Log-probabilities and entropies (nats) or None, float32 [tokens], equal on all ranks of the
-        group.
+    Attributes:
+        weight: [vocab_shard, hidden]. Rank r of the group holds the rows from r * vocab_shard on.
+            Rows from `vocab_size` on are padding: they have probability and gradient 0.
+        group: the ranks that hold the shards; None if this rank holds all rows.
+        vocab_size: number of rows over all ranks, without padding.
+        scale: multiplies the products.
     """
-    assert logits.dim() == 2 and targets.shape == logits.shape[:1] and temperature > 0
-    logprobs, entropy = _Logprobs.apply(
-        logits, targets, group, temperature, vocab_size, with_entropy
-    )
-    return logprobs, entropy
+
+    weight: Tensor
+    group: dist.ProcessGroup | None
+    vocab_size: int
+    scale: float
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of the logits on this rank."""
+        shard = len(self.weight)
+        first = 0 if self.group is None else self.group.rank() * shard
+        return Columns(first, max(0, min(shard, self.vocab_size - first)), self.scale)
 
 
-def vocab_parallel_kl(
-    logits: Tensor, ref_logits: Tensor, group: Group | None, temperature: float, vocab_size: int
-) -> Tensor:
-    """KL(p || q) = sum of p (log p - log q) over the whole vocabulary.
+@dataclass(frozen=True)
+class Tokens:
+    """Some tokens, and what their distributions are computed from.
 
-    p is the distribution of `logits` and q that of `ref_logits`, both [tokens, vocab_shard]. The
-    result is differentiable in `logits` only. The other arguments are as for
-    `vocab_parallel_logprobs`.
-
-    Returns:
-        float32 [tokens] in nats, equal on all ranks of the group.
+    Attributes:
+        hidden: [tokens, hidden], equal on all ranks of the output layer's group.
+        targets: int64 [tokens], each in [0, vocab_size).
+        ref_layer: the output layer of the reference, if the KL to it is wanted.
+        ref_hidden: [tokens, hidden], the hidden states of the reference.
     """
-    assert logits.dim() == 2 and ref_logits.shape == logits.shape and temperature > 0
-    return _FullKL.apply(logits, ref_logits.detach(), group, temperature, vocab_size)
+
+    hidden: Tensor
+    targets: Tensor
+    ref_layer: OutputLayer | None = None
+    ref_hidden: Tensor | None = None
 
 
 @torch.no_grad()
-def vocab_parallel_sum_of_squares(
-    logits: Tensor, group: Group | None, temperature: float, vocab_size: int
+def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> TokenNumbers:
+    """The numbers of each token, equal on all ranks of the layer's group.
+
+    They are equal, bit for bit, to those that `token_loss` computes from the same tokens.
+    """
+    return _Projection(layer, tokens, wanted).measure(slice(0, len(tokens.targets)))[0]
+
+
+def token_loss(
+    layer: OutputLayer, tokens: Tokens, wanted: Wanted, objective: Objective, by_token: bool
 ) -> Tensor:
-    """The sum of the squared probabilities of the whole vocabulary, which has no gradient.
+    """The loss of all tokens, a scalar with gradients in the hidden states and the weight.
 
-    The arguments are as for `vocab_parallel_logprobs`.
+    The gradient in the hidden states is that through this rank's columns; the caller sums over the
+    ranks of the group.
 
-    Returns:
-        float32 [tokens] in (0, 1], equal on all ranks of the group.
+    Args:
+        layer: projects the hidden states.
+        tokens: what the loss is about.
+        wanted: the numbers that the objective reads.
+        objective: the loss of some of the tokens; equal on all ranks of the group.
+        by_token: whether the losses of any parts of the tokens add up to the loss of all. If not,
+            the objective gets all tokens at once, and the logits of all but a few are computed
+            twice.
     """
-    assert logits.dim() == 2 and temperature > 0
-    _, valid = _columns(logits, group, vocab_size)
-    maximum = _row_maxima([logits], valid, group, temperature)[0]
-
-    # Rows: sum of exp(x), sum of exp(x)^2.
-    sums = torch.zeros(2, len(logits), dtype=torch.float32, device=logits.device)
-    for rows in _chunks(logits):
-        weight = _scaled(logits[rows, :valid], temperature).sub_(maximum[rows, None]).exp_()
-        sums[0, rows] = weight.sum(dim=1)
-        sums[1, rows] = torch.linalg.vecdot(weight, weight)
-
-    _all_reduce(sums, dist.ReduceOp.SUM, group)
-    return sums[1] / sums[0].square()
-
-
-class _Logprobs(torch.autograd.Function):
-    """log p(t) = x_t - log Z and H = log Z - sum of p x.
-
-    x is the scaled logits minus their maximum, and Z the sum of exp(x).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        group: Group | None,
-        temperature: float,
-        vocab_size: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        first, valid = _columns(logits, group, vocab_size)
-        maximum = _row_maxima([logits], valid, group, temperature)[0]
-        local = targets - first
-        is_local = (local >= 0) & (local < valid)
-        local = local.clamp(0, max(0, valid - 1))
-
-        # Rows: sum of exp(x), sum of x exp(x), x of the target.
-        sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
-            x = _scaled(logits[rows, :valid], temperature).sub_(maximum[rows, None])
-            if valid:
-                at_target = x.gather(1, local[rows, None])[:, 0]
-                sums[2, rows] = at_target.masked_fill(~is_local[rows], 0.0)
-            weight = x.exp()
-            sums[0, rows] = weight.sum(dim=1)
-            if with_entropy:
-                sums[1, rows] = torch.linalg.vecdot(weight, x)
-
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
-        log_total = sums[0].log()
-        entropy = log_total - sums[1] / sums[0] if with_entropy else None
-
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, local, is_local, maximum + log_total, entropy)
-        ctx.temperature = temperature
-        ctx.valid = valid
-        return sums[2] - log_total, entropy
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Any, ...]:
-        """d log p(t) / dx_j = [j = t] - p_j and dH / dx_j = -p_j (log p_j + H)."""
-        logits, local, is_local, log_total, entropy = ctx.saved_tensors
-        if grad_logprobs is None:
-            scaled_grad = torch.zeros_like(log_total)
-        else:
-            scaled_grad = grad_logprobs / ctx.temperature
-
-        gradient = torch.empty_like(logits)
-        gradient[:, ctx.valid :] = 0.0
-        for rows in _chunks(logits):
-            log_p = _scaled(logits[rows, : ctx.valid], ctx.temperature).sub_(log_total[rows, None])
-            from_logprobs = scaled_grad[rows, None]
-            if grad_entropy is None:
-                part = log_p.exp_().mul_(-from_logprobs)
-            else:
-                p = log_p.exp()
-                from_entropy = grad_entropy[rows, None] / ctx.temperature
-                part = log_p.add_(entropy[rows, None]).mul_(-from_entropy)
-                part = part.sub_(from_logprobs).mul_(p)
-
-            if ctx.valid:
-                at_target = (scaled_grad * is_local)[rows, None]
-                part.scatter_add_(1, local[rows, None], at_target)
-            gradient[rows, : ctx.valid] = part
-
-        return gradient, None, None, None, None, None
+    hidden = tokens.hidden
+    weight = layer.weight
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    with torch.no_grad():
+        projection = _Projection(layer, tokens, wanted)
+        gradients = _Gradients(torch.empty_like(hidden), weight)
+        whole = slice(0, len(tokens.targets))
+        for part in projection.chunks(whole) if by_token else [whole]:
+            numbers, normalisers = projection.measure(part)
+            part_loss, of_numbers = _differentiate(objective, part, numbers)
+            loss += part_loss
+            projection.differentiate(part, numbers, of_numbers, normalisers, gradients)
+    return _KnownGradients.apply(loss, hidden, weight, gradients.hidden, gradients.weight)
 
 
-class _FullKL(torch.autograd.Function):
-    """KL = sum of p (x - y) - log Z_x + log Z_y.
+class _Projection:
+    """Computes the logits of some tokens, chunk by chunk, in one buffer."""
 
-    x and y are the scaled logits minus their maxima, and Z_x and Z_y the sums of exp(x) and exp(y).
-    """
+    def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> None:
+        assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
+        self._layer = layer
+        self._tokens = tokens
+        self._wanted = wanted
+        self._columns = layer.columns
+        shard = len(layer.weight)
+        row_bytes = shard * layer.weight.element_size()
+        self._most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
+        shape = (1 + wanted.kl, min(self._most_rows, len(tokens.targets)), shard)
+        self._buffers = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+        self._held: slice | None = None
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        ref_logits: Tensor,
-        group: Group | None,
-        temperature: float,
-        vocab_size: int,
-    ) -> Tensor:
-        _, valid = _columns(logits, group, vocab_size)
-        maxima = _row_maxima([logits, ref_logits], valid, group, temperature)
+    def chunks(self, part: slice) -> list[slice]:
+        """Cut the part into as few chunks as possible, of nearly equal size; at least one."""
+        rows = part.stop - part.start
+        height = -(-rows // max(1, -(-rows // self._most_rows)))
+        tops = range(part.start, part.stop, height) if rows else [part.start]
+        return [slice(top, min(top + height, part.stop)) for top in tops]
 
-        # Rows: sum of exp(x), sum of exp(y), sum of (x - y) exp(x).
-        sums = torch.zeros(3, len(logits), dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
-            x = _scaled(logits[rows, :valid], temperature).sub_(maxima[0, rows, None])
-            y = _scaled(ref_logits[rows, :valid], temperature).sub_(maxima[1, rows, None])
-            weight = x.exp()
-            sums[0, rows] = weight.sum(dim=1)
-            sums[2, rows] = torch.linalg.vecdot(weight, x.sub_(y))
-            sums[1, rows] = y.exp_().sum(dim=1)
+    def measure(self, part: slice) -> tuple[TokenNumbers, Normalisers]:
+        """The numbers of these tokens, and what their gradient needs."""
+        tokens = self._tokens
+        device = tokens.hidden.device
+        sums = LocalSums(part.stop - part.start, self._columns, self._wanted, device)
+        for rows in self.chunks(part):
+            logits, ref_logits = self._project(rows)
+            sums.add(rows.start - part.start, logits, tokens.targets[rows], ref_logits)
+        return sums.combine(self._layer.group)
 
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
-        log_totals = sums[:2].log()
-        kl = sums[2] / sums[0] - log_totals[0] + log_totals[1]
+    def differentiate(
+        self,
+        part: slice,
+        numbers: TokenNumbers,
+        of_numbers: TokenNumbers,
+        normalisers: Normalisers,
+        gradients: _Gradients,
+    ) -> None:
+        """Add what these tokens contribute to the gradients.
 
-        ctx.save_for_backward(logits, ref_logits, *(maxima + log_totals), kl)
-        ctx.temperature = temperature
-        ctx.valid = valid
-        return kl
-
-    @staticmethod
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Any, ...]:
-        """d KL / dx_j = p_j (log p_j - log q_j - KL)."""
-        logits, ref_logits, log_total, ref_log_total, kl = ctx.saved_tensors
-
-        gradient = torch.empty_like(logits)
-        gradient[:, ctx.valid :] = 0.0
-        for rows in _chunks(logits):
-            log_p = _scaled(logits[rows, : ctx.valid], ctx.temperature).sub_(log_total[rows, None])
-            log_q = _scaled(ref_logits[rows, : ctx.valid], ctx.temperature).sub_(
-                ref_log_total[rows, None]
+        Args:
+            part: the tokens that were measured last.
+            numbers: as `measure` gave them.
+            of_numbers: the gradient of the loss in each of them.
+            normalisers: as `measure` gave them.
+            gradients: are added to.
+        """
+        for rows in self.chunks(part):
+            logits, ref_logits = self._project(rows)
+            inside = slice(rows.start - part.start, rows.stop - part.start)
+            write_gradient(
+                logits,
+                self._tokens.targets[rows],
+                ref_logits,
+                self._columns,
+                numbers.tokens(inside),
+                of_numbers.tokens(inside),
+                normalisers[inside],
             )
-            part = (log_p - log_q).sub_(kl[rows, None]).mul_(log_p.exp_())
-            gradient[rows, : ctx.valid] = part.mul_(grad_kl[rows, None] / ctx.temperature)
+            self._held = None
+            gradients.add(rows, logits, self._tokens.hidden[rows], self._layer.weight)
 
-        return gradient, None, None, None, None
+    def _project(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """The logits of these tokens, and the reference's; the next call overwrites them."""
+        tokens = self._tokens
+        buffers = self._buffers[:, : rows.stop - rows.start]
+        if self._held != rows:
+            torch.mm(tokens.hidden[rows], self._layer.weight.t(), out=buffers[0])
+            if tokens.ref_layer is not None and tokens.ref_hidden is not None:
+                torch.mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), out=buffers[1])
+            self._held = rows
+        return buffers[0], buffers[1] if self._wanted.kl else None
 
 
-def _columns(logits: Tensor, group: Group | None, vocab_size: int) -> tuple[int, int]:
-    """(number of the first column on this rank, number of its columns that are not padding)."""
-    first = 0 if group is None else group.rank() * logits.shape[1]
-    return first, max(0, min(logits.shape[1], vocab_size - first))
+class _Gradients:
+    """The gradients in the hidden states and in the weight.
 
-
-def _row_maxima(
-    tensors: list[Tensor], valid: int, group: Group | None, temperature: float
-) -> Tensor:
-    """Maximum of each row of each tensor over all shards, divided by the temperature.
-
-    Returns:
-        float32 [tensors, tokens].
+    Attributes:
+        hidden: [tokens, hidden], in the dtype of the hidden states.
+        weight: float32 [vocab_shard, hidden].
     """
-    shape = (len(tensors), len(tensors[0]))
-    maxima = torch.full(shape, -torch.inf, dtype=torch.float32, device=tensors[0].device)
-    if valid:
-        for maximum, tensor in zip(maxima, tensors, strict=True):
-            maximum.copy_(tensor[:, :valid].amax(dim=1))
-    _all_reduce(maxima, dist.ReduceOp.MAX, group)
-    return maxima / temperature
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self.hidden = hidden
+        self.weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+    def add(self, rows: slice, of_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Take in the gradient of the logits of the tokens `rows`."""
+        torch.mm(of_logits, weight, out=self.hidden[rows])
+        if weight.dtype == torch.float32:
+            self.weight.addmm_(of_logits.t(), hidden)
+        else:
+            self.weight.add_(of_logits.t() @ hidden)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A float32 copy, divided by the temperature."""
-    return logits.to(torch.float32, copy=True).div_(temperature)
+def _differentiate(
+    objective: Objective, part: slice, numbers: TokenNumbers
+) -> tuple[Tensor, TokenNumbers]:
+    """The loss of these tokens, and its gradient in each of their numbers."""
+    leaves = {
+        name: number.detach().requires_grad_()
+        for name, number in vars(numbers).items()
+        if number is not None and name != "sum_of_squares"
+    }
+    with torch.enable_grad():
+        loss = objective(part, replace(numbers, **leaves))
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+
+    gradients = dict(zip(leaves, found, strict=True))
+    of_logprobs = gradients["logprobs"]
+    return loss.detach(), TokenNumbers(
+        logprobs=torch.zeros_like(numbers.logprobs) if of_logprobs is None else of_logprobs,
+        entropy=gradients.get("entropy"),
+        full_kl=gradients.get("full_kl"),
+        sum_of_squares=None,
+    )
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of consecutive rows, each with a bounded number of elements; together all rows."""
-    height = max(1, _CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    return (slice(top, top + height) for top in range(0, len(logits), height))
+class _KnownGradients(torch.autograd.Function):
+    """A loss whose gradients have been computed together with it."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        of_hidden: Tensor,
+        of_weight: Tensor,
+    ) -> Tensor:
+        ctx.gradients = (of_hidden, of_weight)
+        ctx.dtype = weight.dtype
+        return loss.clone()
 
-def _all_reduce(tensor: Tensor, operation: Any, group: Group | None) -> None:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(tensor, operation, group=group)
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        of_hidden, of_weight = ctx.gradients
+        return None, of_hidden.mul_(of_loss), of_weight.mul_(of_loss).to(ctx.dtype), None, None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.rl.masking import masked_mean, masked_sum, working_dtype
+from mrlhf.rl.masking import masked_sum, working_dtype
 from mrlhf.rl.names import LossAggMode
 
 
@@ -75,11 +75,23 @@ def aggregate(
     Returns:
         A scalar.
     """
+    dtype = working_dtype(per_token)
+    return masked_sum(per_token * token_weights(mask, mode, loss_scale_factor, dtype), mask)
+
+
+def token_weights(
+    mask: Tensor, mode: LossAggMode, loss_scale_factor: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """What each token counts in the sum of `aggregate`, [batch, response_len] of the dtype.
+
+    The other arguments are those of `aggregate`.
+    """
+    kept = mask.to(dtype)
     if mode == "seq-mean-token-mean":
-        return masked_mean(per_token, mask, dim=1).sum()
+        return kept / kept.sum(dim=1, keepdim=True).clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
-        return masked_sum(per_token, mask) / loss_scale_factor
-    return masked_sum(per_token, mask)
+        return kept / loss_scale_factor
+    return kept
 
 
 def aggregation_count(token_count: int, sequence_count: int, mode: LossAggMode) -> float:

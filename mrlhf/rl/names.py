@@ -152,12 +152,14 @@ class PolicyLossTraits:
         selects_tokens: whether it needs tokens that are chosen by a statistic of the whole
             mini-batch.
         uses_ratio: whether it uses the ratio of two policies, which truncated sampling breaks.
+        needs_sequences: whether the loss of a token depends on other tokens of its sequence.
     """
 
     reads: frozenset[str] = frozenset()
     sequence_level: bool = False
     selects_tokens: bool = False
     uses_ratio: bool = True
+    needs_sequences: bool = False
 
     @property
     def clips(self) -> bool:
@@ -170,11 +172,11 @@ _COVARIANCE_CLIP = frozenset({"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"})
 
 POLICY_LOSS_TRAITS: Mapping[str, PolicyLossTraits] = {
     "vanilla": PolicyLossTraits(reads=_CLIP | {"clip_ratio_c"}),
-    "gspo": PolicyLossTraits(reads=_CLIP, sequence_level=True),
+    "gspo": PolicyLossTraits(reads=_CLIP, sequence_level=True, needs_sequences=True),
     "cispo": PolicyLossTraits(reads=_CLIP),
     "sapo": PolicyLossTraits(reads=frozenset({"tau_pos", "tau_neg"}), sequence_level=True),
     "gpg": PolicyLossTraits(uses_ratio=False),
-    "geo_mean": PolicyLossTraits(reads=_CLIP, sequence_level=True),
+    "geo_mean": PolicyLossTraits(reads=_CLIP, sequence_level=True, needs_sequences=True),
     "clip_cov": PolicyLossTraits(reads=_CLIP | _COVARIANCE_CLIP, selects_tokens=True),
     "kl_cov": PolicyLossTraits(
         reads=frozenset({"kl_cov_ratio", "ppo_kl_coef"}), selects_tokens=True
@@ -185,9 +187,10 @@ POLICY_LOSS_TRAITS: Mapping[str, PolicyLossTraits] = {
     "reinforce": PolicyLossTraits(uses_ratio=False),
 }
 OWN_POLICY_LOSS = PolicyLossTraits(
-    reads=_CLIP | {"clip_ratio_c", "tau_pos", "tau_neg", "ppo_kl_coef"}
+    reads=_CLIP | {"clip_ratio_c", "tau_pos", "tau_neg", "ppo_kl_coef"}, needs_sequences=True
 )
-"""The traits of a user's loss. It is given all numbers but those that choose tokens."""
+"""The traits of a user's loss. It is given all numbers but those that choose tokens, and whole
+sequences, since it may use them."""
 
 
 def policy_loss_traits(name: str) -> PolicyLossTraits:

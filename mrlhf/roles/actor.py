@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from mrlhf.batch import Experience, Rollout
 from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
+from mrlhf.parallel.vocab_sums import Wanted
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
-from mrlhf.roles.policy_objective import UPDATE_METRICS, LogitsObjective, PolicyObjective
-from mrlhf.roles.token_logprobs import TokenLogprobs
+from mrlhf.roles.policy_objective import UPDATE_METRICS, HiddenObjective, PolicyMiniBatch
+from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine
 
@@ -30,7 +32,7 @@ class Evaluation:
     Attributes:
         logprobs: log-probabilities of the response tokens, at the rollout temperature.
         entropy: entropy of the distribution that each token was drawn from, nats.
-        full_kl: KL to the reference over the whole vocabulary, or None where the reference's logits
+        full_kl: KL to the reference over the whole vocabulary, or None where the reference's states
             were not given.
         sum_of_squares: the sum of the squared probabilities of the vocabulary, or None where it was
             not asked for.
@@ -74,7 +76,7 @@ class Actor:
         self,
         rollout: Rollout,
         cut: BatchCut,
-        ref_logits: Sequence[Tensor] | None = None,
+        ref_states: Sequence[ReferenceStates] | None = None,
         with_squares: bool = False,
     ) -> Evaluation:
         """Log-probabilities and entropy under the policy's current weights.
@@ -83,20 +85,18 @@ class Actor:
             rollout: the global batch.
             cut: its cut for this model; `update` must use the same one, so that both see the same
                 micro-batches.
-            ref_logits: the reference's logits of this rank's packs, from `Reference.logits`.
+            ref_states: the reference's of this rank's packs, from `Reference.states`.
             with_squares: whether to sum the squared probabilities of the vocabulary.
         """
         packs = cut.packs
+        with_kl = ref_states is not None
+        wanted = Wanted(entropy=True, squares=with_squares, kl=with_kl)
 
-        def evaluate(logits: Tensor, number: int) -> Tensor:
-            columns = [*self._token_logprobs.with_entropy(logits, packs[number])]
-            if ref_logits is not None:
-                columns.append(self._token_logprobs.full_kl(logits, ref_logits[number]))
-            if with_squares:
-                columns.append(self._token_logprobs.sum_of_squares(logits))
-            return torch.stack(columns)
+        def evaluate(hidden: Tensor, number: int) -> Tensor:
+            reference = None if ref_states is None else ref_states[number]
+            numbers = self._token_logprobs.evaluate(hidden, packs[number], wanted, reference)
+            return torch.stack([number for number in vars(numbers).values() if number is not None])
 
-        with_kl = ref_logits is not None
         channels = 2 + with_kl + with_squares
         table = self.engine.per_token(packs, rollout.shape, evaluate, channels)
         return Evaluation(
@@ -110,7 +110,7 @@ class Actor:
         self,
         experience: Experience,
         cut: BatchCut,
-        ref_logits: Sequence[Tensor] | None = None,
+        ref_states: Sequence[ReferenceStates] | None = None,
         progress: UpdateProgress | None = None,
     ) -> PolicyUpdate:
         """`ppo_epochs` passes over the batch with one optimizer step for each mini-batch.
@@ -120,7 +120,7 @@ class Actor:
         Args:
             experience: the global batch.
             cut: its cut for this model.
-            ref_logits: as for `evaluate`; needed where the loss holds a KL over the vocabulary.
+            ref_states: as for `evaluate`; needed where the loss holds a KL over the vocabulary.
             progress: how far the update has come; the mini-batches that are done are left out.
 
         Raises:
@@ -130,14 +130,14 @@ class Actor:
         progress = progress or UpdateProgress()
         first_logprobs = _FirstLogprobs(experience.rollout.response_mask, progress)
         stopping: Tally | None = None
-        passes = enumerate(self._passes(cut, ref_logits))
+        losses = self._losses(experience, cut, ref_states)
 
         try:
-            for number, (epoch, mini_batch, ref_shard) in passes:
+            for number, (epoch, mini_batch, make_loss) in enumerate(losses):
                 if number < progress.mini_batches:
                     first_logprobs.pass_over(mini_batch)
                     continue
-                loss = self._loss(experience, mini_batch, ref_shard)
+                loss = make_loss()
                 result = self.engine.train_mini_batch(
                     mini_batch.packs, loss, UPDATE_METRICS, self._stop
                 )
@@ -168,32 +168,51 @@ class Actor:
         evaluated = experience.rollout.loss_mask & first_logprobs.rows[:, None]
         return PolicyUpdate(metrics, first_logprobs.gather(self.engine), evaluated)
 
-    def _passes(
-        self, cut: BatchCut, ref_logits: Sequence[Tensor] | None
-    ) -> Iterator[tuple[int, PackedMiniBatch, Sequence[Tensor] | None]]:
-        """Epoch, mini-batch and the reference's logits of its packs, step by step."""
-        for epoch in range(self._section.ppo_epochs):
-            begin = 0
-            for mini_batch in cut.mini_batches:
-                end = begin + len(mini_batch.packs)
-                yield epoch, mini_batch, None if ref_logits is None else ref_logits[begin:end]
-                begin = end
+    def _losses(
+        self,
+        experience: Experience,
+        cut: BatchCut,
+        ref_states: Sequence[ReferenceStates] | None,
+    ) -> Iterator[tuple[int, PackedMiniBatch, Callable[[], HiddenObjective]]]:
+        """Epoch, mini-batch and what makes its loss, step by step.
 
-    def _loss(
+        All but what depends on the current policy is made once for all epochs.
+        """
+        makers = []
+        begin = 0
+        for mini_batch in cut.mini_batches:
+            end = begin + len(mini_batch.packs)
+            states = None if ref_states is None else ref_states[begin:end]
+            makers.append(self._loss_maker(experience, mini_batch, states))
+            begin = end
+
+        for epoch in range(self._section.ppo_epochs):
+            for mini_batch, maker in zip(cut.mini_batches, makers, strict=True):
+                yield epoch, mini_batch, maker
+
+    def _loss_maker(
         self,
         experience: Experience,
         mini_batch: PackedMiniBatch,
-        ref_logits: Sequence[Tensor] | None,
-    ) -> LogitsObjective:
-        """The loss of the mini-batch, after a pass over all of it where the loss needs one."""
-        batch = PolicyBatch.of(experience, mini_batch.rows)
+        ref_states: Sequence[ReferenceStates] | None,
+    ) -> Callable[[], HiddenObjective]:
+        """What makes the loss of the mini-batch, after a pass over it where the loss needs one."""
+        settings = self._settings
+        batch = settings.batch(experience, mini_batch.rows)
         packs = mini_batch.local_packs
-        if self._settings.needs_mini_batch_pass:
+
+        def objective(batch: PolicyBatch) -> HiddenObjective:
+            numbers = PolicyMiniBatch.of(batch, packs)
+            return HiddenObjective(settings, numbers, self._token_logprobs, packs, ref_states)
+
+        def prepare() -> HiddenObjective:
             shape = (len(mini_batch.rows), experience.rollout.shape[1])
             logprobs = self._token_logprobs.of_batch(packs, shape)
-            batch = self._settings.prepared(batch, logprobs)
-        objective = PolicyObjective(self._settings, batch)
-        return LogitsObjective(objective, self._token_logprobs, packs, ref_logits)
+            return objective(settings.prepared(batch, logprobs))
+
+        if settings.needs_mini_batch_pass:
+            return prepare
+        return cache(partial(objective, batch))
 
     @property
     def _stop(self) -> Callable[[Tally], bool] | None:
@@ -234,7 +253,7 @@ class _FirstLogprobs:
         self.rows = torch.zeros(len(response_mask), dtype=torch.bool)
         self._shape = response_mask.shape
         self._earlier = progress.first_logprobs
-        self._kept: list[tuple[list[int], Tensor]] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def pass_over(self, mini_batch: PackedMiniBatch) -> None:
         """Take note of a mini-batch that was trained on before the update was interrupted."""
@@ -245,15 +264,15 @@ class _FirstLogprobs:
         self.rows[mini_batch.rows] = True
         for pack, logprobs in zip(mini_batch.packs, kept, strict=False):
             if logprobs is not None:
-                self._kept.append((pack.rows, logprobs.cpu()))
+                self._kept.append((pack.places, logprobs.cpu()))
 
     def gather(self, engine: ModelEngine) -> Tensor:
         """The table of all ranks, float32 [batch, response_len]; every rank calls it once."""
         groups = engine.groups
         table = groups.machine.table(self._shape, torch.float32)
         if groups.coordinates.tp == 0:
-            for rows, logprobs in self._kept:
-                table.entries[rows] = logprobs
+            for places, logprobs in self._kept:
+                table.entries.view(-1)[places] = logprobs
         if self._earlier is not None and torch.distributed.get_rank() == 0:
             held = self._earlier != 0
             table.entries[held] = self._earlier[held]

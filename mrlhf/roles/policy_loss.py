@@ -6,6 +6,7 @@ It chooses and prepares; the formulas are in `rl`, and how per-token losses beco
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from mrlhf.batch import Experience
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.sections import ActorSection
 from mrlhf.methods import find_method
+from mrlhf.parallel.packs import Pack
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
+from mrlhf.rl.losses import token_weights
 from mrlhf.rl.names import policy_loss_traits
 from mrlhf.rl.policy_losses import (
     POLICY_LOSSES,
@@ -32,56 +35,59 @@ from mrlhf.rl.policy_losses import (
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """The numbers of one mini-batch, on the host; [sequences, response_len] unless said.
+    """The numbers of some tokens.
+
+    They are tables of a mini-batch on the host, [sequences, response_len], or a part of a pack
+    where the model is: the table of its sequences, or its tokens in one row, [1, tokens].
 
     Attributes:
-        response_mask: bool, all response tokens.
         drawn: bool, the response tokens that the policy drew.
         mask: bool, the drawn tokens that correction has not rejected.
         old_logprobs: log-probabilities that the ratio starts from.
         advantages: the advantage of each token.
         ref_logprobs: log-probabilities under the reference, or None.
         weights: factors of the policy loss, or None.
-        positive: bool [sequences], the right responses, or None.
+        right: bool, the drawn tokens of right responses, or None.
+        token_weights: what each token counts in the sum of a loss.
         selected: bool, the tokens chosen by their covariance, or None where the loss chooses none.
     """
 
-    response_mask: Tensor
     drawn: Tensor
     mask: Tensor
     old_logprobs: Tensor
     advantages: Tensor
     ref_logprobs: Tensor | None
     weights: Tensor | None
-    positive: Tensor | None
+    right: Tensor | None
+    token_weights: Tensor
     selected: Tensor | None = None
 
-    @staticmethod
-    def of(experience: Experience, rows: list[int]) -> PolicyBatch:
-        """The mini-batch of these rows, which ascend without gaps; nothing is copied."""
-        span = slice(rows[0], rows[-1] + 1)
-
-        def rows_of(table: Tensor | None) -> Tensor | None:
-            return None if table is None else table[span]
-
-        return PolicyBatch(
-            response_mask=experience.rollout.response_mask[span],
-            drawn=experience.rollout.loss_mask[span],
-            mask=experience.loss_mask[span],
-            old_logprobs=experience.old_logprobs[span],
-            advantages=experience.advantages[span],
-            ref_logprobs=rows_of(experience.ref_logprobs),
-            weights=rows_of(experience.weights),
-            positive=rows_of(experience.positive),
-        )
-
-    def micro_batch(self, rows: list[int], device: torch.device) -> PolicyBatch:
-        """These rows of the mini-batch, on `device`."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> PolicyBatch:
+        """The batch with every number changed alike."""
         fields: dict[str, Any] = {
-            name: None if table is None else table[rows].to(device)
-            for name, table in vars(self).items()
+            name: None if table is None else change(table) for name, table in vars(self).items()
         }
         return PolicyBatch(**fields)
+
+    def of_packs(self, packs: Sequence[Pack]) -> list[PolicyBatch]:
+        """The tokens of each pack in one row, [1, selected], where the model is."""
+        if not packs:
+            return []
+        places = torch.cat([pack.places for pack in packs])
+        device = packs[0].targets.device
+        together = self.map(lambda table: table.reshape(1, -1)[:, places].to(device))
+
+        parts = []
+        begin = 0
+        for pack in packs:
+            end = begin + len(pack.targets)
+            parts.append(together.tokens(slice(begin, end)))
+            begin = end
+        return parts
+
+    def tokens(self, part: slice) -> PolicyBatch:
+        """Some of the tokens of a batch in one row."""
+        return self.map(lambda row: row[:, part])
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,12 @@ class PolicyLossSettings:
         return self.section.entropy_coeff != 0 or self.bypass is not None
 
     @property
+    def by_token(self) -> bool:
+        """Whether the loss of a token depends on no other token, once the batch is prepared."""
+        corrects_packs = self.bypass is not None and not self.needs_mini_batch_pass
+        return not policy_loss_traits(self.name).needs_sequences and not corrects_packs
+
+    @property
     def wants_full_kl(self) -> bool:
         """Whether the loss holds a KL over the whole vocabulary."""
         return self.section.use_kl_loss and self.section.kl_loss_type == "full"
@@ -147,12 +159,44 @@ class PolicyLossSettings:
             ppo_kl_coef=section.policy_loss.ppo_kl_coef,
         )
 
+    def batch(self, experience: Experience, rows: list[int]) -> PolicyBatch:
+        """The numbers of these rows, which ascend without gaps; most are not copied."""
+        span = slice(rows[0], rows[-1] + 1)
+
+        def rows_of(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table[span]
+
+        drawn = experience.rollout.loss_mask[span]
+        mask = experience.loss_mask[span]
+        positive = rows_of(experience.positive)
+        return PolicyBatch(
+            drawn=drawn,
+            mask=mask,
+            old_logprobs=experience.old_logprobs[span],
+            advantages=experience.advantages[span],
+            ref_logprobs=rows_of(experience.ref_logprobs),
+            weights=rows_of(experience.weights),
+            right=None if positive is None else drawn & positive[:, None],
+            token_weights=self.token_weights(mask),
+        )
+
+    def token_weights(self, mask: Tensor) -> Tensor:
+        """What each token counts in the sum of a loss, for a table of whole sequences."""
+        section = self.section
+        assert section.loss_scale_factor is not None
+        return token_weights(mask, section.agg_mode, section.loss_scale_factor)
+
     def corrected(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """In bypass mode, the batch with weights and mask that the current `logprobs` give it."""
         if self.bypass is None:
             return batch
         correction = correct(logprobs.detach() - batch.old_logprobs, batch.mask, self.bypass)
-        return replace(batch, mask=correction.kept, weights=correction.weights)
+        return replace(
+            batch,
+            mask=correction.kept,
+            weights=correction.weights,
+            token_weights=self.token_weights(correction.kept),
+        )
 
     def prepared(self, batch: PolicyBatch, logprobs: Tensor) -> PolicyBatch:
         """The batch with all that depends on the whole mini-batch under the current policy.

@@ -1,23 +1,25 @@
 """The loss of one mini-batch of the policy, as the pipeline calls it for each micro-batch.
 
-`PolicyObjective` is given the current policy's log-probabilities; `LogitsObjective` gets them out
-of sharded logits. Neither knows where advantages and weights come from.
+`PolicyObjective` is given the current policy's log-probabilities; `HiddenObjective` gets them out
+of hidden states. Neither knows where advantages and weights come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mrlhf.metrics import Tally
 from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from mrlhf.rl.kl import kl_penalty
-from mrlhf.rl.losses import aggregate, aggregation_count
+from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
-from mrlhf.roles.token_logprobs import TokenLogprobs
+from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.training.engine import PackResult
 
 UPDATE_METRICS = (
@@ -31,48 +33,67 @@ UPDATE_METRICS = (
 )
 
 
-class PolicyObjective:
-    """Policy loss, entropy bonus, KL to the reference, and likelihood of right responses.
+@dataclass(frozen=True)
+class PolicyMiniBatch:
+    """One mini-batch as this rank trains on it.
 
     Attributes:
-        settings: which loss it is.
-        batch: the mini-batch.
+        sequences: sequences of the mini-batch over all ranks.
+        tokens: their tokens that correction has kept.
+        right_tokens: their drawn tokens in right responses.
+        packs: the numbers of each of this rank's packs, where the model is.
     """
 
-    def __init__(self, settings: PolicyLossSettings, batch: PolicyBatch) -> None:
-        self.settings = settings
-        self.batch = batch
-        self._section = settings.section
-        self._sequences = len(batch.mask)
-        self._count = aggregation_count(
-            int(batch.mask.sum()), self._sequences, self._section.agg_mode
-        )
-        self._positive_tokens = 0
-        if batch.positive is not None:
-            self._positive_tokens = int(batch.drawn[batch.positive].sum())
+    sequences: int
+    tokens: int
+    right_tokens: int
+    packs: list[PolicyBatch]
 
-    def __call__(
-        self, rows: list[int], logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None
-    ) -> tuple[Tensor, Tally]:
-        """A micro-batch's part of the loss, and its tally.
+    @staticmethod
+    def of(batch: PolicyBatch, packs: Sequence[Pack]) -> PolicyMiniBatch:
+        """The mini-batch with these tables.
 
         Args:
-            rows: the rows of the mini-batch that stand in the micro-batch.
-            logprobs: [rows, response_len], under the current policy, 0 after the end.
-            entropy: [rows, response_len]; zeros without a gradient where nothing asks for it.
-            full_kl: [rows, response_len], the KL over the whole vocabulary, or None where the loss
-                does not ask for it.
+            batch: the whole mini-batch.
+            packs: this rank's packs, their rows counted from the mini-batch's first row.
+        """
+        return PolicyMiniBatch(
+            sequences=len(batch.mask),
+            tokens=int(batch.mask.sum()),
+            right_tokens=0 if batch.right is None else int(batch.right.sum()),
+            packs=batch.of_packs(packs),
+        )
+
+
+class PolicyObjective:
+    """Policy loss, entropy bonus, KL to the reference, and likelihood of right responses."""
+
+    def __init__(self, settings: PolicyLossSettings, mini_batch: PolicyMiniBatch) -> None:
+        self._settings = settings
+        self._section = settings.section
+        self._count = aggregation_count(
+            mini_batch.tokens, mini_batch.sequences, self._section.agg_mode
+        )
+        self._right_tokens = max(mini_batch.right_tokens, 1)
+
+    def __call__(
+        self, batch: PolicyBatch, numbers: TokenNumbers, share: float
+    ) -> tuple[Tensor, Tally]:
+        """The part of the loss of some tokens, and its tally.
+
+        Args:
+            batch: the numbers of these tokens in the mini-batch.
+            numbers: those under the current policy, each of the batch's shape; what was not asked
+                for is None.
+            share: the part of the mini-batch that these tokens are.
         """
         section = self._section
-        batch = self.batch.micro_batch(rows, logprobs.device)
-        if not self.settings.needs_mini_batch_pass:
-            batch = self.settings.corrected(batch, logprobs)
+        logprobs = numbers.logprobs
         mask = batch.mask
         tokens = mask.sum()
-        share = len(rows) / self._sequences
 
-        policy, per_token = self.settings.loss(batch, logprobs)
-        policy_term = self._aggregate(per_token, mask)
+        policy, per_token = self._settings.loss(batch, logprobs)
+        policy_term = self._aggregate(per_token, batch)
         loss = policy_term
         tally = Tally()
         tally.add("actor/pg_loss", policy_term, share)
@@ -80,91 +101,100 @@ class PolicyObjective:
         tally.add("actor/pg_clipfrac_lower", masked_sum(policy.clipped_lower.float(), mask), tokens)
         tally.add("actor/ppo_kl", masked_sum(policy.approx_kl, mask), tokens)
 
-        tally.add("actor/entropy", masked_sum(entropy, batch.drawn), batch.drawn.sum())
-        if section.entropy_coeff:
-            loss = loss - section.entropy_coeff * self._aggregate(entropy, mask)
+        if numbers.entropy is not None:
+            tally.add("actor/entropy", masked_sum(numbers.entropy, batch.drawn), batch.drawn.sum())
+            loss = loss - section.entropy_coeff * self._aggregate(numbers.entropy, batch)
 
         if section.use_kl_loss:
-            kl_loss = self._aggregate(self._kl(batch, logprobs, full_kl), mask)
+            kl_loss = self._aggregate(self._kl(batch, numbers), batch)
             loss = loss + section.kl_loss_coef * kl_loss
             tally.add("actor/kl_loss", kl_loss, share)
 
-        if section.positive_lm_coef:
-            positive_lm_loss = self._positive_lm_loss(batch, logprobs)
+        if batch.right is not None and section.positive_lm_coef:
+            # Mean negative log-likelihood of the tokens that the policy drew in right responses,
+            # as in VAPO, https://arxiv.org/abs/2504.05118.
+            positive_lm_loss = -masked_sum(logprobs, batch.right) / self._right_tokens
             loss = loss + section.positive_lm_coef * positive_lm_loss
             tally.add("actor/positive_lm_loss", positive_lm_loss, share)
         return loss, tally
 
-    def _kl(self, batch: PolicyBatch, logprobs: Tensor, full_kl: Tensor | None) -> Tensor:
-        if self.settings.wants_full_kl:
-            assert full_kl is not None
-            return full_kl
+    def _kl(self, batch: PolicyBatch, numbers: TokenNumbers) -> Tensor:
+        if numbers.full_kl is not None:
+            return numbers.full_kl
         assert batch.ref_logprobs is not None
-        return kl_penalty(logprobs, batch.ref_logprobs, self._section.kl_loss_type)
+        return kl_penalty(numbers.logprobs, batch.ref_logprobs, self._section.kl_loss_type)
 
-    def _positive_lm_loss(self, batch: PolicyBatch, logprobs: Tensor) -> Tensor:
-        """Mean negative log-likelihood of the tokens that the policy drew in right responses.
-
-        Follows VAPO, https://arxiv.org/abs/2504.05118.
-        """
-        assert batch.positive is not None
-        right = batch.drawn & batch.positive[:, None]
-        return -masked_sum(logprobs, right) / max(self._positive_tokens, 1)
-
-    def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        section = self._section
-        assert section.loss_scale_factor is not None
-        summed = aggregate(per_token, mask, section.agg_mode, section.loss_scale_factor)
-        return summed / self._count
+    def _aggregate(self, per_token: Tensor, batch: PolicyBatch) -> Tensor:
+        return masked_sum(per_token * batch.token_weights, batch.mask) / self._count
 
 
-class LogitsObjective:
-    """The policy objective as a function of the logits of each of this rank's packs."""
+class HiddenObjective:
+    """The policy objective as a function of the hidden states of each of this rank's packs."""
 
     def __init__(
         self,
-        objective: PolicyObjective,
+        settings: PolicyLossSettings,
+        mini_batch: PolicyMiniBatch,
         token_logprobs: TokenLogprobs,
         packs: Sequence[Pack],
-        ref_logits: Sequence[Tensor] | None,
+        ref_states: Sequence[ReferenceStates] | None,
     ) -> None:
         """Prepare the loss of one mini-batch.
 
         Args:
-            objective: the loss of this mini-batch.
-            token_logprobs: turns logits into log-probabilities.
-            packs: this rank's packs, their rows counted from the mini-batch's first row.
-            ref_logits: the reference's logits of these packs, or None where the loss holds no KL
-                over the whole vocabulary.
+            settings: which loss it is.
+            mini_batch: its numbers.
+            token_logprobs: turns hidden states into log-probabilities.
+            packs: this rank's packs.
+            ref_states: the reference's of these packs, or None where the loss holds no KL over the
+                whole vocabulary.
         """
-        self._objective = objective
+        self._settings = settings
+        self._mini_batch = mini_batch
+        self._objective = PolicyObjective(settings, mini_batch)
         self._token_logprobs = token_logprobs
         self._packs = packs
-        self._ref_logits = ref_logits
+        self._ref_states = ref_states
 
-    def __call__(self, logits: Tensor, number: int) -> tuple[Tensor, PackResult]:
+    def __call__(self, hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
         """The part of the loss of pack `number`, and its tally.
 
-        In bypass mode the result keeps the log-probabilities, [rows, response_len].
+        In bypass mode the result keeps the log-probabilities, [selected].
         """
-        settings = self._objective.settings
+        settings = self._settings
         pack = self._packs[number]
+        batch = self._mini_batch.packs[number]
+        share = len(pack.rows) / self._mini_batch.sequences
+        tokens = len(pack.targets)
+        tally = Tally()
+        logprobs = []
 
-        if settings.wants_entropy:
-            flat, flat_entropy = self._token_logprobs.with_entropy(logits, pack)
-        else:
-            flat = self._token_logprobs(logits, pack)
-            flat_entropy = torch.zeros_like(flat)
-        if not settings.section.entropy_coeff:
-            flat_entropy = flat_entropy.detach()
-        logprobs, entropy = pack.spread(torch.stack([flat, flat_entropy]))
+        def of_tokens(part: slice, numbers: TokenNumbers) -> Tensor:
+            logprobs.append(numbers.logprobs.detach())
+            row = numbers.map(lambda flat: flat[None])
+            part_of_pack = (part.stop - part.start) / tokens if tokens else 1.0
+            loss, part_tally = self._objective(batch.tokens(part), row, share * part_of_pack)
+            tally.merge(part_tally)
+            return loss
 
-        full_kl = None
-        if settings.wants_full_kl:
-            assert self._ref_logits is not None
-            flat_kl = self._token_logprobs.full_kl(logits, self._ref_logits[number])
-            full_kl = pack.spread(flat_kl[None])[0]
+        def of_sequences(part: slice, numbers: TokenNumbers) -> Tensor:
+            logprobs.append(numbers.logprobs.detach())
+            table = numbers.map(lambda flat: pack.spread(flat[None])[0])
+            of_pack = batch.map(lambda row: pack.spread(row)[0])
+            if not settings.needs_mini_batch_pass:
+                of_pack = settings.corrected(of_pack, table.logprobs)
+            loss, part_tally = self._objective(of_pack, table, share)
+            tally.merge(part_tally)
+            return loss
 
-        loss, tally = self._objective(pack.rows, logprobs, entropy, full_kl)
-        kept = None if settings.bypass is None else logprobs.detach()
+        wanted = Wanted(entropy=settings.wants_entropy, kl=settings.wants_full_kl)
+        loss = self._token_logprobs.loss(
+            hidden,
+            pack,
+            wanted,
+            of_tokens if settings.by_token else of_sequences,
+            by_token=settings.by_token,
+            reference=None if self._ref_states is None else self._ref_states[number],
+        )
+        kept = None if settings.bypass is None else torch.cat(logprobs)
         return loss, PackResult(tally, kept)

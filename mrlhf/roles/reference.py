@@ -6,12 +6,12 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.parallel.microbatch import BatchCut
-from mrlhf.roles.token_logprobs import TokenLogprobs
+from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.training.engine import ModelEngine
 
 
 class Reference:
-    """Asks a frozen language model for log-probabilities or logits of responses."""
+    """Asks a frozen language model for log-probabilities or hidden states of responses."""
 
     def __init__(self, engine: ModelEngine, temperature: float) -> None:
         self.engine = engine
@@ -26,20 +26,19 @@ class Reference:
         """
         return self._token_logprobs.of_batch(cut.packs, rollout.shape)
 
-    def logits(self, cut: BatchCut) -> list[Tensor]:
-        """This rank's shard of the logits, for the KL over the whole vocabulary.
+    def states(self, cut: BatchCut) -> list[ReferenceStates]:
+        """What the KL over the whole vocabulary needs.
 
-        They take host memory: response tokens x vocab_shard x bytes of the dtype.
+        It takes host memory: response tokens x hidden x bytes of the dtype.
 
         Args:
             cut: the actor's cut of the batch; the layout must be the actor's too.
 
         Returns:
-            [selected, vocab_shard] for each of this rank's packs, on the host; nothing before the
-            last stage.
+            One for each of this rank's packs; nothing before the last stage.
         """
-        return self.engine.forward(cut.packs, _to_host)
 
+        def keep(hidden: Tensor, number: int) -> ReferenceStates:
+            return ReferenceStates(self._token_logprobs.layer, hidden.cpu())
 
-def _to_host(logits: Tensor, number: int) -> Tensor:
-    return logits.cpu()
+        return self.engine.forward(cut.packs, keep)

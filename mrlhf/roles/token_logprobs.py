@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and KL of a pack's tokens, from logits that are split over ranks.
+"""Log-probabilities, entropy and KL of a pack's tokens, from the hidden states of one model.
 
 It does not know losses.
 """
@@ -11,17 +11,27 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mrlhf.parallel.packs import Pack
-from mrlhf.parallel.vocab import (
-    vocab_parallel_kl,
-    vocab_parallel_logprobs,
-    vocab_parallel_sum_of_squares,
-)
+from mrlhf.parallel.vocab import Objective, OutputLayer, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from mrlhf.training.engine import ModelEngine
 
 
 @dataclass(frozen=True)
+class ReferenceStates:
+    """What a KL to the reference over the whole vocabulary needs of one pack.
+
+    Attributes:
+        layer: the reference's output layer.
+        hidden: [selected, hidden], the reference's hidden states; on any device.
+    """
+
+    layer: OutputLayer
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
 class TokenLogprobs:
-    """Turns the logits of one language model into numbers for each selected token.
+    """Turns the hidden states of one language model into numbers for each selected token.
 
     Attributes:
         engine: holds the model.
@@ -30,6 +40,13 @@ class TokenLogprobs:
 
     engine: ModelEngine
     temperature: float
+
+    @property
+    def layer(self) -> OutputLayer:
+        """The output layer of the model; on the last stage only."""
+        spec = self.engine.spec
+        scale = 1.0 / (self.temperature * spec.logits_divisor)
+        return OutputLayer(self.engine.output_weight, self.engine.groups.tp, spec.vocab_size, scale)
 
     def of_batch(self, packs: Sequence[Pack], shape: tuple[int, int]) -> Tensor:
         """Run the model, and take the log-probability of each target token of the whole batch.
@@ -42,62 +59,47 @@ class TokenLogprobs:
             float32 [batch, width] on the host of every rank, 0 where no token is selected.
         """
 
-        def evaluate(logits: Tensor, number: int) -> Tensor:
-            return self(logits, packs[number])[None]
+        def evaluate(hidden: Tensor, number: int) -> Tensor:
+            return self.evaluate(hidden, packs[number], Wanted()).logprobs[None]
 
         return self.engine.per_token(packs, shape, evaluate)[0]
 
-    def __call__(self, logits: Tensor, pack: Pack) -> Tensor:
-        """The log-probability of each target token of the pack.
+    def evaluate(
+        self, hidden: Tensor, pack: Pack, wanted: Wanted, reference: ReferenceStates | None = None
+    ) -> TokenNumbers:
+        """The numbers of each selected token, float32 [selected].
 
         Args:
-            logits: [selected, vocab_shard], at the pack's selected positions.
+            hidden: [selected, hidden], at the pack's selected positions.
             pack: names the target tokens.
-
-        Returns:
-            float32 [selected].
+            wanted: the numbers.
+            reference: of the same pack, where the KL to it is wanted.
         """
-        return self._evaluate(logits, pack, with_entropy=False)[0]
+        return token_numbers(self.layer, self._tokens(hidden, pack, reference), wanted)
 
-    def with_entropy(self, logits: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
-        """The log-probability and the entropy (nats) at each selected position; two [selected]."""
-        logprobs, entropy = self._evaluate(logits, pack, with_entropy=True)
-        assert entropy is not None
-        return logprobs, entropy
-
-    def full_kl(self, logits: Tensor, ref_logits: Tensor) -> Tensor:
-        """KL(policy || reference) over the whole vocabulary, [selected].
+    def loss(
+        self,
+        hidden: Tensor,
+        pack: Pack,
+        wanted: Wanted,
+        objective: Objective,
+        by_token: bool,
+        reference: ReferenceStates | None = None,
+    ) -> Tensor:
+        """A loss of the numbers of the selected tokens, a scalar with gradients.
 
         Args:
-            logits: [selected, vocab_shard], of the policy.
-            ref_logits: the same positions and columns, of the reference; on any device.
+            hidden: [selected, hidden], at the pack's selected positions.
+            pack: names the target tokens.
+            wanted: the numbers that the objective reads.
+            objective: the loss of some of the tokens.
+            by_token: whether the losses of any parts of the tokens add up to the loss of all.
+            reference: of the same pack, where the KL to it is wanted.
         """
-        return vocab_parallel_kl(
-            logits,
-            ref_logits.to(logits.device),
-            self.engine.groups.tp,
-            self.temperature,
-            self.engine.spec.vocab_size,
-        )
+        tokens = self._tokens(hidden, pack, reference)
+        return token_loss(self.layer, tokens, wanted, objective, by_token)
 
-    def sum_of_squares(self, logits: Tensor) -> Tensor:
-        """The sum of the squared probabilities of the vocabulary at each position, [selected].
-
-        Args:
-            logits: [selected, vocab_shard], at a pack's selected positions.
-        """
-        return vocab_parallel_sum_of_squares(
-            logits, self.engine.groups.tp, self.temperature, self.engine.spec.vocab_size
-        )
-
-    def _evaluate(
-        self, logits: Tensor, pack: Pack, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        return vocab_parallel_logprobs(
-            logits,
-            pack.targets,
-            self.engine.groups.tp,
-            self.temperature,
-            self.engine.spec.vocab_size,
-            with_entropy=with_entropy,
-        )
+    def _tokens(self, hidden: Tensor, pack: Pack, reference: ReferenceStates | None) -> Tokens:
+        if reference is None:
+            return Tokens(hidden, pack.targets)
+        return Tokens(hidden, pack.targets, reference.layer, reference.hidden.to(hidden.device))

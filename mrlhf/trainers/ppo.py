@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout, Sequences
 from mrlhf.config.roots import PPOConfig
@@ -24,6 +23,7 @@ from mrlhf.rl.kl import make_kl_controller
 from mrlhf.rl.masking import selected
 from mrlhf.rl.names import estimator_traits
 from mrlhf.roles.actor import Evaluation
+from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
 from mrlhf.rollout.score_checks import check_correctness
@@ -64,12 +64,12 @@ class Evaluated:
 
     Attributes:
         outputs: log-probabilities and values.
-        ref_logits: the reference's logits of this rank's packs, if the actor's loss needs them.
+        ref_states: the reference's states of this rank's packs, if the actor's loss needs them.
         metrics: the entropy, and how far the engine's policy is from the trainer's.
     """
 
     outputs: ModelOutputs
-    ref_logits: Sequence[Tensor] | None
+    ref_states: Sequence[ReferenceStates] | None
     metrics: dict[str, float]
 
 
@@ -118,8 +118,8 @@ class PPOTrainer:
         with timer("step"):
             collected = progress.collected or self.collect(progress, timer)
             cuts = self.cut(collected.rollout)
-            experience, ref_logits = self.learn_from(progress, collected, cuts, timer)
-            self.update(progress, experience, cuts, ref_logits, timer)
+            experience, ref_states = self.learn_from(progress, collected, cuts, timer)
+            self.update(progress, experience, cuts, ref_states, timer)
         parts.generator.end_step()
 
         metrics = dict(progress.metrics)
@@ -180,31 +180,31 @@ class PPOTrainer:
 
     def learn_from(
         self, progress: StepProgress, collected: Collected, cuts: Cuts, timer: PhaseTimer
-    ) -> tuple[Experience, Sequence[Tensor] | None]:
+    ) -> tuple[Experience, Sequence[ReferenceStates] | None]:
         """Make experience of the responses, unless that is done.
 
         Returns:
-            The experience, and the reference's logits of this rank's packs, if the actor's loss
+            The experience, and the reference's states of this rank's packs, if the actor's loss
             needs them.
         """
         if progress.experience is not None:
-            ref_logits = None
+            ref_states = None
             if self.config.full_kl_in_loss:
                 assert self.parts.reference is not None
-                ref_logits = self.parts.reference.logits(cuts.actor)
-            return progress.experience, ref_logits
+                ref_states = self.parts.reference.states(cuts.actor)
+            return progress.experience, ref_states
 
         evaluated = self.evaluate(collected.rollout, cuts, timer)
         experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
         progress.metrics |= evaluated.metrics | reward_metrics
         progress.experience = experience
-        return experience, evaluated.ref_logits
+        return experience, evaluated.ref_states
 
     def evaluate(self, rollout: Rollout, cuts: Cuts, timer: PhaseTimer) -> Evaluated:
         """Old and reference log-probabilities, and values."""
         parts = self.parts
         config = self.config
-        ref_logprobs = ref_logits = old = values = None
+        ref_logprobs = ref_states = old = values = None
         metrics: dict[str, float] = {}
 
         with timer("ref"):
@@ -213,24 +213,24 @@ class PPOTrainer:
                 ref_logprobs = parts.reference.logprobs(rollout, cut)
                 del cut  # its packs take more memory than the batch, and nobody needs them again
                 if config.needs_full_kl:
-                    ref_logits = parts.reference.logits(cuts.actor)
+                    ref_states = parts.reference.states(cuts.actor)
         if not config.algorithm.rollout_correction.bypass_mode:
             old, metrics = self.evaluate_actor(
-                rollout, cuts.actor, ref_logits if config.full_kl_in_reward else None, timer
+                rollout, cuts.actor, ref_states if config.full_kl_in_reward else None, timer
             )
         if not config.full_kl_in_loss:
-            ref_logits = None  # they are large, so they go as soon as nobody needs them
+            ref_states = None  # they are large, so they go as soon as nobody needs them
         if parts.critic is not None:
             assert cuts.critic is not None
             with timer("values"):
                 values = parts.critic.values(rollout, cuts.critic)
-        return Evaluated(ModelOutputs(old, ref_logprobs, values), ref_logits, metrics)
+        return Evaluated(ModelOutputs(old, ref_logprobs, values), ref_states, metrics)
 
     def evaluate_actor(
         self,
         rollout: Rollout,
         cut: BatchCut,
-        ref_logits: Sequence[Tensor] | None,
+        ref_states: Sequence[ReferenceStates] | None,
         timer: PhaseTimer,
     ) -> tuple[Evaluation, dict[str, float]]:
         """The policy's log-probabilities, and metrics: its entropy, its distance to the engine's.
@@ -238,14 +238,14 @@ class PPOTrainer:
         Args:
             rollout: the global batch.
             cut: the actor's cut of it.
-            ref_logits: the reference's logits, if the KL in the reward is over all tokens of the
+            ref_states: the reference's states, if the KL in the reward is over all tokens of the
                 vocabulary.
             timer: measures the pass.
         """
         traits = estimator_traits(self.config.algorithm.adv_estimator)
         with timer("old_log_prob"):
             evaluation = self.parts.actor.evaluate(
-                rollout, cut, ref_logits, traits.needs_squared_probabilities
+                rollout, cut, ref_states, traits.needs_squared_probabilities
             )
 
         correction = self.config.algorithm.rollout_correction
@@ -308,7 +308,7 @@ class PPOTrainer:
         progress: StepProgress,
         experience: Experience,
         cuts: Cuts,
-        ref_logits: Sequence[Tensor] | None,
+        ref_states: Sequence[ReferenceStates] | None,
         timer: PhaseTimer,
     ) -> None:
         """Train critic and actor, as far as that is not done.
@@ -323,7 +323,7 @@ class PPOTrainer:
             if "actor" in progress.updated:
                 return
             if progress.number >= self.config.trainer.critic_warmup:
-                metrics = self.update_actor(progress, experience, cuts, ref_logits, timer)
+                metrics = self.update_actor(progress, experience, cuts, ref_states, timer)
                 progress.end_update("actor", metrics)
             elif self.config.algorithm.rollout_correction.bypass_mode:
                 # The update measures the actor in bypass mode; without one, a pass has to.
@@ -347,12 +347,12 @@ class PPOTrainer:
         progress: StepProgress,
         experience: Experience,
         cuts: Cuts,
-        ref_logits: Sequence[Tensor] | None,
+        ref_states: Sequence[ReferenceStates] | None,
         timer: PhaseTimer,
     ) -> dict[str, float]:
         """Train the actor; returns its metrics."""
         with timer("update_actor"):
-            updated = self.parts.actor.update(experience, cuts.actor, ref_logits, progress.actor)
+            updated = self.parts.actor.update(experience, cuts.actor, ref_states, progress.actor)
         logprobs = updated.logprobs
         evaluated = updated.evaluated
         if logprobs is None or evaluated is None:

@@ -15,6 +15,7 @@ from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
+from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
 from mrlhf.run.startup import start
@@ -66,10 +67,14 @@ class FineTuning:
         cut = engine.cut(sequences, "response")
         packs = cut.packs
 
-        def loss(logits: Tensor, number: int) -> tuple[Tensor, PackResult]:
-            total = -token_logprobs(logits, packs[number]).sum()
+        def of_tokens(part: slice, numbers: TokenNumbers) -> Tensor:
+            return -numbers.logprobs.sum()
+
+        def loss(hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
+            pack = packs[number]
+            total = token_logprobs.loss(hidden, pack, Wanted(), of_tokens, by_token=True)
             tally = Tally()
-            tally.add("sft/loss", total, len(packs[number].targets))
+            tally.add("sft/loss", total, len(pack.targets))
             return total / response_tokens, PackResult(tally)
 
         result = engine.train_mini_batch(packs, loss, ("sft/loss",))

@@ -21,6 +21,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Sequences
@@ -30,6 +31,7 @@ from mrlhf.metrics import Tally
 from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
+from mrlhf.models.heads import GPTHiddenModel
 from mrlhf.models.layers import add_weight_gradients_in_place
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
@@ -134,6 +136,16 @@ class ModelEngine:
     def tensor_shapes(self) -> Mapping[str, Shape]:
         """Name and full shape of every named tensor of the model."""
         return self._shapes
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's shard of a language model's output layer, [vocab_shard, hidden].
+
+        It is on the last stage only.
+        """
+        model = unwrap_model(self.chunks[-1])
+        assert isinstance(model, GPTHiddenModel), "a scalar model has no output layer"
+        return model.output_weight
 
     def load(self, path: str | Path, seed: int, needs_head: bool = False) -> None:
         """Read the weights from the Hugging Face checkpoint at `path`.

@@ -160,10 +160,10 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
 
     actor = build_actor(setting, case)
     cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
-    ref_logits = None
+    ref_states = None
     if case.settings.get("kl_loss_type") == "full":
-        ref_logits = _build_reference(setting, case).logits(cut)
-    update = actor.update(experience, cut, ref_logits)
+        ref_states = _build_reference(setting, case).states(cut)
+    update = actor.update(experience, cut, ref_states)
     if update.logprobs is not None:
         assert torch.equal(update.evaluated, rollout.loss_mask)
     metrics = update.metrics
@@ -184,7 +184,7 @@ def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
     reference = _build_reference(setting, case)
 
     cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
-    evaluation = actor.evaluate(rollout, cut, reference.logits(cut), with_squares=True)
+    evaluation = actor.evaluate(rollout, cut, reference.states(cut), with_squares=True)
     assert evaluation.full_kl is not None and evaluation.sum_of_squares is not None
     return {
         "logprobs": evaluation.logprobs,

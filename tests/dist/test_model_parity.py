@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Sequences
@@ -179,13 +180,24 @@ def _run(
     )
 
 
+def _outputs(module: torch.nn.Module, spec: ModelSpec, output: Tensor) -> Tensor:
+    """What transformers gives: logits, of this rank, or the scalars as they are."""
+    if spec.head == "scalar":
+        return output
+    weight = unwrap_model(module).output_weight
+    return torch.nn.functional.linear(output, weight) / spec.logits_divisor
+
+
 def _worst_output(
     model: BuiltModel, spec: ModelSpec, groups: RoleGroups, expected: list[Tensor]
 ) -> float:
     """Largest deviation of an output; 0 before the last stage."""
     with torch.no_grad():
         results = _run(
-            model, groups, lambda output, non_loss_data: output[0].float(), forward_only=True
+            model,
+            groups,
+            lambda output, non_loss_data: _outputs(model.module, spec, output)[0].float(),
+            forward_only=True,
         )
     if groups.coordinates.pp < groups.layout.pp - 1:
         return 0.0
@@ -226,7 +238,7 @@ def _worst_gradient(
     _run(
         model._replace(module=module),
         groups,
-        lambda output: ((output[0] * weights).sum(), {}),
+        lambda output: ((_outputs(module, spec, output)[0] * weights).sum(), {}),
         forward_only=False,
     )
 

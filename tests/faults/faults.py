@@ -25,11 +25,11 @@ from mrlhf.run.watcher import Watcher
 HAND_OVER = "mrlhf.reshard.execute:Resharder.run"
 GENERATION = "mrlhf.inference.native.engine:NativeEngine.step"
 SCORING = "mrlhf.rewards.combine:RewardFunction.score"
-FORWARD = "mrlhf.roles.token_logprobs:TokenLogprobs.with_entropy"
+FORWARD = "mrlhf.roles.token_logprobs:TokenLogprobs.evaluate"
 VALUES = "mrlhf.roles.critic:Critic.values"
 REFERENCE = "mrlhf.roles.reference:Reference.logprobs"
 CRITIC_LOSS = "mrlhf.roles.critic:_ValueObjective.__call__"
-ACTOR_LOSS = "mrlhf.roles.policy_objective:LogitsObjective.__call__"
+ACTOR_LOSS = "mrlhf.roles.policy_objective:HiddenObjective.__call__"
 OPTIMIZER_STEP = "mrlhf.training.optimizer:ShardedOptimizer.step"
 VALIDATION = "mrlhf.trainers.ppo:PPOTrainer.validate"
 END_OF_STEP = "mrlhf.trainers.checkpoints:Checkpoints.after_step"
@@ -105,7 +105,7 @@ def _wrap(where: str, before: Callable[..., None]) -> None:
 
 def _strike(fault: Fault, watchers: Sequence[Watcher], number: int, *args: Any) -> None:
     if fault.action == "NAN" and number >= fault.call:
-        args[1].data.fill_(math.nan)  # the logits, and with them the gradient
+        args[1].data.fill_(math.nan)  # the hidden states, and with them the gradient
     if number != fault.call or fault.action == "NAN":
         return
 

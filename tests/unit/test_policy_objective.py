@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mrlhf.config.sections import ActorSection
+from mrlhf.parallel.vocab_sums import TokenNumbers
 from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
-from mrlhf.roles.policy_objective import PolicyObjective
+from mrlhf.roles.policy_objective import PolicyMiniBatch, PolicyObjective
 
 RUBBISH = 1e3
 THERE = torch.tensor([[True, True, True, True], [True, True, True, False]])
@@ -32,17 +33,18 @@ def test_metrics_and_losses_leave_out_what_the_policy_did_not_draw() -> None:
     logprobs = _at_drawn([[-1.0, 0.0, -2.0, -3.0], [-4.0, -5.0, 0.0, 0.0]]).requires_grad_()
     entropy = _at_drawn([[0.1, 0.0, 0.2, 0.3], [0.4, 0.5, 0.0, 0.0]])
     batch = PolicyBatch(
-        response_mask=THERE,
         drawn=DRAWN,
         mask=KEPT,
         old_logprobs=logprobs.detach(),
         advantages=_at_drawn([[1.0, 0.0, 9.0, 2.0], [3.0, 4.0, 0.0, 0.0]]),
         ref_logprobs=None,
         weights=None,
-        positive=torch.tensor([True, False]),
+        right=DRAWN & torch.tensor([[True], [False]]),
+        token_weights=KEPT.float(),
     )
-    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), batch)
-    loss, tally = objective([0, 1], logprobs, entropy, None)
+    mini_batch = PolicyMiniBatch.of(batch, [])
+    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), mini_batch)
+    loss, tally = objective(batch, TokenNumbers(logprobs, entropy, None, None), 1.0)
 
     metrics = tally.means()
     assert metrics["actor/pg_loss"] == pytest.approx(-(1 + 2 + 3 + 4) / 4)

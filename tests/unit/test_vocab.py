@@ -1,146 +1,238 @@
-"""Log-probabilities, entropy and KL on one shard, against torch in float64 and literal numbers."""
+"""The output layer on one shard, against torch in float64 and literal numbers."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrlhf.parallel import vocab
-from mrlhf.parallel.vocab import vocab_parallel_kl, vocab_parallel_logprobs
+from mrlhf.parallel import vocab, vocab_sums
+from mrlhf.parallel.vocab import OutputLayer, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 
 VOCABULARY = 37
+TOKENS = 11
+HIDDEN = 8
+TARGETS = torch.arange(TOKENS) * 3
+FACTORS = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(9))
 
 
-def random_logits(
-    padded: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (4 * torch.randn(11, padded, generator=generator)).to(dtype).requires_grad_()
+def _random(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    numbers = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    return (1.4 * numbers).to(dtype)
 
 
-def slow_log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(logits.double()[:, :VOCABULARY] / temperature, dim=-1)
+def _layer(seed: int, padded: int, scale: float, dtype: torch.dtype = torch.float32) -> OutputLayer:
+    weight = _random(padded, seed, dtype).requires_grad_()
+    return OutputLayer(weight, None, VOCABULARY, scale)
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
+    return torch.log_softmax((hidden @ weight.T)[:, :VOCABULARY] * scale, dim=-1)
+
+
+def _weighted(part: slice, numbers: TokenNumbers) -> Tensor:
+    """A loss with another factor at each number."""
+    values = (numbers.logprobs, numbers.entropy, numbers.full_kl)
+    factors = FACTORS[:, part]
+    return sum((f @ value for f, value in zip(factors, values, strict=True) if value is not None))
+
+
+def _small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, block: int) -> None:
+    monkeypatch.setitem(vocab._CHUNK_BYTES, "cpu", 1)
+    monkeypatch.setattr(vocab, "_LEAST_ROWS", rows)
+    monkeypatch.setitem(vocab_sums._BLOCK_ELEMENTS, "cpu", block)
 
 
 def test_two_tokens_by_hand() -> None:
-    logits = torch.tensor([[0.0, math.log(3.0)]])
-    logprobs, entropy = vocab_parallel_logprobs(
-        logits, torch.tensor([1]), None, 1.0, 2, with_entropy=True
-    )
-    assert entropy is not None
-    assert logprobs.item() == pytest.approx(math.log(0.75), abs=1e-6)
-    assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)  # -(0.25 ln 0.25 + 0.75 ln 0.75)
-    kl = vocab_parallel_kl(logits, torch.zeros(1, 2), None, 1.0, 2)
-    assert kl.item() == pytest.approx(0.1308120, abs=1e-6)  # ln 2 - 0.5623351
+    hidden = torch.tensor([[1.0]])
+    layer = OutputLayer(torch.tensor([[0.0], [math.log(3.0)]]), None, 2, 1.0)
+    flat = OutputLayer(torch.zeros(2, 1), None, 2, 1.0)
+    tokens = Tokens(hidden, torch.tensor([1]), flat, hidden)
+    numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
+
+    found = [float(number) for number in vars(numbers).values()]
+    # ln 0.75; -(0.25 ln 0.25 + 0.75 ln 0.75); ln 2 minus that; 0.25^2 + 0.75^2
+    assert found == pytest.approx([math.log(0.75), 0.5623351, 0.1308120, 0.625], abs=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("padded", [VOCABULARY, 40])
-@pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
-def test_equals_float64(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, padded: int, chunk_elements: int
+@pytest.mark.parametrize("by_token", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "block"), [(1, 1), (4, 100), (128, 1 << 17)], ids=["one", "some", "all"]
+)
+@pytest.mark.parametrize(("padded", "scale"), [(VOCABULARY, 1.0), (40, 1.6)])
+def test_numbers_and_gradients_equal_float64(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    block: int,
+    padded: int,
+    scale: float,
+    by_token: bool,
 ) -> None:
-    monkeypatch.setitem(vocab._CHUNK_ELEMENTS, "cpu", chunk_elements)
-    logits = random_logits(padded)
-    untouched = random_logits(padded).detach()
-    targets = torch.arange(11) * 3
-    weight = torch.randn(11)
-    entropy_weight = torch.randn(11)
+    _small_chunks(monkeypatch, rows, block)
+    layer = _layer(1, padded, scale)
+    reference = _layer(2, padded, scale)
+    hidden = _random(TOKENS, 3).requires_grad_()
+    tokens = Tokens(hidden, TARGETS, reference, _random(TOKENS, 4))
 
-    logprobs, entropy = vocab_parallel_logprobs(
-        logits, targets, None, temperature, VOCABULARY, with_entropy=True
+    numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
+    seen = []
+
+    def objective(part: slice, current: TokenNumbers) -> Tensor:
+        seen.append(current.logprobs.detach())
+        return _weighted(part, current)
+
+    loss = token_loss(layer, tokens, Wanted(entropy=True, kl=True), objective, by_token)
+    (3 * loss).backward()
+
+    slow_hidden = hidden.detach().double().requires_grad_()
+    slow_weight = layer.weight.detach().double().requires_grad_()
+    log_p = _log_softmax(slow_hidden, slow_weight, scale)
+    log_q = _log_softmax(_random(TOKENS, 4).double(), reference.weight.detach().double(), scale)
+    p = log_p.exp()
+    expected = TokenNumbers(
+        logprobs=log_p.gather(1, TARGETS[:, None])[:, 0],
+        entropy=-(p * log_p).sum(dim=1),
+        full_kl=(p * (log_p - log_q)).sum(dim=1),
+        sum_of_squares=p.square().sum(dim=1),
     )
-    assert entropy is not None
-    (logprobs @ weight + entropy @ entropy_weight).backward()
+    slow_loss = _weighted(slice(0, TOKENS), expected.map(lambda number: number.float()))
+    (3 * slow_loss).backward()
 
-    slow = logits.detach().clone().requires_grad_()
-    log_p = slow_log_softmax(slow, temperature)
-    expected = log_p.gather(1, targets[:, None])[:, 0]
-    expected_entropy = -(log_p.exp() * log_p).sum(dim=1)
-    (expected @ weight.double() + expected_entropy @ entropy_weight.double()).backward()
-
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=0)
-    torch.testing.assert_close(logits.grad, slow.grad, atol=1e-5, rtol=0)
-    assert torch.equal(logits.detach(), untouched)
-
-
-def test_gradient_of_one_output_alone() -> None:
-    targets = torch.arange(11)
-    for used in (0, 1):
-        logits = random_logits()
-        outputs = vocab_parallel_logprobs(logits, targets, None, 1.0, VOCABULARY, with_entropy=True)
-        output = outputs[used]
-        assert output is not None
-        output.sum().backward()
-
-        slow = random_logits()
-        log_p = slow_log_softmax(slow, 1.0)
-        expected = log_p.gather(1, targets[:, None]) if used == 0 else -(log_p.exp() * log_p)
-        expected.sum().backward()
-        torch.testing.assert_close(logits.grad, slow.grad, atol=1e-5, rtol=0)
+    for name, wanted in vars(expected).items():
+        found = getattr(numbers, name)
+        assert found.dtype == torch.float32 and not found.requires_grad
+        torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(loss, slow_loss, atol=3e-5, rtol=0)
+    torch.testing.assert_close(hidden.grad.double(), slow_hidden.grad, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(layer.weight.grad.double(), slow_weight.grad, atol=5e-5, rtol=1e-5)
+    assert reference.weight.grad is None
+    assert not layer.weight.grad[VOCABULARY:].any()
+    # What training sees is what evaluation gave, bit for bit.
+    assert torch.equal(torch.cat(seen), numbers.logprobs)
+    assert len(seen) == (-(-TOKENS // rows) if by_token else 1)
 
 
-def test_without_entropy_gives_none_and_the_same_logprobs() -> None:
-    targets = torch.arange(11)
-    alone, entropy = vocab_parallel_logprobs(
-        random_logits(), targets, None, 1.0, VOCABULARY, with_entropy=False
-    )
-    both, _ = vocab_parallel_logprobs(
-        random_logits(), targets, None, 1.0, VOCABULARY, with_entropy=True
-    )
-    assert entropy is None
-    assert torch.equal(alone, both)
+@pytest.mark.parametrize("used", ["logprobs", "entropy"])
+def test_gradient_of_one_number_alone(used: str) -> None:
+    layer = _layer(1, VOCABULARY, 1.0)
+    hidden = _random(TOKENS, 3).requires_grad_()
+    wanted = Wanted(entropy=True)
+
+    def objective(part: slice, numbers: TokenNumbers) -> Tensor:
+        return getattr(numbers, used).sum()
+
+    token_loss(layer, Tokens(hidden, TARGETS), wanted, objective, by_token=True).backward()
+    slow = hidden.detach().double().requires_grad_()
+    log_p = _log_softmax(slow, layer.weight.detach().double(), 1.0)
+    chosen = log_p.gather(1, TARGETS[:, None]) if used == "logprobs" else -(log_p.exp() * log_p)
+    chosen.sum().backward()
+    torch.testing.assert_close(hidden.grad.double(), slow.grad, atol=3e-5, rtol=0)
 
 
-def test_bfloat16_logits_are_computed_in_float32() -> None:
-    logits = random_logits(dtype=torch.bfloat16)
-    logprobs, _ = vocab_parallel_logprobs(
-        logits, torch.arange(11), None, 1.0, VOCABULARY, with_entropy=False
-    )
-    expected = slow_log_softmax(logits, 1.0)[torch.arange(11), torch.arange(11)]
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
-    logprobs.sum().backward()
-    assert logits.grad is not None and logits.grad.dtype == torch.bfloat16
+def test_logprobs_do_not_depend_on_what_else_is_wanted() -> None:
+    layer = _layer(1, VOCABULARY, 1.0)
+    tokens = Tokens(_random(TOKENS, 3), TARGETS)
+    alone = token_numbers(layer, tokens, Wanted())
+    both = token_numbers(layer, tokens, Wanted(entropy=True, squares=True))
+    assert alone.entropy is None and alone.full_kl is None and alone.sum_of_squares is None
+    assert torch.equal(alone.logprobs, both.logprobs)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_kl_equals_float64(temperature: float) -> None:
-    logits = random_logits(40)
-    reference = random_logits(40, seed=1)
-    weight = torch.randn(11, generator=torch.Generator().manual_seed(2))
-    kl = vocab_parallel_kl(logits, reference, None, temperature, VOCABULARY)
-    (kl @ weight).backward()
+def test_bfloat16_weights_give_float32_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_chunks(monkeypatch, 4, 100)
+    layer = _layer(1, VOCABULARY, 1.0, torch.bfloat16)
+    hidden = _random(TOKENS, 3, torch.bfloat16).requires_grad_()
+    tokens = Tokens(hidden, TARGETS)
+    numbers = token_numbers(layer, tokens, Wanted())
+    token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True).backward()
 
-    slow = logits.detach().clone().requires_grad_()
-    log_p = slow_log_softmax(slow, temperature)
-    log_q = slow_log_softmax(reference.detach(), temperature)
-    expected = (log_p.exp() * (log_p - log_q)).sum(dim=1)
-    (expected @ weight.double()).backward()
-
-    torch.testing.assert_close(kl.double(), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(logits.grad, slow.grad, atol=1e-5, rtol=1e-5)
-    assert reference.grad is None
+    # The logits are rounded to bfloat16, and nothing after them.
+    logits = (hidden @ layer.weight.T).detach().double().requires_grad_()
+    expected = torch.log_softmax(logits, dim=-1).gather(1, TARGETS[:, None])[:, 0]
+    expected.sum().backward()
+    torch.testing.assert_close(numbers.logprobs.double(), expected, atol=1e-5, rtol=0)
+    assert hidden.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
+    of_weight = logits.grad.T @ hidden.detach().double()
+    torch.testing.assert_close(layer.weight.grad.double(), of_weight, atol=0.05, rtol=0.02)
 
 
 def test_kl_of_equal_distributions_is_exactly_zero() -> None:
-    logits = random_logits()
-    kl = vocab_parallel_kl(logits, logits.detach().clone(), None, 0.7, VOCABULARY)
-    kl.sum().backward()
-    assert torch.equal(kl, torch.zeros(11))
-    assert torch.equal(logits.grad, torch.zeros(11, VOCABULARY))
+    layer = _layer(1, VOCABULARY, 1.4)
+    hidden = _random(TOKENS, 3).requires_grad_()
+    tokens = Tokens(hidden, TARGETS, layer, hidden.detach())
+    seen = []
+
+    def objective(part: slice, numbers: TokenNumbers) -> Tensor:
+        assert numbers.full_kl is not None
+        seen.append(numbers.full_kl.detach())
+        return numbers.full_kl.sum()
+
+    token_loss(layer, tokens, Wanted(kl=True), objective, by_token=True).backward()
+    assert torch.equal(torch.cat(seen), torch.zeros(TOKENS))
+    assert not hidden.grad.any() and not layer.weight.grad.any()
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(
-        logits, torch.tensor([1]), None, 1.0, 3, with_entropy=True
-    )
-    assert entropy is not None
-    (logprobs + entropy).sum().backward()
-    assert logprobs.item() == -2e4 and entropy.item() == 0.0
-    assert torch.equal(logits.grad, torch.tensor([[-1.0, 1.0, 0.0]]))
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
+    tokens = Tokens(hidden, torch.tensor([1]))
+    layer = OutputLayer(weight, None, 3, 1.0)
+    numbers = token_numbers(layer, tokens, Wanted(entropy=True))
+    assert numbers.logprobs.item() == -2e4
+    assert numbers.entropy is not None and numbers.entropy.item() == 0.0
+
+    def objective(part: slice, current: TokenNumbers) -> Tensor:
+        return (current.logprobs + current.entropy).sum()
+
+    token_loss(layer, tokens, Wanted(entropy=True), objective, by_token=True).backward()
+    assert torch.equal(weight.grad, torch.tensor([[-1.0], [1.0], [0.0]]))
+
+
+def test_no_tokens_have_a_loss_without_effect() -> None:
+    layer = _layer(1, VOCABULARY, 1.0)
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    tokens = Tokens(hidden, torch.zeros(0, dtype=torch.int64))
+    assert token_numbers(layer, tokens, Wanted(entropy=True)).logprobs.shape == (0,)
+    loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
+    loss.backward()
+    assert loss.item() == 0.0 and not layer.weight.grad.any()
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the bytes of the largest storage that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def _largest(tokens: int, by_token: bool) -> int:
+    hidden = torch.zeros(tokens, HIDDEN, requires_grad=True)
+    layer = OutputLayer(torch.zeros(1000, HIDDEN, requires_grad=True), None, 1000, 1.0)
+    some = Tokens(hidden, torch.zeros(tokens, dtype=torch.int64), layer, hidden.detach())
+    wanted = Wanted(entropy=True, kl=True)
+    with _LargestTensor() as largest:
+        token_numbers(layer, some, Wanted(entropy=True, squares=True, kl=True))
+        token_loss(layer, some, wanted, lambda part, n: n.full_kl.sum(), by_token).backward()
+    return largest.bytes
+
+
+@pytest.mark.parametrize("by_token", [True, False])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, by_token: bool
+) -> None:
+    _small_chunks(monkeypatch, 16, 1 << 12)
+    # Two buffers of 16 rows: the policy's logits and the reference's.
+    assert _largest(64, by_token) == _largest(640, by_token) == 2 * 16 * 1000 * 4

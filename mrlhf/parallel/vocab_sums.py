@@ -1,0 +1,260 @@
+"""Sums over a vocabulary that is split over ranks, and the gradient of what they give.
+
+Each rank sums over its own columns, relative to the maximum of its own columns. One gather of a few
+numbers a token brings the sums of all ranks together. Logits of any dtype are accepted; all
+arithmetic is in float32, in blocks that stay in the cache of a core. This file does not know where
+logits come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# On a CPU a block stays in the cache of a core; on a GPU it keeps the device busy, with temporary
+# tensors of 256 MiB.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+# The maximum of no columns. Infinity would give NaN when it is multiplied by a sum of 0.
+_NO_MAXIMUM = -1e30
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the vocabulary that a rank holds.
+
+    Attributes:
+        first: the token of the first column.
+        valid: how many of the columns are not padding.
+        scale: multiplies the logits.
+    """
+
+    first: int
+    valid: int
+    scale: float
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """A float32 copy of the columns that are not padding, scaled."""
+        return logits[:, : self.valid].to(torch.float32, copy=True).mul_(self.scale)
+
+    def place(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each target token, and whether it is one of this rank's."""
+        local = targets - self.first
+        is_local = (local >= 0) & (local < self.valid)
+        return local.clamp(0, max(0, self.valid - 1)), is_local
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is computed beside the log-probability of each target token.
+
+    Attributes:
+        entropy: the entropy of each distribution.
+        squares: the sum of the squared probabilities of the vocabulary.
+        kl: the KL to a reference over the whole vocabulary.
+    """
+
+    entropy: bool = False
+    squares: bool = False
+    kl: bool = False
+
+
+@dataclass(frozen=True)
+class TokenNumbers:
+    """What is known of the distribution at each token; float32 [tokens], None if not wanted.
+
+    Attributes:
+        logprobs: the log-probability of the target token.
+        entropy: in nats.
+        full_kl: KL(p || q) = sum of p (log p - log q) over the vocabulary, q the reference.
+        sum_of_squares: of all probabilities; it has no gradient.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    full_kl: Tensor | None
+    sum_of_squares: Tensor | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TokenNumbers:
+        """The numbers with each of them changed alike."""
+        fields: dict[str, Any] = {
+            name: None if number is None else change(number) for name, number in vars(self).items()
+        }
+        return TokenNumbers(**fields)
+
+    def tokens(self, rows: slice) -> TokenNumbers:
+        """Those of some tokens."""
+        return self.map(lambda number: number[rows])
+
+
+@dataclass(frozen=True)
+class Normalisers:
+    """The logarithm of the sum of exp(logits) of each token, float32 [tokens].
+
+    Attributes:
+        policy: of the scaled logits.
+        reference: of the reference's, or zeros where there is none.
+    """
+
+    policy: Tensor
+    reference: Tensor
+
+    def __getitem__(self, rows: slice) -> Normalisers:
+        """Those of some tokens."""
+        return Normalisers(self.policy[rows], self.reference[rows])
+
+
+class LocalSums:
+    """The sums over this rank's columns, with x the scaled logits minus their maximum on this rank.
+
+    y is the same of the reference's logits.
+    """
+
+    # The rows of the table.
+    MAXIMUM, TOTAL, TARGET, WEIGHTED, SQUARES, REF_MAXIMUM, REF_TOTAL, DIFFERENCE = range(8)
+
+    def __init__(self, tokens: int, columns: Columns, wanted: Wanted, device: torch.device) -> None:
+        self._columns = columns
+        self._wanted = wanted
+        self._table = torch.zeros(8, tokens, dtype=torch.float32, device=device)
+        self._table[[self.MAXIMUM, self.REF_MAXIMUM]] = _NO_MAXIMUM
+
+    def add(self, begin: int, logits: Tensor, targets: Tensor, ref_logits: Tensor | None) -> None:
+        """Take in the logits of the tokens from `begin` on.
+
+        Args:
+            begin: the number of the first token.
+            logits: [rows, vocab_shard].
+            targets: int64 [rows].
+            ref_logits: as `logits`, or None where no KL is wanted.
+        """
+        if not self._columns.valid:
+            return
+        local, is_local = self._columns.place(targets)
+        for rows in blocks(logits):
+            sums = self._table[:, begin + rows.start : begin + rows.stop]
+            x = self._columns.scaled(logits[rows])
+            at_target = x.gather(1, local[rows, None])[:, 0]
+            sums[self.TARGET] = at_target.masked_fill_(~is_local[rows], 0.0)
+            torch.amax(x, dim=1, out=sums[self.MAXIMUM])
+            x.sub_(sums[self.MAXIMUM][:, None])
+
+            weight = x.exp() if self._wanted.entropy or self._wanted.kl else x.exp_()
+            torch.sum(weight, dim=1, out=sums[self.TOTAL])
+            if self._wanted.entropy:
+                torch.linalg.vecdot(weight, x, out=sums[self.WEIGHTED])
+            if self._wanted.squares:
+                torch.linalg.vecdot(weight, weight, out=sums[self.SQUARES])
+
+            if ref_logits is not None:
+                y = self._columns.scaled(ref_logits[rows])
+                torch.amax(y, dim=1, out=sums[self.REF_MAXIMUM])
+                y.sub_(sums[self.REF_MAXIMUM][:, None])
+                torch.linalg.vecdot(weight, x.sub_(y), out=sums[self.DIFFERENCE])
+                torch.sum(y.exp_(), dim=1, out=sums[self.REF_TOTAL])
+
+    def combine(self, group: dist.ProcessGroup | None) -> tuple[TokenNumbers, Normalisers]:
+        """The numbers of all tokens, and what their gradient needs.
+
+        Every rank of the group calls it, and all get the same.
+
+        Args:
+            group: the ranks that hold the columns; None if this rank holds all.
+        """
+        parts = self._gather(group)  # [ranks, 8, tokens]
+        maxima = parts[:, self.MAXIMUM]
+        maximum = maxima.amax(dim=0)
+        moved = maxima - maximum
+        factors = moved.exp()
+        total = (parts[:, self.TOTAL] * factors).sum(dim=0)
+        log_total = total.log()
+
+        entropy = squares = kl = None
+        reference = torch.zeros_like(log_total)
+        if self._wanted.entropy:
+            weighted = parts[:, self.WEIGHTED] + moved * parts[:, self.TOTAL]
+            entropy = log_total - (weighted * factors).sum(dim=0) / total
+        if self._wanted.squares:
+            squares = (parts[:, self.SQUARES] * factors.square()).sum(dim=0) / total.square()
+        if self._wanted.kl:
+            ref_maxima = parts[:, self.REF_MAXIMUM]
+            ref_maximum = ref_maxima.amax(dim=0)
+            ref_moved = ref_maxima - ref_maximum
+            ref_log_total = (parts[:, self.REF_TOTAL] * ref_moved.exp()).sum(dim=0).log()
+            difference = parts[:, self.DIFFERENCE] + (moved - ref_moved) * parts[:, self.TOTAL]
+            kl = (difference * factors).sum(dim=0) / total - log_total + ref_log_total
+            reference = ref_maximum + ref_log_total
+
+        logprobs = parts[:, self.TARGET].sum(dim=0) - maximum - log_total
+        numbers = TokenNumbers(logprobs, entropy, kl, squares)
+        return numbers, Normalisers(maximum + log_total, reference)
+
+    def _gather(self, group: dist.ProcessGroup | None) -> Tensor:
+        if group is None or group.size() == 1:
+            return self._table[None]
+        parts = [torch.empty_like(self._table) for _ in range(group.size())]
+        dist.all_gather(parts, self._table, group=group)
+        return torch.stack(parts)
+
+
+def write_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    ref_logits: Tensor | None,
+    columns: Columns,
+    numbers: TokenNumbers,
+    gradients: TokenNumbers,
+    normalisers: Normalisers,
+) -> None:
+    """Overwrite the logits with the gradient of a loss.
+
+    With x the scaled logits, d log p(t) / dx_j = [j = t] - p_j, dH / dx_j = -p_j (log p_j + H), and
+    d KL / dx_j = p_j (log p_j - log q_j - KL).
+
+    Args:
+        logits: [tokens, vocab_shard]; unlike the reference's they are lost.
+        targets: int64 [tokens].
+        ref_logits: [tokens, vocab_shard], or None where the loss has no gradient in the KL.
+        columns: those of this rank.
+        numbers: of these tokens.
+        gradients: of the loss in the numbers; None for a number that it does not depend on.
+        normalisers: as `LocalSums.combine` gave them.
+    """
+    logits[:, columns.valid :] = 0.0
+    if not columns.valid:
+        return
+    local, is_local = columns.place(targets)
+    of_logprobs, of_entropy, of_kl = (
+        None if gradient is None else (gradient * columns.scale)[:, None]
+        for gradient in (gradients.logprobs, gradients.entropy, gradients.full_kl)
+    )
+    assert of_logprobs is not None
+
+    for rows in blocks(logits):
+        log_p = columns.scaled(logits[rows]).sub_(normalisers.policy[rows, None])
+        p = log_p.exp()
+        part = p * -of_logprobs[rows]
+        if of_entropy is not None:
+            assert numbers.entropy is not None
+            plus_entropy = log_p + numbers.entropy[rows, None]
+            part.sub_(plus_entropy.mul_(p).mul_(of_entropy[rows]))
+        if of_kl is not None:
+            assert ref_logits is not None and numbers.full_kl is not None
+            log_q = columns.scaled(ref_logits[rows]).sub_(normalisers.reference[rows, None])
+            difference = log_p.sub_(log_q).sub_(numbers.full_kl[rows, None])
+            part.add_(difference.mul_(p).mul_(of_kl[rows]))
+
+        at_target = of_logprobs[rows] * is_local[rows, None]
+        part.scatter_add_(1, local[rows, None], at_target)
+        logits[rows, : columns.valid] = part
+
+
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Slices of consecutive rows, each with a bounded number of elements; together all rows."""
+    height = max(1, _BLOCK_ELEMENTS[logits.device.type] // logits.shape[1])
+    for top in range(0, len(logits), height):
+        yield slice(top, min(top + height, len(logits)))
