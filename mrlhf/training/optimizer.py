@@ -104,12 +104,11 @@ class ShardedOptimizer:
             pg_collection=groups.collection,
         )
 
+        # megatron-core leaves torch its default, which is a loop in Python.
         for inner in self._inner_optimizers():
             if isinstance(inner, torch.optim.AdamW):
                 for group in inner.param_groups:
-                    group["fused"] = (
-                        True  # megatron-core leaves torch its default, a loop in Python
-                    )
+                    group["fused"] = True
 
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
         self._wait_for_reader: Callable[[], None] | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrlhf.batch import Sequences
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
 from tests import plain_ppo
 from tests.dist.ppo_runs import (
@@ -158,7 +159,9 @@ def test_remax_takes_off_what_the_greedy_answer_gets(runs: Runs) -> None:
     policy = runs.load()
     answers = [_greedy_answer(policy, prompt) for prompt in rollout.prompts.token_ids[::2]]
     baselines = []
-    for tokens, reward in zip(answers, runs.rewards(answers), strict=True):
+    for tokens, reward in zip(
+        answers, runs.rewards(Sequences.of(answers, [1] * len(answers))), strict=True
+    ):
         baselines.append(reward - (0.0 if tokens[-1] == EOS else 0.25))
 
     to_come = step.experience.token_rewards.flip(1).cumsum(1).flip(1)
