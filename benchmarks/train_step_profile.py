@@ -30,7 +30,16 @@ CATEGORIES = (
     "waiting",
     "host",
 )
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "linear_backward", "mkldnn_linear")
+_PRODUCTS = (
+    "mm",
+    "addmm",
+    "addmm_",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "linear_backward",
+    "mkldnn_linear",
+)
 _MEMORY = (
     *("empty", "empty_like", "empty_strided", "new_empty", "zeros", "zeros_like", "new_zeros"),
     *("ones", "ones_like", "full", "full_like", "fill_", "zero_", "copy_", "clone", "contiguous"),
