@@ -120,7 +120,7 @@ def token_loss(
 
 
 class _Projection:
-    """Computes the logits of some tokens, chunk by chunk, in one buffer."""
+    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model."""
 
     def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> None:
         assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
@@ -131,8 +131,12 @@ class _Projection:
         shard = len(layer.weight)
         row_bytes = shard * layer.weight.element_size()
         self._most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
-        shape = (1 + wanted.kl, min(self._most_rows, len(tokens.targets)), shard)
-        self._buffers = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+        shape = (min(self._most_rows, len(tokens.targets)), shard)
+        self._logits = layer.weight.new_empty(shape)
+        self._ref_logits: Tensor | None = None
+        if tokens.ref_layer is not None:
+            # The reference may have another dtype.
+            self._ref_logits = tokens.ref_layer.weight.new_empty(shape)
         self._held: slice | None = None
 
     def chunks(self, part: slice) -> list[slice]:
@@ -187,13 +191,16 @@ class _Projection:
     def _project(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """The logits of these tokens, and the reference's; the next call overwrites them."""
         tokens = self._tokens
-        buffers = self._buffers[:, : rows.stop - rows.start]
+        height = rows.stop - rows.start
+        logits = self._logits[:height]
+        ref_logits = None if self._ref_logits is None else self._ref_logits[:height]
         if self._held != rows:
-            torch.mm(tokens.hidden[rows], self._layer.weight.t(), out=buffers[0])
-            if tokens.ref_layer is not None and tokens.ref_hidden is not None:
-                torch.mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), out=buffers[1])
+            torch.mm(tokens.hidden[rows], self._layer.weight.t(), out=logits)
+            if ref_logits is not None:
+                assert tokens.ref_layer is not None and tokens.ref_hidden is not None
+                torch.mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), out=ref_logits)
             self._held = rows
-        return buffers[0], buffers[1] if self._wanted.kl else None
+        return logits, ref_logits
 
 
 class _Gradients:

@@ -197,11 +197,18 @@ def _divisors(number: int, most: int) -> list[int]:
 def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     actor = config.actor
     reference = config.reference
-    if config.needs_full_kl and (reference.tp, reference.pp) != (actor.tp, actor.pp):
+    if not config.needs_full_kl:
+        return
+    if (reference.tp, reference.pp) != (actor.tp, actor.pp):
         yield (
             "KL 'full' compares whole distributions rank by rank, but reference is tp "
             f"{reference.tp} x pp {reference.pp} and actor tp {actor.tp} x pp {actor.pp}; leave "
             "reference.tp and reference.pp out"
+        )
+    if reference.sequence_parallel and not actor.sequence_parallel:
+        yield (
+            "KL 'full' runs reference on the packs of actor, and without actor.sequence_parallel "
+            "these are not padded for reference.sequence_parallel; turn both on or both off"
         )
 
 

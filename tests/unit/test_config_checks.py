@@ -84,6 +84,15 @@ def test_configurations_that_fit_pass():
             "and actor tp 2 x pp 2; leave reference.tp and reference.pp out",
         ),
         (
+            {
+                "actor__use_kl_loss": True,
+                "actor__kl_loss_type": "full",
+                "reference__sequence_parallel": True,
+            },
+            "KL 'full' runs reference on the packs of actor, and without actor.sequence_parallel "
+            "these are not padded for reference.sequence_parallel; turn both on or both off",
+        ),
+        (
             {"reward__terms": [{"name": "gsm8k"}, {"name": "gsm8k"}]},
             "reward.terms holds 'gsm8k' 2 times; keep one and add the weights",
         ),
@@ -145,6 +154,12 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
     [
         {"reference__pp": 1},  # no KL in use
         {"actor__use_kl_loss": True, "actor__kl_loss_type": "full"},
+        {
+            "actor__use_kl_loss": True,
+            "actor__kl_loss_type": "full",
+            "actor__sequence_parallel": True,
+            "reference__sequence_parallel": True,
+        },
         {"algorithm__use_kl_in_reward": True, "reference__pp": 1},
         {"reward_model": {"path": "rm"}, "reward__terms": [{"name": "reward_model"}]},
         {

@@ -161,6 +161,35 @@ def test_bfloat16_weights_give_float32_numbers(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(layer.weight.grad.double(), of_weight, atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ref_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+    ids=["policy in float32", "policy in bfloat16"],
+)
+def test_policy_and_reference_of_different_dtypes(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ref_dtype: torch.dtype
+) -> None:
+    _small_chunks(monkeypatch, 4, 100)
+    layer = _layer(1, VOCABULARY, 1.0, dtype)
+    reference = _layer(2, VOCABULARY, 1.0, ref_dtype)
+    hidden = _random(TOKENS, 3, dtype).requires_grad_()
+    tokens = Tokens(hidden, TARGETS, reference, _random(TOKENS, 4, ref_dtype))
+    wanted = Wanted(kl=True)
+    numbers = token_numbers(layer, tokens, wanted)
+    token_loss(layer, tokens, wanted, lambda part, n: n.full_kl.sum(), by_token=True).backward()
+
+    # Each model's logits are rounded to its own dtype, and nothing after them.
+    logits = (hidden @ layer.weight.T).detach().double().requires_grad_()
+    ref_logits = (_random(TOKENS, 4, ref_dtype) @ reference.weight.T).detach().double()
+    log_p = torch.log_softmax(logits, dim=-1)
+    kl = (log_p.exp() * (log_p - torch.log_softmax(ref_logits, dim=-1))).sum(dim=1)
+    kl.sum().backward()
+    torch.testing.assert_close(numbers.full_kl.double(), kl, atol=1e-5, rtol=0)
+    of_hidden = logits.grad @ layer.weight.detach().double()
+    tolerance = 3e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(hidden.grad.double(), of_hidden, atol=tolerance, rtol=0.02)
+
+
 def test_kl_of_equal_distributions_is_exactly_zero() -> None:
     layer = _layer(1, VOCABULARY, 1.4)
     hidden = _random(TOKENS, 3).requires_grad_()
@@ -234,5 +263,5 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(
     monkeypatch: pytest.MonkeyPatch, by_token: bool
 ) -> None:
     _small_chunks(monkeypatch, 16, 1 << 12)
-    # Two buffers of 16 rows: the policy's logits and the reference's.
-    assert _largest(64, by_token) == _largest(640, by_token) == 2 * 16 * 1000 * 4
+    # A buffer of 16 rows: the logits of one model.
+    assert _largest(64, by_token) == _largest(640, by_token) == 16 * 1000 * 4
