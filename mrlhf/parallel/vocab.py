@@ -248,7 +248,11 @@ def _differentiate(
 
 
 class _KnownGradients(torch.autograd.Function):
-    """A loss whose gradients have been computed together with it."""
+    """A loss whose gradients have been computed together with it.
+
+    Its one backward pass hands them on. It must not keep them, because a schedule may hold the loss
+    while it computes the next one.
+    """
 
     @staticmethod
     def forward(
@@ -265,5 +269,7 @@ class _KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.gradients is not None, "the gradients have been handed on"
         of_hidden, of_weight = ctx.gradients
+        ctx.gradients = None
         return None, of_hidden.mul_(of_loss), of_weight.mul_(of_loss).to(ctx.dtype), None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -230,6 +231,26 @@ def test_no_tokens_have_a_loss_without_effect() -> None:
     loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
     loss.backward()
     assert loss.item() == 0.0 and not layer.weight.grad.any()
+
+
+def test_a_loss_does_not_keep_its_gradients_after_its_backward_pass() -> None:
+    layer = _layer(1, VOCABULARY, 1.0)
+    hidden = _random(TOKENS, 3).requires_grad_()
+    tokens = Tokens(hidden, TARGETS)
+    loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
+    shapes = (hidden.shape, layer.weight.shape)
+
+    def alive() -> list[tuple[int, ...]]:
+        tensors = [thing for thing in gc.get_objects() if type(thing) is Tensor]
+        return [tuple(tensor.shape) for tensor in tensors if tensor.shape in shapes]
+
+    before = len(alive())
+    loss.backward(retain_graph=True)
+    hidden.grad = layer.weight.grad = None
+    assert len(alive()) == before - 2
+
+    with pytest.raises(AssertionError, match="handed on"):
+        loss.backward()
 
 
 class _LargestTensor(TorchDispatchMode):
