@@ -103,7 +103,8 @@ class PolicyObjective:
 
         if numbers.entropy is not None:
             tally.add("actor/entropy", masked_sum(numbers.entropy, batch.drawn), batch.drawn.sum())
-            loss = loss - section.entropy_coeff * self._aggregate(numbers.entropy, batch)
+            if section.entropy_coeff:
+                loss = loss - section.entropy_coeff * self._aggregate(numbers.entropy, batch)
 
         if section.use_kl_loss:
             kl_loss = self._aggregate(self._kl(batch, numbers), batch)

@@ -57,3 +57,20 @@ def test_metrics_and_losses_leave_out_what_the_policy_did_not_draw() -> None:
     assert logprobs.grad is not None
     assert not logprobs.grad[~DRAWN].any()
     assert logprobs.grad[DRAWN].all()  # the rejected token is part of a right response
+
+
+def test_an_entropy_that_is_only_measured_is_no_part_of_the_loss() -> None:
+    section = ActorSection(path="x", loss_scale_factor=1.0, entropy_coeff=0.0)
+    logprobs = torch.full((1, 2), -1.0, requires_grad=True)
+    entropy = torch.tensor([[0.5, float("inf")]], requires_grad=True)
+    there = torch.ones(1, 2, dtype=torch.bool)
+    ones = torch.ones(1, 2)
+    batch = PolicyBatch(there, there, logprobs.detach(), ones, None, None, None, ones)
+    mini_batch = PolicyMiniBatch.of(batch, [])
+    objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), mini_batch)
+    loss, tally = objective(batch, TokenNumbers(logprobs, entropy, None, None), 1.0)
+
+    # Each of the two tokens has ratio 1 and advantage 1.
+    assert float(loss.detach()) == -1.0
+    assert tally.means()["actor/entropy"] == float("inf")
+    assert torch.autograd.grad(loss, [logprobs, entropy], allow_unused=True)[1] is None
