@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 # On a CPU a block stays in the cache of a core; on a GPU it keeps the device busy, with temporary
-# tensors of 256 MiB.
-_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
+# tensors of 64 MiB.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
 # The maximum of no columns. Infinity would give NaN when it is multiplied by a sum of 0.
 _NO_MAXIMUM = -1e30
 
