@@ -55,6 +55,11 @@ class RoleGroups:
         return self.collection.pp
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is of the pipeline stage that gives the model's output."""
+        return self.coordinates.pp == self.layout.pp - 1
+
+    @property
     def mp(self) -> Group:
         """Ranks that together hold one copy of the model."""
         return self.collection.mp

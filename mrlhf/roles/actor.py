@@ -18,7 +18,7 @@ from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.parallel.vocab_sums import Wanted
-from mrlhf.roles.policy_loss import PolicyBatch, PolicyLossSettings
+from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.policy_objective import UPDATE_METRICS, HiddenObjective, PolicyMiniBatch
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.roles.update_progress import UpdateProgress
@@ -176,43 +176,43 @@ class Actor:
     ) -> Iterator[tuple[int, PackedMiniBatch, Callable[[], HiddenObjective]]]:
         """Epoch, mini-batch and what makes its loss, step by step.
 
-        All but what depends on the current policy is made once for all epochs.
+        A loss that needs no pass over its mini-batch is made once for all epochs.
         """
-        makers = []
+        makers: list[Callable[[], HiddenObjective]] = []
         begin = 0
         for mini_batch in cut.mini_batches:
             end = begin + len(mini_batch.packs)
             states = None if ref_states is None else ref_states[begin:end]
-            makers.append(self._loss_maker(experience, mini_batch, states))
+            make = partial(self._objective, experience, mini_batch, states)
+            makers.append(make if self._settings.needs_mini_batch_pass else cache(make))
             begin = end
 
         for epoch in range(self._section.ppo_epochs):
             for mini_batch, maker in zip(cut.mini_batches, makers, strict=True):
                 yield epoch, mini_batch, maker
 
-    def _loss_maker(
+    def _objective(
         self,
         experience: Experience,
         mini_batch: PackedMiniBatch,
         ref_states: Sequence[ReferenceStates] | None,
-    ) -> Callable[[], HiddenObjective]:
-        """What makes the loss of the mini-batch, after a pass over it where the loss needs one."""
+    ) -> HiddenObjective:
+        """The loss of the mini-batch, after a pass over it where the loss needs one.
+
+        It keeps the numbers of this rank's packs, not the mini-batch's tables; before the last
+        stage, where no loss is taken, not even those.
+        """
         settings = self._settings
-        batch = settings.batch(experience, mini_batch.rows)
         packs = mini_batch.local_packs
-
-        def objective(batch: PolicyBatch) -> HiddenObjective:
-            numbers = PolicyMiniBatch.of(batch, packs)
-            return HiddenObjective(settings, numbers, self._token_logprobs, packs, ref_states)
-
-        def prepare() -> HiddenObjective:
-            shape = (len(mini_batch.rows), experience.rollout.shape[1])
-            logprobs = self._token_logprobs.of_batch(packs, shape)
-            return objective(settings.prepared(batch, logprobs))
-
+        batch = settings.batch(experience, mini_batch.rows)
         if settings.needs_mini_batch_pass:
-            return prepare
-        return cache(partial(objective, batch))
+            shape = (len(mini_batch.rows), experience.rollout.shape[1])
+            batch = settings.prepared(batch, self._token_logprobs.of_batch(packs, shape))
+
+        numbers = PolicyMiniBatch.of(batch, packs if self.engine.groups.is_last_stage else [])
+        return HiddenObjective(
+            settings, numbers, self._token_logprobs, mini_batch.packs, ref_states
+        )
 
     @property
     def _stop(self) -> Callable[[Tally], bool] | None:
