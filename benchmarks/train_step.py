@@ -28,6 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Operations are counted by the checkout of ours, whether or not an mrlhf is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from model_sizes import SIZES, model_config
 from train_step_case import MEAN_PROMPT, MEAN_RESPONSE, Case, make_case, write_case
@@ -38,7 +41,7 @@ from train_step_turns import LIMIT
 
 from mrlhf.models.families import FAMILIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
