@@ -2,7 +2,8 @@
 
 The ranks go through a whole step with everything that holds the batch, and without the models: an
 engine that answers at once, and passes over packs that give random numbers. So the figures are
-those of the batch alone. A page that several ranks share counts once (PSS of Linux).
+those of the batch alone. A page that several ranks share counts once (PSS of Linux). "At end" is
+what the ranks hold after all the work of the step, while it still has its batch and experience.
 
     python benchmarks/batch_memory.py --positions 10000000 --layout 1x1 --json FILE
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import queue
 import tempfile
 import threading
 import time
@@ -39,7 +41,8 @@ from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.rl.kl import FixedKlController
 from mrlhf.roles.actor import Evaluation
-from mrlhf.roles.policy_loss import PolicyBatch
+from mrlhf.roles.policy_loss import PolicyLossSettings
+from mrlhf.roles.policy_objective import PolicyMiniBatch
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
@@ -122,8 +125,14 @@ class _InstantModel(ModelEngine):
         return self.per_token(cut.packs, shape, lambda output, number: output, self._channels)
 
 
-def take_step(trainer: Any, generator: Generator, prompts: Prompts, models: Any) -> None:
-    """All of a step that holds the batch."""
+def take_step(
+    trainer: Any,
+    generator: Generator,
+    prompts: Prompts,
+    models: Any,
+    at_end: Callable[[], None],
+) -> None:
+    """All of a step that holds the batch; `at_end` is called while it still holds it."""
     sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=RESPONSE_TOKENS, seed=1)
     with trainer.timer("gen"):
         rollout = generator.generate(prompts, sampling, "train", step=1).rollout
@@ -146,12 +155,15 @@ def take_step(trainer: Any, generator: Generator, prompts: Prompts, models: Any)
     del outputs, old, ref_logprobs, values
 
     with trainer.timer("mini-batches"):
-        for mini_batch in cuts.actor.mini_batches:
-            batch = PolicyBatch.of(experience, mini_batch.rows)
-            for pack in mini_batch.local_packs:
-                batch.micro_batch(pack.rows, torch.device("cpu"))
-    dist.barrier()
-    time.sleep(1.0)  # so that the memory that is left is measured too
+        # The actor keeps the numbers of all of them for its epochs, until the update has ended.
+        numbers = [
+            PolicyMiniBatch.of(
+                trainer.parts.losses.batch(experience, mini_batch.rows), mini_batch.local_packs
+            )
+            for mini_batch in cuts.actor.mini_batches
+        ]
+        del numbers
+    at_end()
 
 
 def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
@@ -176,6 +188,7 @@ def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
         critic=SimpleNamespace(engine=models.critic),
         reference=SimpleNamespace(engine=models.reference),
         samples_per_mini_batch={"actor": rows, "critic": rows},
+        losses=PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction),
         shaper=RewardShaper(config.algorithm, RESPONSE_TOKENS),
     )
     return SimpleNamespace(
@@ -188,7 +201,16 @@ def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
     )
 
 
-def _rank(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
+class _Signals:
+    """What the ranks and the process that measures them tell each other."""
+
+    def __init__(self, context: Any) -> None:
+        self.results = context.Queue()
+        self.baseline_is_measured = context.Event()
+        self.end_is_measured = context.Event()
+
+
+def _rank(rank: int, arguments: argparse.Namespace, store: str, signals: _Signals) -> None:
     """One rank, from its start to the report of its seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=arguments.ranks)
@@ -216,13 +238,16 @@ def _rank(rank: int, arguments: argparse.Namespace, store: str, results: Any) ->
     for name in ("cut", "ref", "old_log_prob", "values", "adv", "mini-batches"):
         timer.seconds[name] = 0.0
 
+    def at_end() -> None:
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+        signals.results.put({"rss": peak, "seconds": timer.seconds})
+        signals.end_is_measured.wait()
+
     dist.barrier()
-    results.put((rank, "ready", None))
-    time.sleep(1.0)
-    take_step(trainer, generator, prompts, models)
-    status = Path("/proc/self/status").read_text()
-    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
-    results.put((rank, "peak", {"rss": peak, "seconds": timer.seconds}))
+    signals.results.put("ready")
+    signals.baseline_is_measured.wait()
+    take_step(trainer, generator, prompts, models, at_end)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -235,26 +260,46 @@ def _proportional_bytes(process: int) -> int:
     return 0
 
 
+def _bytes_of_all(processes: Sequence[Any]) -> int:
+    """The memory of all processes together."""
+    return sum(_proportional_bytes(process.pid) for process in processes)
+
+
 @contextmanager
-def _watched(processes: Sequence[int]) -> Iterator[Callable[[], list[int]]]:
-    """The memory of all processes together, measured again and again."""
+def _watched(processes: Sequence[Any]) -> Iterator[list[int]]:
+    """The memory of all processes together, measured again and again until the end of the body."""
     measured: list[int] = []
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(0.02):
             try:
-                measured.append(sum(_proportional_bytes(process) for process in processes))
-            except (OSError, ProcessLookupError):
-                return
+                measured.append(_bytes_of_all(processes))
+            except (FileNotFoundError, ProcessLookupError):
+                return  # a process has ended; the main thread says so and stops
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield lambda: list(measured)
+        yield measured
     finally:
         ended.set()
         thread.join()
+
+
+def _one_of_each(processes: Sequence[Any], results: Any) -> list[Any]:
+    """A result of each rank, in any order."""
+    found: list[Any] = []
+    end = time.monotonic() + LONGEST_S
+    while len(found) < len(processes):
+        try:
+            found.append(results.get(timeout=1.0))
+        except queue.Empty:
+            if any(process.exitcode is not None for process in processes):
+                raise SystemExit("a rank has failed; its error stands above") from None
+            if time.monotonic() > end:
+                raise SystemExit(f"the ranks took longer than {LONGEST_S:.0f} s") from None
+    return found
 
 
 def main() -> None:
@@ -267,23 +312,23 @@ def main() -> None:
     arguments = parser.parse_args()
 
     context = mp.get_context("fork")  # the modules are imported once
-    results = context.Queue()
+    signals = _Signals(context)
     with tempfile.TemporaryDirectory() as directory:
         store = f"{directory}/store"
         ranks = [
-            context.Process(target=_rank, args=(rank, arguments, store, results), daemon=True)
+            context.Process(target=_rank, args=(rank, arguments, store, signals), daemon=True)
             for rank in range(arguments.ranks)
         ]
         for process in ranks:
             process.start()
-        for _ in ranks:
-            results.get(timeout=LONGEST_S)
+        _one_of_each(ranks, signals.results)
 
-        numbers = [process.pid for process in ranks if process.pid is not None]
-        before = sum(_proportional_bytes(number) for number in numbers)
-        with _watched(numbers) as measured:
-            found = [results.get(timeout=LONGEST_S)[2] for _ in ranks]
-            memory = measured()
+        before = _bytes_of_all(ranks)
+        with _watched(ranks) as measured:
+            signals.baseline_is_measured.set()
+            found = _one_of_each(ranks, signals.results)
+        at_end = _bytes_of_all(ranks)
+        signals.end_is_measured.set()
         for process in ranks:
             process.join()
 
@@ -292,8 +337,8 @@ def main() -> None:
         "ranks": arguments.ranks,
         "layout": arguments.layout,
         "before_mb": round(before / MEGA),
-        "peak_mb": round((max(memory) - before) / MEGA),
-        "at_end_mb": round((memory[-1] - before) / MEGA),
+        "peak_mb": round((max([*measured, at_end]) - before) / MEGA),
+        "at_end_mb": round((at_end - before) / MEGA),
         "largest_rss_mb": round(max(one["rss"] for one in found) / MEGA),
         "seconds": {
             name: round(max(one["seconds"][name] for one in found), 2)

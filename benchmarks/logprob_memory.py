@@ -1,8 +1,10 @@
 """Measures memory and time of log-probabilities with their gradient, in chunks and whole.
 
 The whole form makes the logits of all tokens and keeps them for the backward pass. For each number
-of tokens and each vocabulary, each form runs in a process of its own, whose peak of resident memory
-is compared with that before the run. Seconds are of the processor, of one thread.
+of tokens and each vocabulary, each form runs in a process of its own. The peak is that of resident
+memory during the runs, less the resident memory before them. The gradient of the weight, which
+every form has to make, is a part of it and is said separately. Linux only. Seconds are of the
+processor, of one thread.
 
     python benchmarks/logprob_memory.py --tokens 512 1024 2048 --vocabularies 32768 151936
 """
@@ -11,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +28,28 @@ from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 FORMS = ("whole", "chunks", "chunks, computed twice")
 
 
+class _Measured(NamedTuple):
+    """What the runs of a form took.
+
+    Attributes:
+        peak: bytes above those before the runs.
+        gradient: bytes of the weight's gradient, a part of the peak.
+        seconds: of one run, the median.
+    """
+
+    peak: int
+    gradient: int
+    seconds: float
+
+
 def _sum_of_logprobs(part: slice, numbers: TokenNumbers) -> Tensor:
     return numbers.logprobs.sum()
 
 
-def _forms(tokens: int, hidden_size: int, vocabulary: int) -> dict[str, Callable[[], Tensor]]:
-    """What gives the loss in each form."""
+def _forms(weight: Tensor, tokens: int) -> dict[str, Callable[[], Tensor]]:
+    """What gives the loss in each form, for a `weight` of [vocab, hidden]."""
+    vocabulary, hidden_size = weight.shape
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
-    weight = (0.05 * torch.randn(vocabulary, hidden_size)).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,))
     layer = OutputLayer(weight, None, vocabulary, 1.0)
     some = Tokens(hidden, targets)
@@ -47,18 +64,30 @@ def _forms(tokens: int, hidden_size: int, vocabulary: int) -> dict[str, Callable
     return dict(zip(FORMS, (whole, lambda: chunks(True), lambda: chunks(False)), strict=True))
 
 
-def _measure(form: str, tokens: int, hidden_size: int, vocabulary: int, runs: int) -> list[float]:
-    """Bytes above those before the run, and the median of the seconds."""
+def _measure(form: str, tokens: int, hidden_size: int, vocabulary: int, runs: int) -> _Measured:
+    """Run a form in this process, which must be new."""
     torch.set_num_threads(1)
-    function = _forms(tokens, hidden_size, vocabulary)[form]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Scaled in place: the memory of a freed copy would hide as much of the peak.
+    weight = torch.randn(vocabulary, hidden_size).mul_(0.05).requires_grad_()
+    function = _forms(weight, tokens)[form]
+
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
+    before = _memory("VmRSS")
     seconds = []
     for _ in range(runs):
         begin = time.process_time()
         function().backward()
         seconds.append(time.process_time() - begin)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return [1024.0 * (peak - before), statistics.median(seconds)]
+    peak = _memory("VmHWM") - before
+
+    assert weight.grad is not None
+    return _Measured(peak, weight.grad.nbytes, statistics.median(seconds))
+
+
+def _memory(name: str) -> int:
+    """Bytes of this process; Linux calls the resident memory VmRSS and its peak VmHWM."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{name}:")[1].split()[0])
 
 
 def main() -> None:
@@ -70,8 +99,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
 
-    print("| vocabulary | tokens | form | peak, MiB | seconds | against whole |")
-    print("|---|---|---|---|---|---|")
+    heads = "peak, MiB | of it weight.grad, MiB | seconds | against whole"
+    print(f"| vocabulary | tokens | form | {heads} |")
+    print("|---|---|---|---|---|---|---|")
     context = multiprocessing.get_context("spawn")
     for vocabulary in arguments.vocabularies:
         for tokens in arguments.tokens:
@@ -79,11 +109,12 @@ def main() -> None:
             for form in FORMS:
                 with context.Pool(1) as pool:
                     case = (form, tokens, arguments.hidden_size, vocabulary, arguments.runs)
-                    peak, seconds = pool.apply(_measure, case)
-                base = base or seconds
+                    measured = pool.apply(_measure, case)
+                base = base or measured.seconds
                 print(
-                    f"| {vocabulary} | {tokens} | {form} | {peak / 2**20:.0f} | {seconds:.2f} | "
-                    f"{seconds / base:.2f} |",
+                    f"| {vocabulary} | {tokens} | {form} | {measured.peak / 2**20:.0f} | "
+                    f"{measured.gradient / 2**20:.0f} | {measured.seconds:.2f} | "
+                    f"{measured.seconds / base:.2f} |",
                     flush=True,
                 )
 

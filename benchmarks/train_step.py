@@ -28,6 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Operations are counted by the checkout of ours, whether or not an mrlhf is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 from model_sizes import SIZES, model_config
 from train_step_case import MEAN_PROMPT, MEAN_RESPONSE, Case, make_case, write_case
@@ -38,7 +41,7 @@ from train_step_turns import LIMIT
 
 from mrlhf.models.families import FAMILIES
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
@@ -126,11 +129,11 @@ def _contenders(cores: int, arguments: argparse.Namespace) -> Iterator[Contender
             # Four ranks share two cores.
             if RANKS[layout] == 1 or cores == 2:
                 threads = cores if RANKS[layout] == 1 else 1
-                yield Contender(name, layout, threads, tree=tree, settings=arguments.set)
+                yield Contender(name, layout, threads, cores, tree=tree, settings=arguments.set)
     if "plain" in arguments.contenders:
-        yield Contender("plain", "single", cores)
+        yield Contender("plain", "single", cores, cores)
     if "trl" in arguments.contenders:
-        yield Contender("trl", "single", cores, python=prepare_trl(arguments.trl_venv))
+        yield Contender("trl", "single", cores, cores, python=prepare_trl(arguments.trl_venv))
 
 
 def _measure(
@@ -212,7 +215,7 @@ class _Measured:
         contender = self._team.contender
         case = self._case
         operations = needed_operations(case, self._spec, self._critic)
-        cores = os.cpu_count() or 1
+        cores = min(contender.cores, len(os.sched_getaffinity(0)))
         limit = limit_of(self._limits, min(1.0, cores / (contender.ranks * contender.threads)))
 
         for name in self._cases:

@@ -11,7 +11,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Contender:
         name: "ours", "before" (ours, from another checkout), "plain" or "trl".
         layout: of ours, a key of `LAYOUTS`.
         threads: of each rank.
+        cores: of the machine, to which all its threads are held; its ranks share them.
         python: the interpreter.
         tree: the checkout that it imports.
         settings: more keys of the configuration of ours.
@@ -39,6 +41,7 @@ class Contender:
     name: str
     layout: str
     threads: int
+    cores: int
     python: str = sys.executable
     tree: Path = HERE.parent
     settings: Sequence[str] = field(default_factory=tuple)
@@ -84,15 +87,16 @@ class Team:
 
         self.contender = contender
         self._ranks = []
-        for rank in range(contender.ranks):
-            process = subprocess.Popen(
-                contender.command(case, mini_batch_tokens),
-                env=_environment(contender, rank, port),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self._ranks.append(process)
+        with _first_cores(contender.cores):
+            for rank in range(contender.ranks):
+                process = subprocess.Popen(
+                    contender.command(case, mini_batch_tokens),
+                    env=_environment(contender, rank, port),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                self._ranks.append(process)
 
     def wait_until_ready(self) -> None:
         """Wait for the processes' first sign."""
@@ -147,6 +151,21 @@ def prepare_trl(directory: Path) -> str:
         subprocess.run(command, check=True, stdout=sys.stderr)
     ready.touch()
     return str(python)
+
+
+@contextmanager
+def _first_cores(count: int) -> Iterator[None]:
+    """Start processes on the first `count` cores that this process may use.
+
+    A process inherits the cores of the thread that starts it, so none of its threads begins on
+    another core.
+    """
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(own)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def _environment(contender: Contender, rank: int, port: int) -> Mapping[str, str]:

@@ -128,15 +128,17 @@ class _Plain:
     def _logprobs(self, rows: slice) -> Tensor:
         ids, mask = self._narrowed(rows)
         with self._autocast():
-            logits = self._policy(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
+            output = self._policy(input_ids=ids, attention_mask=mask, use_cache=False)
+            logits = output.logits[:, :-1].float()
+            del output  # in bfloat16, the logits before `float`
         chosen = logits.gather(-1, ids[:, 1:, None])[..., 0]
         return self._widened(chosen - logits.logsumexp(-1))
 
     def _values(self, rows: slice) -> Tensor:
         ids, mask = self._narrowed(rows)
         with self._autocast():
-            hidden = self._critic.model(input_ids=ids, attention_mask=mask).last_hidden_state
-            values = self._critic.score(hidden)[:, :-1, 0]
+            output = self._critic.model(input_ids=ids, attention_mask=mask, use_cache=False)
+            values = self._critic.score(output.last_hidden_state)[:, :-1, 0]
         return self._widened(values.float())
 
     def _narrowed(self, rows: slice) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 from transformers import LlamaConfig
@@ -135,6 +137,37 @@ def test_a_profile_is_shown_in_percent():
     profile = {**dict.fromkeys(CATEGORIES, 0.0), "products": 1.5, "host": 0.5, "total": 2.0}
     lines = profile_table([{"title": "a", "profile": profile}])
     assert lines[2] == "| a | 75% |" + " 0% |" * 8 + " 25% |"
+
+
+SAYS_ITS_CORES = f"""#!{sys.executable}
+import json, os, sys, threading
+
+def answer():
+    print(json.dumps(sorted(os.sched_getaffinity(0))), flush=True)
+
+answer()
+for line in sys.stdin:
+    thread = threading.Thread(target=answer)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_the_ranks_of_a_contender_share_its_cores(tmp_path):
+    from train_step_contenders import Contender, Team
+
+    program = tmp_path / "python"
+    program.write_text(SAYS_ITS_CORES)
+    program.chmod(0o755)
+    own = os.sched_getaffinity(0)
+
+    team = Team(Contender("ours", "TP2", 1, cores=1, python=str(program)), tmp_path, 1)
+    try:
+        team.wait_until_ready()
+        assert team.ask("cores") == [[min(own)], [min(own)]]
+    finally:
+        team.end()
+    assert os.sched_getaffinity(0) == own
 
 
 def test_a_quick_run(tmp_path):
