@@ -66,16 +66,9 @@ class PackedMiniBatch:
 
     @property
     def local_packs(self) -> list[Pack]:
-        """The packs with their rows and places counted from the first row of the mini-batch."""
+        """The packs with their rows, and so their places, counted from the mini-batch's first."""
         first = self.rows[0]
-        return [
-            replace(
-                pack,
-                rows=[row - first for row in pack.rows],
-                places=pack.places - first * pack.width,
-            )
-            for pack in self.packs
-        ]
+        return [replace(pack, rows=[row - first for row in pack.rows]) for pack in self.packs]
 
 
 @dataclass(frozen=True)

@@ -74,13 +74,13 @@ class PolicyBatch:
         if not packs:
             return []
         places = torch.cat([pack.places for pack in packs])
-        device = packs[0].targets.device
+        device = packs[0].select.device
         together = self.map(lambda table: table.reshape(1, -1)[:, places].to(device))
 
         parts = []
         begin = 0
         for pack in packs:
-            end = begin + len(pack.targets)
+            end = begin + len(pack.select)
             parts.append(together.tokens(slice(begin, end)))
             begin = end
         return parts
