@@ -2,9 +2,11 @@
 
 The ranks go through a whole step with everything that holds the batch, and without the models: an
 engine that answers at once, and passes over packs that give random numbers. So the figures are
-those of the batch alone. A page that several ranks share counts once (PSS of Linux).
+those of the batch alone. A page that several ranks share counts once (PSS of Linux). Ranks that
+share a model's layers or matrices all hold the packs of their data-parallel share, so each layout
+has a row of its own.
 
-    python benchmarks/batch_memory.py --positions 10000000 --layout 1x1 --json FILE
+    python benchmarks/batch_memory.py --positions 10000000 --layouts 1x1 2x2 --json FILE
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.rl.kl import FixedKlController
 from mrlhf.roles.actor import Evaluation
-from mrlhf.roles.policy_loss import PolicyBatch
+from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
@@ -146,10 +148,13 @@ def take_step(trainer: Any, generator: Generator, prompts: Prompts, models: Any)
     del outputs, old, ref_logprobs, values
 
     with trainer.timer("mini-batches"):
-        for mini_batch in cuts.actor.mini_batches:
-            batch = PolicyBatch.of(experience, mini_batch.rows)
-            for pack in mini_batch.local_packs:
-                batch.micro_batch(pack.rows, torch.device("cpu"))
+        config = trainer.config
+        settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
+        held = [
+            settings.batch(experience, mini_batch.rows).of_packs(mini_batch.local_packs)
+            for mini_batch in cuts.actor.mini_batches
+        ]
+    del held
     dist.barrier()
     time.sleep(1.0)  # so that the memory that is left is measured too
 
@@ -188,12 +193,12 @@ def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
     )
 
 
-def _rank(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
+def _rank(rank: int, arguments: argparse.Namespace, sizes: str, store: str, results: Any) -> None:
     """One rank, from its start to the report of its seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=arguments.ranks)
     factory = GroupFactory(timeout_s=600.0)
-    tp, pp = (int(size) for size in arguments.layout.split("x"))
+    tp, pp = (int(size) for size in sizes.split("x"))
     layout = ParallelLayout.for_world("actor", arguments.ranks, tp, pp)
     groups = factory.role_groups(layout)
 
@@ -257,21 +262,16 @@ def _watched(processes: Sequence[int]) -> Iterator[Callable[[], list[int]]]:
         thread.join()
 
 
-def main() -> None:
-    """Measure one case, and print and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--positions", type=int, default=10_000_000)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--layout", default="1x1", help="tp x pp of all models")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-
+def measure(arguments: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """One row: what a step takes with all models laid out as `layout`, tp x pp."""
     context = mp.get_context("fork")  # the modules are imported once
     results = context.Queue()
     with tempfile.TemporaryDirectory() as directory:
         store = f"{directory}/store"
         ranks = [
-            context.Process(target=_rank, args=(rank, arguments, store, results), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, arguments, layout, store, results), daemon=True
+            )
             for rank in range(arguments.ranks)
         ]
         for process in ranks:
@@ -287,10 +287,10 @@ def main() -> None:
         for process in ranks:
             process.join()
 
-    row = {
+    return {
         "positions": arguments.positions,
         "ranks": arguments.ranks,
-        "layout": arguments.layout,
+        "layout": layout,
         "before_mb": round(before / MEGA),
         "peak_mb": round((max(memory) - before) / MEGA),
         "at_end_mb": round((memory[-1] - before) / MEGA),
@@ -300,9 +300,25 @@ def main() -> None:
             for name in found[0]["seconds"]
         },
     }
-    print(json.dumps(row, indent=1))
+
+
+def main() -> None:
+    """Measure each layout, and print and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--positions", type=int, default=10_000_000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1x1", "2x2"], help="tp x pp of all models, one row each"
+    )
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    rows = []
+    for layout in arguments.layouts:
+        rows.append(measure(arguments, layout))
+        print(json.dumps(rows[-1], indent=1), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(row))
+        arguments.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":
