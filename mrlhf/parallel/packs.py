@@ -6,7 +6,7 @@ is a view of the result. This file does not know which rows stand in which pack,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -174,6 +174,33 @@ def make_packs(
     return [
         Pack(**dict(zip(columns, fields, strict=True)), width=selected.width)
         for fields in zip(*columns.values(), strict=True)
+    ]
+
+
+def lay_flat(tables: Mapping[str, Tensor | None], packs: Sequence[Pack]) -> list[dict[str, Any]]:
+    """What tables of a batch, [batch, width], hold at the selected positions of each pack.
+
+    Args:
+        tables: on the host, by name; or None.
+        packs: their rows are those of the tables.
+
+    Returns:
+        For each pack the numbers of each table, [selected], where the model is; None for None.
+    """
+    if not packs:
+        return []
+    places = torch.cat([pack.places for pack in packs])
+    device = packs[0].select.device
+    sizes = [len(pack.select) for pack in packs]
+
+    columns: dict[str, Sequence[Tensor | None]] = {}
+    for name, table in tables.items():
+        if table is None:
+            columns[name] = [None] * len(packs)
+        else:
+            columns[name] = table.reshape(-1)[places].to(device).split(sizes)
+    return [
+        dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]
 
 
