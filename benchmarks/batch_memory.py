@@ -4,8 +4,10 @@ The ranks go through a whole step with everything that holds the batch, and with
 engine that answers at once, and passes over packs that give random numbers. So the figures are
 those of the batch alone. A page that several ranks share counts once (PSS of Linux). "At end" is
 what the ranks hold after all the work of the step, while it still has its batch and experience.
+Ranks that share a model's layers or matrices all hold the packs of their data-parallel share, so
+each layout has a row of its own.
 
-    python benchmarks/batch_memory.py --positions 10000000 --layout 1x1 --json FILE
+    python benchmarks/batch_memory.py --positions 10000000 --layouts 1x1 2x2 --json FILE
 """
 
 from __future__ import annotations
@@ -210,12 +212,14 @@ class _Signals:
         self.end_is_measured = context.Event()
 
 
-def _rank(rank: int, arguments: argparse.Namespace, store: str, signals: _Signals) -> None:
+def _rank(
+    rank: int, arguments: argparse.Namespace, sizes: str, store: str, signals: _Signals
+) -> None:
     """One rank, from its start to the report of its seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=arguments.ranks)
     factory = GroupFactory(timeout_s=600.0)
-    tp, pp = (int(size) for size in arguments.layout.split("x"))
+    tp, pp = (int(size) for size in sizes.split("x"))
     layout = ParallelLayout.for_world("actor", arguments.ranks, tp, pp)
     groups = factory.role_groups(layout)
 
@@ -302,21 +306,16 @@ def _one_of_each(processes: Sequence[Any], results: Any) -> list[Any]:
     return found
 
 
-def main() -> None:
-    """Measure one case, and print and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--positions", type=int, default=10_000_000)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--layout", default="1x1", help="tp x pp of all models")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-
+def measure(arguments: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """One row: what a step takes with all models laid out as `layout`, tp x pp."""
     context = mp.get_context("fork")  # the modules are imported once
     signals = _Signals(context)
     with tempfile.TemporaryDirectory() as directory:
         store = f"{directory}/store"
         ranks = [
-            context.Process(target=_rank, args=(rank, arguments, store, signals), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, arguments, layout, store, signals), daemon=True
+            )
             for rank in range(arguments.ranks)
         ]
         for process in ranks:
@@ -332,10 +331,10 @@ def main() -> None:
         for process in ranks:
             process.join()
 
-    row = {
+    return {
         "positions": arguments.positions,
         "ranks": arguments.ranks,
-        "layout": arguments.layout,
+        "layout": layout,
         "before_mb": round(before / MEGA),
         "peak_mb": round((max([*measured, at_end]) - before) / MEGA),
         "at_end_mb": round((at_end - before) / MEGA),
@@ -345,9 +344,25 @@ def main() -> None:
             for name in found[0]["seconds"]
         },
     }
-    print(json.dumps(row, indent=1))
+
+
+def main() -> None:
+    """Measure each layout, and print and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--positions", type=int, default=10_000_000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--layouts", nargs="+", default=["1x1", "2x2"], help="tp x pp of all models, one row each"
+    )
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    rows = []
+    for layout in arguments.layouts:
+        rows.append(measure(arguments, layout))
+        print(json.dumps(rows[-1], indent=1), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(row))
+        arguments.json.write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

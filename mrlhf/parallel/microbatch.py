@@ -43,17 +43,13 @@ class Balance:
     imbalance: float
     micro_batches: float
 
-    def bubble(self, stages: int, chunks: int = 1) -> float:
+    def bubble(self, stages: int) -> float:
         """Time that a stage of a pipeline stands idle, as a share of the time that it computes.
 
-        This is what a schedule of the 1F1B kind costs with micro-batches of equal cost, by
+        This is what the 1F1B schedule costs with micro-batches of equal cost, by
         https://arxiv.org/abs/2104.04473, section 2.2.
-
-        Args:
-            stages: pipeline stages.
-            chunks: parts of the model on each stage (virtual stages).
         """
-        return (stages - 1) / (self.micro_batches * chunks)
+        return (stages - 1) / self.micro_batches
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,9 @@ class PackedMiniBatch:
 
     @property
     def local_packs(self) -> list[Pack]:
-        """The packs with their rows and places counted from the first row of the mini-batch."""
+        """The packs with their rows, and so their places, counted from the mini-batch's first."""
         first = self.rows[0]
-        return [
-            replace(
-                pack,
-                rows=[row - first for row in pack.rows],
-                places=pack.places - first * pack.width,
-            )
-            for pack in self.packs
-        ]
+        return [replace(pack, rows=[row - first for row in pack.rows]) for pack in self.packs]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ is a view of the result. This file does not know which rows stand in which pack,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -23,34 +23,57 @@ Select = Literal["response", "last"]
 class Pack:
     """Sequences laid end to end, as one micro-batch of a pipeline.
 
-    Its tensors are where the model is, but for `places`, which is on the host as the tables of the
-    whole batch are.
+    Every rank keeps its packs for the whole step, so a pack holds as little as it can, in int32;
+    the properties are made anew each time, in int64.
 
     Attributes:
         rows: rows of the batch that are in the pack, in order.
-        token_ids: int64 [tokens].
-        position_ids: int64 [tokens], from 0 in each sequence.
-        boundaries: int32 [sequences + 1], where each sequence begins, and the end.
+        token_ids: int32 [tokens], where the model is.
+        boundaries: int32 [sequences + 1], where each sequence begins, and the end; where the model
+            is.
         longest: tokens of the longest sequence.
-        select: int64 [selected], the positions whose output is wanted.
-        targets: int64 [selected], the token that follows each selected position (0 after the last
-            token).
-        places: int64 [selected], where the number of each selected position stands in a flat
-            [batch, width] table: row * width + column.
-        own_places: int64 [selected], the same for a table of the pack's rows alone.
-        width: columns of these tables.
+        select: int32 [selected], the positions whose output is wanted; where the model is.
+        counts: int64 [rows], how many positions of each row are selected; on the host.
+        width: columns of a table that holds a number for each selected position; those of a row
+            stand in its first columns.
     """
 
     rows: list[int]
     token_ids: Tensor
-    position_ids: Tensor
     boundaries: Tensor
     longest: int
     select: Tensor
-    targets: Tensor
-    places: Tensor
-    own_places: Tensor
+    counts: Tensor
     width: int
+
+    @property
+    def position_ids(self) -> Tensor:
+        """The position of each token, from 0 in each sequence, [tokens]; where the model is."""
+        tokens = len(self.token_ids)
+        begins = self.boundaries[:-1].repeat_interleave(self.boundaries.diff(), output_size=tokens)
+        return torch.arange(tokens, device=begins.device) - begins
+
+    @property
+    def targets(self) -> Tensor:
+        """The token that follows each selected position, [selected]; where the model is.
+
+        Only for packs that select responses: nothing follows the last token of a sequence.
+        """
+        return self.token_ids[self.select.long() + 1].long()
+
+    @property
+    def places(self) -> Tensor:
+        """Where the selected positions' numbers stand in a flat [batch, width] table, [selected].
+
+        That is row * width + column, on the host, where the tables of the whole batch are.
+        """
+        return ranges(torch.tensor(self.rows, dtype=torch.int64) * self.width, self.counts)
+
+    @property
+    def own_places(self) -> Tensor:
+        """As `places`, for a table of the pack's rows alone; where the model is."""
+        begins = torch.arange(len(self.rows)) * self.width
+        return ranges(begins, self.counts).to(self.select.device)
 
     def spread(self, flat: Tensor) -> Tensor:
         """Lay [channels, selected] out as [channels, rows of the pack, width], 0 elsewhere."""
@@ -94,22 +117,18 @@ class _Laid:
 
 @dataclass(frozen=True)
 class _Selected:
-    """The selected positions of all packs, one pack after the other; int64.
+    """The selected positions of all packs, one pack after the other.
 
     Attributes:
-        count_in: [packs], how many each pack has.
-        positions: [selected], counted from the beginning of their pack.
-        targets: [selected].
-        places: [selected].
-        own_places: [selected].
+        count_in: int64 [packs], how many each pack has.
+        counts: int64 [rows], how many each row has.
+        positions: int32 [selected], counted from the beginning of their pack.
         width: see `Pack`.
     """
 
     count_in: Tensor
+    counts: Tensor
     positions: Tensor
-    targets: Tensor
-    places: Tensor
-    own_places: Tensor
     width: int
 
 
@@ -138,7 +157,7 @@ def make_packs(
     token_ids = _token_ids(sequences, laid)
     selected = _select(sequences, laid, select)
 
-    edges_in, boundaries, position_ids = _boundaries(laid)
+    edges_in, boundaries = _boundaries(laid)
     longest = torch.zeros_like(laid.rows_in).scatter_reduce(0, laid.pack_of, laid.lengths, "amax")
     longest = torch.maximum(longest, laid.padding)
 
@@ -147,17 +166,41 @@ def make_packs(
     columns: dict[str, Sequence[Any]] = {
         "rows": packs,
         "token_ids": token_ids.to(device).split(tokens_in),
-        "position_ids": position_ids.to(device).split(tokens_in),
         "boundaries": boundaries.to(device).split(edges_in.tolist()),
         "longest": longest.tolist(),
         "select": selected.positions.to(device).split(count_in),
-        "targets": selected.targets.to(device).split(count_in),
-        "places": selected.places.split(count_in),
-        "own_places": selected.own_places.to(device).split(count_in),
+        "counts": selected.counts.split(laid.rows_in.tolist()),
     }
     return [
         Pack(**dict(zip(columns, fields, strict=True)), width=selected.width)
         for fields in zip(*columns.values(), strict=True)
+    ]
+
+
+def lay_flat(tables: Mapping[str, Tensor | None], packs: Sequence[Pack]) -> list[dict[str, Any]]:
+    """What tables of a batch, [batch, width], hold at the selected positions of each pack.
+
+    Args:
+        tables: on the host, by name; or None.
+        packs: their rows are those of the tables.
+
+    Returns:
+        For each pack the numbers of each table, [selected], where the model is; None for None.
+    """
+    if not packs:
+        return []
+    places = torch.cat([pack.places for pack in packs])
+    device = packs[0].select.device
+    sizes = [len(pack.select) for pack in packs]
+
+    columns: dict[str, Sequence[Tensor | None]] = {}
+    for name, table in tables.items():
+        if table is None:
+            columns[name] = [None] * len(packs)
+        else:
+            columns[name] = table.reshape(-1)[places].to(device).split(sizes)
+    return [
+        dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]
 
 
@@ -182,33 +225,32 @@ def _lay(sequences: Sequences, packs: Sequence[list[int]], multiple: int) -> _La
 
 
 def _token_ids(sequences: Sequences, laid: _Laid) -> Tensor:
-    """All tokens of all packs, zeros where they are padded."""
+    """All tokens of all packs, int32, zeros where they are padded."""
     places = ranges(sequences.begins[laid.rows], laid.lengths)
-    tokens = _taken(sequences.token_ids, places).long()
+    # NumPy takes them several times as fast as torch does.
+    tokens = torch.from_numpy(sequences.token_ids.numpy()[places.numpy()])
     if not laid.padding.any():
         return tokens
 
-    padded = torch.zeros(int(laid.ends[-1]), dtype=torch.int64)
+    padded = torch.zeros(int(laid.ends[-1]), dtype=torch.int32)
     padded[ranges(laid.begins, laid.lengths)] = tokens
     return padded
 
 
-def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor, Tensor]:
-    """How many boundaries each pack has, [packs]; all boundaries; all position ids.
+def _boundaries(laid: _Laid) -> tuple[Tensor, Tensor]:
+    """How many boundaries each pack has, [packs]; all boundaries, int32.
 
     Padding is a sequence too.
     """
     padded = laid.padding > 0
     padding_begins = (laid.ends - laid.padding)[padded]
-    begins = torch.cat([laid.begins, padding_begins]).sort().values
-    sizes = torch.diff(begins, append=laid.ends[-1:])
-    position_ids = ranges(torch.zeros_like(sizes), sizes)
+    begins = torch.cat([laid.begins, padding_begins])
 
     # Where a pack ends the next one begins; the stable order puts the end first.
     edges = torch.cat([laid.ends, begins]).sort(stable=True).values
     edges_in = laid.rows_in + padded + 1
     boundaries = edges - laid.pack_begins.repeat_interleave(edges_in)
-    return edges_in, boundaries.to(torch.int32), position_ids
+    return edges_in, boundaries.to(torch.int32)
 
 
 def _select(sequences: Sequences, laid: _Laid, select: Select) -> _Selected:
@@ -218,27 +260,10 @@ def _select(sequences: Sequences, laid: _Laid, select: Select) -> _Selected:
         width = sequences.width
         counts = laid.lengths - prompts
         positions = ranges(begins + prompts - 1, counts)
-        following = ranges(sequences.begins[laid.rows] + prompts, counts)
-        targets = _taken(sequences.token_ids, following).long()
     else:
         width = 1
         counts = torch.ones_like(laid.lengths)
         positions = begins + laid.lengths - 1
-        targets = torch.zeros_like(positions)
 
     count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, counts)
-    first_rows = laid.rows_in.cumsum(0) - laid.rows_in
-    own_rows = torch.arange(len(laid.rows)) - first_rows[laid.pack_of]
-    return _Selected(
-        count_in=count_in,
-        positions=positions,
-        targets=targets,
-        places=ranges(laid.rows * width, counts),
-        own_places=ranges(own_rows * width, counts),
-        width=width,
-    )
-
-
-def _taken(flat: Tensor, places: Tensor) -> Tensor:
-    """The entries at `places`; NumPy takes them several times as fast as torch does."""
-    return torch.from_numpy(flat.numpy()[places.numpy()])
+    return _Selected(count_in, counts, positions.int(), width)

@@ -156,10 +156,11 @@ class Pipeline:
 
     def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
         packed = PackedSequences.of_pack(pack)
-        return model(pack.token_ids[None], pack.position_ids[None], None, packed_seq_params=packed)
+        token_ids = pack.token_ids.long()[None]
+        return model(token_ids, packed.position_ids[None], None, packed_seq_params=packed)
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:
-        return output[0].index_select(0, pack.select)
+        return output[0].index_select(0, pack.select.long())
 
 
 def _finish_nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, None] | None:

@@ -164,14 +164,14 @@ def gae(
     last = torch.zeros_like(next_value)
     # The numbers of one position side by side, as each round needs them.
     columns = zip(*(table.t().contiguous() for table in (rewards, values, mask)), strict=True)
-    by_position = []
-    for reward, value, valid in reversed(list(columns)):
+    by_position = values.new_zeros(values.shape[::-1])
+    for position, (reward, value, valid) in reversed(list(enumerate(columns))):
         delta = reward + gamma * next_value - value
         last = torch.where(valid, delta + gamma * lam * last, last)
         next_value = torch.where(valid, value, next_value)
-        by_position.append(torch.where(valid, last, 0))
+        by_position[position] = torch.where(valid, last, 0)
 
-    advantages = torch.stack(by_position[::-1]).t().contiguous()
+    advantages = by_position.t().contiguous()
     returns = torch.where(mask, advantages + values, 0)
     return advantages, returns
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrlhf.rl.masking import masked_sum, working_dtype
+from mrlhf.rl.masking import working_dtype
 from mrlhf.rl.names import LossAggMode
 
 
@@ -55,36 +55,26 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     return ValueLoss(per_token=0.5 * torch.maximum(unclipped, clipped), clipped=clipped > unclipped)
 
 
-def aggregate(
-    per_token: Tensor, mask: Tensor, mode: LossAggMode, loss_scale_factor: float
-) -> Tensor:
-    """Sum a per-token quantity over whole sequences.
-
-    The caller divides the sum over the global mini-batch by its `aggregation_count`. `token-mean`
-    is that of DAPO, https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that
-    of Dr. GRPO, https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO,
-    https://arxiv.org/abs/2402.03300.
-
-    Args:
-        per_token: [batch, response_len]; a row holds the whole response of its sequence, padded.
-        mask: bool [batch, response_len].
-        mode: how tokens and sequences are weighted.
-        loss_scale_factor: number of tokens by which `seq-mean-token-sum-norm` divides each
-            sequence's sum; other modes ignore it.
-
-    Returns:
-        A scalar.
-    """
-    dtype = working_dtype(per_token)
-    return masked_sum(per_token * token_weights(mask, mode, loss_scale_factor, dtype), mask)
-
-
 def token_weights(
     mask: Tensor, mode: LossAggMode, loss_scale_factor: float, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What each token counts in the sum of `aggregate`, [batch, response_len] of the dtype.
+    """What each token counts in the sum of a loss over whole sequences.
 
-    The other arguments are those of `aggregate`.
+    The caller sums each token's loss times its weight, and divides the sum over the global
+    mini-batch by its `aggregation_count`. `token-mean` is that of DAPO,
+    https://arxiv.org/abs/2503.14476; `seq-mean-token-sum-norm` that of Dr. GRPO,
+    https://arxiv.org/abs/2503.20783; `seq-mean-token-mean` that of GRPO,
+    https://arxiv.org/abs/2402.03300.
+
+    Args:
+        mask: bool [batch, response_len]; a row holds the whole response of its sequence, padded.
+        mode: how tokens and sequences are weighted.
+        loss_scale_factor: number of tokens by which `seq-mean-token-sum-norm` divides each
+            sequence's sum; other modes ignore it.
+        dtype: of the result.
+
+    Returns:
+        [batch, response_len]; 0 outside the mask.
     """
     kept = mask.to(dtype)
     if mode == "seq-mean-token-mean":
@@ -95,12 +85,12 @@ def token_weights(
 
 
 def aggregation_count(token_count: int, sequence_count: int, mode: LossAggMode) -> float:
-    """The number by which the sum of `aggregate` over a mini-batch is divided, once.
+    """The number by which the sum of a loss over a mini-batch is divided, once.
 
     Args:
         token_count: response tokens of the global mini-batch that the mask keeps.
         sequence_count: sequences of the global mini-batch.
-        mode: as given to `aggregate`.
+        mode: as given to `token_weights`.
 
     Returns:
         The count; 1 instead of 0, where every sum is 0 anyway.

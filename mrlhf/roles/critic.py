@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from mrlhf.config.sections import CriticSection
 from mrlhf.errors import Interrupted
 from mrlhf.metrics import Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
-from mrlhf.parallel.packs import Pack
-from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
+from mrlhf.parallel.packs import lay_flat
+from mrlhf.rl.losses import aggregation_count, token_weights, value_loss
 from mrlhf.rl.masking import masked_sum
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine, PackResult
@@ -72,6 +73,23 @@ class Critic:
         return self.engine.end_update("critic", progress.total, len(steps))
 
 
+@dataclass(frozen=True)
+class _ValueTokens:
+    """The numbers of the tokens of one pack, [tokens], where the model is.
+
+    Attributes:
+        mask: bool, the tokens that train.
+        old_values: the critic's predictions before the update.
+        returns: what it is to predict.
+        weights: what each token counts in the sum of the loss.
+    """
+
+    mask: Tensor
+    old_values: Tensor
+    returns: Tensor
+    weights: Tensor
+
+
 class _ValueObjective:
     """The loss of one mini-batch, as a function of the outputs of each of this rank's packs."""
 
@@ -80,38 +98,43 @@ class _ValueObjective:
     ) -> None:
         self._section = section
         self._experience = experience
-        self._packs: Sequence[Pack] = mini_batch.packs
+        self._mini_batch = mini_batch
         self._sequences = len(mini_batch.rows)
-        tokens = int(experience.loss_mask[mini_batch.rows].sum())
+        self._span = slice(mini_batch.rows[0], mini_batch.rows[-1] + 1)
+        tokens = int(experience.loss_mask[self._span].sum())
         self._count = aggregation_count(tokens, self._sequences, section.loss_agg_mode)
 
     def __call__(self, output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         """The pack's part of the loss, and its tally."""
+        tokens = self._packs[number]
+        rows = len(self._mini_batch.packs[number].rows)
+        values = output[:, 0].float()
+        squared = value_loss(
+            values, tokens.old_values, tokens.returns, self._section.cliprange_value
+        )
+        mask = tokens.mask
+        loss = masked_sum(squared.per_token * tokens.weights, mask) / self._count
+
+        tally = Tally()
+        tally.add("critic/vf_loss", loss, rows / self._sequences)
+        tally.add("critic/vf_clipfrac", masked_sum(squared.clipped.float(), mask), mask.sum())
+        tally.add("critic/vpred_mean", masked_sum(values, mask), mask.sum())
+        return loss, PackResult(tally)
+
+    @cached_property
+    def _packs(self) -> list[_ValueTokens]:
+        """The numbers of each of this rank's packs; only the last stage asks for them."""
         section = self._section
         experience = self._experience
         assert experience.values is not None, "a critic is trained, so there are its values"
         assert section.loss_scale_factor is not None
-        pack = self._packs[number]
-        rows = pack.rows
 
-        def rows_of(table: Tensor) -> Tensor:
-            return table[rows].to(output.device)
-
-        mask = rows_of(experience.loss_mask)
-        values = pack.spread(output[:, 0].float()[None])[0]
-        squared = value_loss(
-            values,
-            rows_of(experience.values),
-            rows_of(experience.returns),
-            section.cliprange_value,
-        )
-        summed = aggregate(
-            squared.per_token, mask, section.loss_agg_mode, section.loss_scale_factor
-        )
-        loss = summed / self._count
-
-        tally = Tally()
-        tally.add("critic/vf_loss", loss, len(rows) / self._sequences)
-        tally.add("critic/vf_clipfrac", masked_sum(squared.clipped.float(), mask), mask.sum())
-        tally.add("critic/vpred_mean", masked_sum(values, mask), mask.sum())
-        return loss, PackResult(tally)
+        mask = experience.loss_mask[self._span]
+        tables = {
+            "mask": mask,
+            "old_values": experience.values[self._span],
+            "returns": experience.returns[self._span],
+            "weights": token_weights(mask, section.loss_agg_mode, section.loss_scale_factor),
+        }
+        packs = lay_flat(tables, self._mini_batch.local_packs)
+        return [_ValueTokens(**numbers) for numbers in packs]

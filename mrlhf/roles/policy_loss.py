@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.sections import ActorSection
 from mrlhf.methods import find_method
-from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.packs import Pack, lay_flat
 from mrlhf.rl.correction import Correction, Criterion, correct, geometric_mean_weights
 from mrlhf.rl.losses import token_weights
 from mrlhf.rl.names import policy_loss_traits
@@ -71,19 +70,8 @@ class PolicyBatch:
 
     def of_packs(self, packs: Sequence[Pack]) -> list[PolicyBatch]:
         """The tokens of each pack in one row, [1, selected], where the model is."""
-        if not packs:
-            return []
-        places = torch.cat([pack.places for pack in packs])
-        device = packs[0].targets.device
-        together = self.map(lambda table: table.reshape(1, -1)[:, places].to(device))
-
-        parts = []
-        begin = 0
-        for pack in packs:
-            end = begin + len(pack.targets)
-            parts.append(together.tokens(slice(begin, end)))
-            begin = end
-        return parts
+        flat = [PolicyBatch(**tables) for tables in lay_flat(vars(self), packs)]
+        return [tokens.map(lambda numbers: numbers[None]) for tokens in flat]
 
     def tokens(self, part: slice) -> PolicyBatch:
         """Some of the tokens of a batch in one row."""

@@ -166,7 +166,7 @@ class HiddenObjective:
         pack = self._packs[number]
         batch = self._mini_batch.packs[number]
         share = len(pack.rows) / self._mini_batch.sequences
-        tokens = len(pack.targets)
+        tokens = len(pack.select)
         tally = Tally()
         logprobs = []
 

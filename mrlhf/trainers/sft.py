@@ -74,7 +74,7 @@ class FineTuning:
             pack = packs[number]
             total = token_logprobs.loss(hidden, pack, Wanted(), of_tokens, by_token=True)
             tally = Tally()
-            tally.add("sft/loss", total, len(pack.targets))
+            tally.add("sft/loss", total, len(pack.select))
             return total / response_tokens, PackResult(tally)
 
         result = engine.train_mini_batch(packs, loss, ("sft/loss",))

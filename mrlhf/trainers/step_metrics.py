@@ -111,5 +111,5 @@ def balance_metrics(name: str, engine: ModelEngine, cut: BatchCut) -> dict[str, 
     metrics = {f"train/imbalance/{name}": cut.balance.imbalance}
     stages = engine.groups.layout.pp
     if stages > 1:
-        metrics[f"train/bubble/{name}"] = cut.balance.bubble(stages, len(engine.chunks))
+        metrics[f"train/bubble/{name}"] = cut.balance.bubble(stages)
     return metrics

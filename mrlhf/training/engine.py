@@ -259,7 +259,7 @@ class ModelEngine:
         if results and self.groups.coordinates.tp == 0:
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
-            parts = flat.split([len(pack.places) for pack in packs], dim=1)
+            parts = flat.split([len(pack.select) for pack in packs], dim=1)
             for pack, part in zip(packs, parts, strict=True):
                 table.entries.view(channels, -1).index_copy_(1, pack.places, part)
         return table.complete()

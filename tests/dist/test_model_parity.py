@@ -155,8 +155,8 @@ def _run(
         CPU.torch_device,
     )
     packed = PackedSequences.of_pack(packs[0])
-    tokens = packs[0].token_ids[None]
-    positions = packs[0].position_ids[None]
+    tokens = packs[0].token_ids.long()[None]
+    positions = packed.position_ids[None]
 
     def step(_: Any, module: torch.nn.Module) -> Any:
         return module(tokens, positions, None, packed_seq_params=packed), finish

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.losses import aggregate, aggregation_count, value_loss
+from mrlhf.rl.losses import aggregation_count, value_loss
 from mrlhf.rl.names import LossAggMode
+from tests.aggregation import aggregate
 from tests.masks import masks
 
 MODES = get_args(LossAggMode)

@@ -92,7 +92,6 @@ def test_balance_over_mini_batches_whose_ranks_wait_for_each_other() -> None:
     assert balance_of([MiniBatch([0], [[[0]], []])], [6]).imbalance == 2
 
     assert Balance(1.0, micro_batches=8.0).bubble(stages=4) == 3 / 8
-    assert Balance(1.0, micro_batches=8.0).bubble(stages=4, chunks=2) == 3 / 16
     assert Balance(1.0, micro_batches=8.0).bubble(stages=1) == 0
 
 

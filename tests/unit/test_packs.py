@@ -14,14 +14,17 @@ from mrlhf.batch import Sequences
 from mrlhf.parallel.packs import Pack, Select, make_packs
 
 CPU = torch.device("cpu")
+MADE = ("position_ids", "targets", "places", "own_places")
 SEQUENCES = Sequences.of([[11, 12, 13, 14], [21, 22], [31, 32, 33]], [2, 1, 1])
 
 
 def _numbers(pack: Pack) -> dict[str, object]:
-    """All that is in a pack, as lists and ints."""
+    """All that a pack says, as lists and ints; the targets where responses are selected."""
+    held = {name: value for name, value in vars(pack).items() if name != "counts"}
+    made = {name: getattr(pack, name) for name in MADE if name != "targets" or pack.width > 1}
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in vars(pack).items()
+        for name, value in (held | made).items()
     }
 
 
@@ -34,10 +37,8 @@ def _slow_pack(
     width: int,
 ) -> dict[str, object]:
     """The same, made row by row of lists."""
-    pack: dict[str, list[int]] = {
-        name: []
-        for name in ("token_ids", "position_ids", "select", "targets", "places", "own_places")
-    }
+    names = {"token_ids", "select", *MADE} - ({"targets"} if select == "last" else set())
+    pack: dict[str, list[int]] = {name: [] for name in names}
     boundaries = [0]
     for number, row in enumerate(rows):
         tokens = sequences[row]
@@ -53,8 +54,8 @@ def _slow_pack(
             first = prompt_lengths[row] - 1
         for column in range(columns):
             pack["select"].append(begin + first + column)
-            following = [*tokens, 0][first + column + 1]
-            pack["targets"].append(following)
+            if select == "response":
+                pack["targets"].append(tokens[first + column + 1])
             pack["places"].append(row * width + column)
             pack["own_places"].append(number * width + column)
 
@@ -111,6 +112,10 @@ def test_a_pack_that_selects_responses() -> None:
     # Row 2 begins at place 4 of a table of two columns, and at place 2 of the pack's own.
     assert pack.places.tolist() == [0, 1, 4, 5]
     assert pack.own_places.tolist() == [0, 1, 2, 3]
+    # What a pack holds is of the smallest type; what indexes is int64.
+    assert pack.token_ids.dtype == pack.select.dtype == torch.int32
+    made = (pack.position_ids, pack.targets, pack.places, pack.own_places)
+    assert {tensor.dtype for tensor in made} == {torch.int64}
 
 
 def test_a_pack_that_selects_last_tokens() -> None:
@@ -118,7 +123,6 @@ def test_a_pack_that_selects_last_tokens() -> None:
     assert pack.token_ids.tolist() == [21, 22, 31, 32, 33, 11, 12, 13, 14]
     assert pack.boundaries.tolist() == [0, 2, 5, 9]
     assert pack.select.tolist() == [1, 4, 8]
-    assert pack.targets.tolist() == [0, 0, 0]
     assert pack.places.tolist() == [1, 2, 0] and pack.own_places.tolist() == [0, 1, 2]
 
 

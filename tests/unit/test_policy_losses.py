@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.rl.losses import aggregate
 from mrlhf.rl.names import POLICY_LOSS_TRAITS, LossAggMode, PolicyLossName
 from mrlhf.rl.policy_losses import (
     POLICY_LOSSES,
@@ -20,6 +19,7 @@ from mrlhf.rl.policy_losses import (
     PolicyLossOptions,
     policy_loss,
 )
+from tests.aggregation import aggregate
 from tests.masks import masks
 
 NAMES = get_args(PolicyLossName)

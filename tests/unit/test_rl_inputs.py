@@ -27,6 +27,7 @@ from mrlhf.rl.token_baselines import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
+from tests.aggregation import aggregate
 
 # Of a table [batch, response_len], its mask, a number a row [batch], and the rows' prompt groups.
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], object]
@@ -123,7 +124,7 @@ for kind in get_args(KlKind):
             x, x / 2, kind
         ).masked_fill(~mask, 0)
 for mode in get_args(LossAggMode):
-    CASES[mode] = lambda x, mask, row, prompts, mode=mode: losses.aggregate(x, mask, mode, 3.0)
+    CASES[mode] = lambda x, mask, row, prompts, mode=mode: aggregate(x, mask, mode, 3.0)
 for loss in POLICY_LOSSES:
     CASES[f"loss {loss}"] = _loss(loss)
 for level in (None, "token", "sequence"):

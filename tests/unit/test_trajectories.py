@@ -15,7 +15,7 @@ import torch
 from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
 from mrlhf.metrics import data_metrics
-from mrlhf.rl.losses import aggregate, aggregation_count
+from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected
@@ -23,6 +23,7 @@ from mrlhf.rollout.components import RewardComponents
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from tests.aggregation import aggregate
 from tests.rollouts import make_rollout, with_holes
 
 N = 2
