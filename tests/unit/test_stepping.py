@@ -68,7 +68,9 @@ def in_order(samples: list[Sample]) -> list[Sample]:
 
 def test_a_sample_gives_lists_and_keeps_arrays():
     sample = Sample(3, 0, [1, 70_000], [-0.5, -2.0], stopped=True, version=4)
-    assert sample.token_ids == [1, 70_000] and [9] + sample.token_ids == [9, 1, 70_000]
+    prompt = [9]
+    assert sample.token_ids == [1, 70_000]
+    assert prompt + sample.token_ids == [9, 1, 70_000]
     assert json.dumps([sample.token_ids, sample.logprobs]) == "[[1, 70000], [-0.5, -2.0]]"
     assert [numbers.itemsize for numbers in sample.arrays] == [4, 4]
 
