@@ -94,7 +94,7 @@ class InFlight:
         for sample in samples:
             request_id = sample.request_id
             prompt_tokens += len(self._requests[request_id].prompt)
-            generated_tokens += len(sample.token_ids)
+            generated_tokens += len(sample.arrays[0])
             self._uncollected[request_id] -= 1
             if self._uncollected[request_id] == 0:
                 del self._requests[request_id], self._uncollected[request_id]

@@ -1,9 +1,12 @@
 """Chooses which of several holders of a slice sends it, by a rule that each rank evaluates alone.
 
 A rank takes a slice from a rank near it, such as one of the same machine, if one holds it;
-otherwise from any. Among the ranks that may send a slice, those that lack it are dealt out evenly
-by their position. For each slice the deal starts at another sender: at the first one for the first
-of the bytes that they hold, at the last one for the last.
+otherwise from any. Among the ranks that may send a slice, those that lack it are dealt out by their
+position. For each slice the deal starts at another sender: at the first one for the first of the
+bytes that they hold, at the last one for the last.
+
+The deal is even where all machines have equally many ranks. It counts takers that a rank of their
+own machine serves, so with uneven machines some ranks send a few times as much as others.
 
 A sender finds those that chose it by inverting the rule. It looks at the ranks near it and at the
 few positions that are dealt to it, not at all ranks. This file knows shards and ranks; it does not

@@ -44,7 +44,7 @@ class Heads:
         """Those of `samples`, which are these rows of the batch."""
         columns = (
             rows,
-            [len(sample.token_ids) for sample in samples],
+            [len(sample.arrays[0]) for sample in samples],
             [sample.stopped for sample in samples],
             [sample.version for sample in samples],
         )
@@ -163,8 +163,8 @@ def exchange_samples(
             known = earlier.heads.rows
             table.entries[known, : before.shape[1]] = before[known]
     if groups.tp_rank == 0:
-        _write(token_ids, rows, [sample.token_ids for sample in samples])
-        _write(logprobs, rows, [sample.logprobs for sample in samples])
+        _write(token_ids, rows, [sample.arrays[0] for sample in samples])
+        _write(logprobs, rows, [sample.arrays[1] for sample in samples])
     return DrawnSamples(every_stats, heads, token_ids.complete(), logprobs.complete())
 
 

@@ -6,6 +6,8 @@ Requests come late, samples come as they end, and the driver may stop half-way.
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -62,6 +64,22 @@ def drive(
 
 def in_order(samples: list[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda sample: (sample.request_id, sample.sample_index))
+
+
+def test_a_sample_gives_lists_and_keeps_arrays():
+    sample = Sample(3, 0, [1, 70_000], [-0.5, -2.0], stopped=True, version=4)
+    prompt = [9]
+    assert sample.token_ids == [1, 70_000]
+    assert prompt + sample.token_ids == [9, 1, 70_000]
+    assert json.dumps([sample.token_ids, sample.logprobs]) == "[[1, 70000], [-0.5, -2.0]]"
+    assert [numbers.itemsize for numbers in sample.arrays] == [4, 4]
+
+    assert pickle.loads(pickle.dumps(sample)) == sample
+    assert dataclasses.replace(sample, token_ids=[1]).token_ids == [1]
+    assert dataclasses.asdict(sample)["logprobs"] == [-0.5, -2.0]
+    assert "token_ids=[1, 70000]" in repr(sample)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sample.token_ids = [1]
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_prefill_tokens": 5}, CROWDED])

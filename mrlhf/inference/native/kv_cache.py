@@ -5,9 +5,12 @@ It knows neither models nor which sequence has which block.
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +49,7 @@ class KVCache:
         pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         try:
             pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
-        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             wanted = blocks * shape.block_bytes
             raise EngineError(
                 f"no memory for a KV cache of {blocks} blocks = {wanted / 2**20:.0f} MiB: lower "
@@ -135,6 +138,11 @@ def _free_host_bytes(root: Path = Path("/")) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy takes the system's zero pages, so that blocks which are never used cost nothing.
-    memory = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    # The system's own zero pages: blocks which are never used cost nothing, and all of it goes back
+    # when the tensor ends. An allocator might take memory again that was used before.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

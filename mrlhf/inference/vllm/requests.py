@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -301,8 +300,8 @@ def _sample(running: _Running, answer: Any, end: int | None) -> Sample:
     return Sample(
         request_id=running.request.id,
         sample_index=running.index,
-        token_ids=array("i", tokens),
-        logprobs=array("f", logprobs),
+        token_ids=tokens,
+        logprobs=logprobs,
         stopped=end is not None or answer.finish_reason == "stop",
         version=running.version,
     )
