@@ -212,9 +212,14 @@ class _Failure:
     def of(error: Exception) -> _Failure:
         if isinstance(error, MrlhfError):
             cause = error.__cause__ if isinstance(error.__cause__, UserTraceback) else None
-            return _Failure(type(error)(*error.args), cause)
+            return _Failure(_class_of_ours(error)(str(error)), cause)
         told = RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
         return _Failure(told, UserTraceback(traceback.format_exc()))
+
+
+def _class_of_ours(error: MrlhfError) -> type[MrlhfError]:
+    """The error's class; of a class that a user has derived, ours, which every rank can unpickle."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == MrlhfError.__module__)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,27 @@ def _computed_once(rank: int, machine: Machine) -> dict[str, Any]:
     assert tree.parts["scalar"] == 2.5 and tree.name == "a name"
     assert machine.once(lambda: {"plain": 3}) == {"plain": 3}
     torch.save([tree.first, tree.same], io.BytesIO())  # it refuses views of one storage
-    return {"calls": calls, "failures": [_failure(machine, kind) for kind in (0, 1)]}
+    failures = [_failure(machine, kind) for kind in ("named", "derived", "bug")]
+    return {"calls": calls, "failures": failures}
 
 
-def _failure(machine: Machine, kind: int) -> tuple[str, str, str]:
+def _failure(machine: Machine, kind: str) -> tuple[str, str, str]:
     """The class, the message and the cause of the error that `once` raises."""
 
+    class Derived(MethodError):
+        """It can be neither pickled nor made from its arguments."""
+
+        def __init__(self, text: str, number: int) -> None:
+            super().__init__(text, number, threading.Lock())
+
+        def __str__(self) -> str:
+            return str(self.args[0])
+
     def compute() -> None:
-        if kind:
+        if kind == "bug":
             raise KeyError("a bug")
+        if kind == "derived":
+            raise Derived("the estimator failed", 3)
         raise MethodError("the estimator failed") from UserTraceback("line 1 of the user's file")
 
     try:
@@ -229,8 +242,10 @@ def test_a_result_is_computed_once_a_machine(ranks: list[dict[str, Any]], name: 
         once = rank[name]["once"]
         assert once["calls"] == ([number] if number in leaders else [])
 
-        named, bug = once["failures"]
+        named, derived, bug = once["failures"]
         assert named == ("MethodError", "the estimator failed", "\nline 1 of the user's file")
+        kind = "Derived" if number in leaders else "MethodError"
+        assert derived == (kind, "the estimator failed", "None")
         if number in leaders:
             assert bug == ("KeyError", "'a bug'", "None")
         else:
