@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import MrlhfError, UserTraceback
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.pickled import Pickled, pickle_value, unpickle_value
 
 logger = logging.getLogger(__name__)
@@ -169,12 +170,13 @@ class Machine:
             return memory
 
         self._can_share = False
-        if problem:
+        problems = all_gather_objects(problem, self._ranks)
+        if self.is_leader:
             logger.warning(
                 "the %d ranks of this machine cannot share memory (%s), so each keeps a copy of "
                 "the batch; on Linux, start them in one container and as one user",
                 self._ranks.size(),
-                problem,
+                next(filter(None, problems)),
             )
         return None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import threading
 from dataclasses import dataclass
@@ -192,23 +193,32 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
         "two machines": GroupFactory(60.0, machine=f"machine {rank % 2}"),
         "four machines": GroupFactory(60.0, machine=f"machine {rank}"),
         "not shared": GroupFactory(60.0),
+        "one rank does not share": GroupFactory(60.0),
         "one of two not shared": GroupFactory(60.0, machine=f"machine {rank // 2}"),
     }
     results: dict[str, Any] = {}
+    warnings: list[str] = []
+    logger = logging.getLogger("mrlhf.parallel.machine")
+    logger.addFilter(lambda record: warnings.append(record.getMessage()) is not None)
     for name, factory in factories.items():
         if name == "not shared":
             os.memfd_create = _refuse  # type: ignore[assignment]
+        elif name == "one rank does not share" and rank == 3:
+            os.readlink = _refuse  # type: ignore[assignment]
         elif name == "one of two not shared" and rank >= 2:
             os.memfd_create = _make_a_strangers_file  # type: ignore[assignment]
         machine = factory.machine
+        warnings.clear()
         results[name] = {
             "tables": _tables(rank, machine),
             "sharers": _sharers(machine),
             "leader": machine.is_leader,
             "once": _computed_once(rank, machine),
             "exchanged": [_exchanged(factory, tp) for tp in (1, 2)],
+            "warnings": list(warnings),
         }
         os.memfd_create = _memfd_create
+        os.readlink = _readlink
     results["freed"] = _memory_is_freed(factories["one machine"].machine)
     return results
 
@@ -224,6 +234,7 @@ MACHINES = {
     "two machines": ([2, 2, 2, 2], [0, 1]),
     "four machines": ([1, 1, 1, 1], [0, 1, 2, 3]),
     "not shared": ([1, 1, 1, 1], [0]),
+    "one rank does not share": ([1, 1, 1, 1], [0]),
     "one of two not shared": ([2, 2, 1, 1], [0, 2]),
 }
 
@@ -235,6 +246,19 @@ def test_a_table_is_what_an_all_reduce_gives(ranks: list[dict[str, Any]], name: 
     assert [number for number in range(WORLD_SIZE) if ranks[number][name]["leader"]] == leaders
     for number, rank in enumerate(ranks):
         assert rank[name]["tables"] == [(True, sharers[number] > 1)] * 12
+
+
+def test_the_leader_of_a_machine_that_cannot_share_says_why(ranks: list[dict[str, Any]]) -> None:
+    why = {
+        ("not shared", 0): "no memory of this kind",
+        ("one rank does not share", 0): "no memory of this kind",
+        ("one of two not shared", 2): "is another file: /memfd:a stranger's (deleted)",
+    }
+    for number, rank in enumerate(ranks):
+        for name in MACHINES:
+            warnings = rank[name]["warnings"]
+            assert len(warnings) == int((name, number) in why), (name, number)
+            assert all(f"{why[name, number]})" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -282,9 +306,10 @@ def test_shared_memory_has_no_name_that_could_be_left_behind(ranks: list[dict[st
 
 
 _memfd_create = os.memfd_create
+_readlink = os.readlink
 
 
-def _refuse(name: str) -> int:
+def _refuse(name: str) -> None:
     raise OSError("no memory of this kind")
 
 
