@@ -8,6 +8,7 @@ numbers it is given.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,7 +234,9 @@ def _on_copies(estimator: Estimator) -> Estimator:
     """
 
     def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
-        tables = {name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)}
+        tables: dict[str, Any] = {
+            name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
+        }
         return estimator(replace(inputs, **tables), options)
 
     return estimate
