@@ -171,17 +171,17 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     both = exchange_samples(groups, BATCH, rows[1:], samples[1:], EngineStats(), stored)
     nothing = exchange_samples(groups, BATCH, [], [], EngineStats(), None)
     restored = DrawnSamples.from_state(nothing.state_dict())
-    assert len(restored.heads.rows) == len(nothing.heads.rows) == 0
+    assert len(restored.headers.rows) == len(nothing.headers.rows) == 0
 
     return {
-        "rows": sorted(whole.heads.rows.tolist()),
+        "rows": sorted(whole.headers.rows.tolist()),
         "tokens": whole.token_ids.tolist(),
         "logprobs": whole.logprobs.tolist(),
         "in parts": torch.equal(both.token_ids, whole.token_ids)
         and torch.equal(both.logprobs, whole.logprobs)
         and both.stats == whole.stats,
-        "heads": sorted(
-            zip(*(column.tolist() for column in vars(both.heads).values()), strict=True)
+        "headers": sorted(
+            zip(*(column.tolist() for column in vars(both.headers).values()), strict=True)
         ),
         "steps": [one.steps for one in whole.stats],
     }
@@ -287,14 +287,14 @@ def test_every_rank_sees_the_samples_of_all_replicas(
     for row in range(BATCH):
         there = [row * 10 + place for place in range(row % 5)]
         tokens.append(there + [0] * (4 - len(there)))
-    heads = [(row, row % 5, int(row % 2 == 0), row) for row in range(BATCH)]
+    headers = [(row, row % 5, int(row % 2 == 0), row) for row in range(BATCH)]
 
     for rank in ranks:
         for exchanged, steps in zip(rank[name]["exchanged"], ([1, 2, 3, 4], [1, 2]), strict=True):
             assert exchanged["rows"] == list(range(BATCH))
             assert exchanged["tokens"] == tokens
             assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
-            assert exchanged["in parts"] and exchanged["heads"] == heads
+            assert exchanged["in parts"] and exchanged["headers"] == headers
             assert exchanged["steps"] == steps
 
 
