@@ -20,12 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.errors import MrlhfError, UserTraceback
+from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.pickled import Pickled, pickle_value, unpickle_value
 
 logger = logging.getLogger(__name__)
@@ -168,12 +170,13 @@ class Machine:
             return memory
 
         self._can_share = False
-        if problem:
+        problems = all_gather_objects(problem, self._ranks)
+        if self.is_leader:
             logger.warning(
                 "the %d ranks of this machine cannot share memory (%s), so each keeps a copy of "
                 "the batch; on Linux, start them in one container and as one user",
                 self._ranks.size(),
-                problem,
+                next(filter(None, problems)),
             )
         return None
 
@@ -212,23 +215,31 @@ class _Failure:
     def of(error: Exception) -> _Failure:
         if isinstance(error, MrlhfError):
             cause = error.__cause__ if isinstance(error.__cause__, UserTraceback) else None
-            return _Failure(type(error)(*error.args), cause)
+            return _Failure(_class_of_ours(error)(str(error)), cause)
         told = RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
         return _Failure(told, UserTraceback(traceback.format_exc()))
 
 
+def _class_of_ours(error: MrlhfError) -> type[MrlhfError]:
+    """The error's class, or ours from which it is derived, since every rank can unpickle that."""
+    ours = MrlhfError.__module__
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == ours)
+
+
 @dataclass(frozen=True)
 class _AnonymousFile:
-    """A file in memory that has no name, as its maker offers it to others.
+    """A file in memory that is in no file system, as its maker offers it to others.
 
     Attributes:
         process: the maker's number.
         descriptor: the maker's; None if there is no file.
-        problem: why there is none.
+        link: what Linux says that the descriptor leads to. No other file in the world has it.
+        problem: why there is no file.
     """
 
     process: int
     descriptor: int | None
+    link: str
     problem: str
 
     @staticmethod
@@ -236,24 +247,34 @@ class _AnonymousFile:
         """A file of `nbytes` zeros, whose pages are taken as they are written to."""
         process = os.getpid()
         if not hasattr(os, "memfd_create"):
-            return _AnonymousFile(process, None, "this system has no memfd_create")
+            return _AnonymousFile(process, None, "", "this system has no memfd_create")
+
+        name = f"mrlhf-{uuid4().hex}"
         try:
-            descriptor = os.memfd_create("mrlhf")
+            descriptor = os.memfd_create(name)
             try:
                 os.ftruncate(descriptor, nbytes)
             except OSError:
                 os.close(descriptor)
                 raise
         except OSError as error:
-            return _AnonymousFile(process, None, str(error))
-        return _AnonymousFile(process, descriptor, "")
+            return _AnonymousFile(process, None, "", str(error))
+        return _AnonymousFile(process, descriptor, f"/memfd:{name} (deleted)", "")
 
     def mapped(self, nbytes: int) -> tuple[Tensor | None, str]:
-        """Its memory, uint8 [nbytes], which lives as long as the tensor; or why there is none."""
+        """Its memory, uint8 [nbytes], which lives as long as the tensor; or why there is none.
+
+        On another machine of the same name, such as a copy of a virtual one, the maker's number may
+        be that of a stranger, whose file is left alone.
+        """
         if self.descriptor is None:
             return None, self.problem
+        path = f"/proc/{self.process}/fd/{self.descriptor}"
         try:
-            file = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
+            link = os.readlink(path)
+            if link != self.link:
+                return None, f"{path} is another file: {link}"
+            file = os.open(path, os.O_RDWR)
             try:
                 return torch.frombuffer(mmap.mmap(file, nbytes), dtype=torch.uint8), ""
             finally:

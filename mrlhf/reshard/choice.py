@@ -78,9 +78,9 @@ class Choice:
 
         place = self._target.place_of(rank)
         assert place is not None, f"rank {rank} is not on the target's side"
-        shard, copy = place
-        position = demand.takers.index(shard) * len(self._target.copies)
-        position += copy - self._target.copies.start
+        shard, replica = place
+        position = demand.takers.index(shard) * len(self._target.replicas)
+        position += replica - self._target.replicas.start
         senders = self._count(self._source, demand.holders)
         takers = self._count(self._target, demand.takers)
 
@@ -107,8 +107,8 @@ class Choice:
         """The ranks of target shard `shard` whose position is dealt to `rank` among all senders."""
         place = self._source.place_of(rank)
         assert place is not None, f"rank {rank} is not on the source's side"
-        number = demand.holders.index(place[0]) * len(self._source.copies)
-        number += place[1] - self._source.copies.start
+        number = demand.holders.index(place[0]) * len(self._source.replicas)
+        number += place[1] - self._source.replicas.start
         senders = self._count(self._source, demand.holders)
         takers = self._count(self._target, demand.takers)
 
@@ -117,9 +117,9 @@ class Choice:
         first = -(-share * takers // senders)
         stop = -(-(share + 1) * takers // senders)
 
-        copies = len(self._target.copies)
-        shard_first = demand.takers.index(shard) * copies
-        for position in range(max(first, shard_first), min(stop, shard_first + copies)):
+        replicas = len(self._target.replicas)
+        shard_first = demand.takers.index(shard) * replicas
+        for position in range(max(first, shard_first), min(stop, shard_first + replicas)):
             yield _rank_number(self._target, demand.takers, position)
 
     def _vicinity(self, rank: int, demand: Demand) -> _Vicinity:
@@ -139,10 +139,10 @@ class Choice:
 
     @staticmethod
     def _count(side: Side, shards: _Shards) -> int:
-        return len(shards) * len(side.copies)
+        return len(shards) * len(side.replicas)
 
 
 def _rank_number(side: Side, shards: _Shards, number: int) -> int:
     """The rank with this number among the ranks of some shards, shard by shard."""
-    place, copy = divmod(number, len(side.copies))
-    return side.rank_at(shards[place], side.copies[copy])
+    place, replica = divmod(number, len(side.replicas))
+    return side.rank_at(shards[place], side.replicas[replica])

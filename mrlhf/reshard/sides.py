@@ -1,6 +1,6 @@
 """The two sides of a reshard: which pieces a rank has in training, and which in the engine.
 
-Ranks with the same pieces have the same shard and differ in the number of their copy. A side
+Ranks with the same pieces have the same shard and differ in the number of their replica. A side
 computes places and ranks from the layout and keeps no list of ranks, so it is as small for ten
 thousand ranks as for eight. This file knows layouts; it does not know models or how moves are
 planned.
@@ -22,14 +22,14 @@ class Side:
 
     Attributes:
         shards: how many different shards there are; they are numbered from 0.
-        copies: the numbers of the copies that take part; every shard has each of them.
-        place_of: (shard, number of the copy) of a global rank; None if the rank has no piece.
-        rank_at: the global rank with this shard and this number of the copy.
+        replicas: the numbers of the replicas that take part; every shard has each of them.
+        place_of: (shard, number of the replica) of a global rank; None if the rank has no piece.
+        rank_at: the global rank with this shard and this number of the replica.
         pieces: the pieces of a shard, parameter by parameter.
     """
 
     shards: int
-    copies: range
+    replicas: range
     place_of: Callable[[int], tuple[int, int] | None]
     rank_at: Callable[[int, int], int]
     pieces: Callable[[int], Sequence[Piece]]
@@ -37,7 +37,7 @@ class Side:
     def shard_of(self, rank: int) -> int | None:
         """The shard of a rank that takes part; None for other ranks."""
         place = self.place_of(rank)
-        if place is None or place[1] not in self.copies:
+        if place is None or place[1] not in self.replicas:
             return None
         return place[0]
 
@@ -46,9 +46,9 @@ def training_side(layout: ParallelLayout, pieces_of_rank: Callable[[int], Sequen
     """The side of a role, whose data-parallel ranks have the same pieces."""
     return Side(
         shards=layout.world_size // layout.dp,
-        copies=range(layout.dp),
+        replicas=range(layout.dp),
         place_of=lambda rank: layout.place(rank, "dp"),
-        rank_at=lambda shard, copy: layout.rank_in(shard, copy, "dp"),
+        rank_at=lambda shard, replica: layout.rank_in(shard, replica, "dp"),
         pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, "dp"))),
     )
 
@@ -62,7 +62,7 @@ def engine_side(engines: EngineLayout, pieces_of_rank: Callable[[int], Sequence[
 
     return Side(
         shards=engines.tp,
-        copies=range(engines.num_replicas),
+        replicas=range(engines.num_replicas),
         place_of=place_of,
         rank_at=lambda tp_rank, replica: engines.rank_at(replica, tp_rank),
         pieces=cache(lambda tp_rank: pieces_of_rank(engines.rank_at(0, tp_rank))),
@@ -85,12 +85,12 @@ def sides_around(
     if not engines.is_inside:
         return source, target
 
-    _, copy = engines.actor.place(rank, "dp")
+    _, replica = engines.actor.place(rank, "dp")
     per_group = engines.num_replicas // engines.actor.dp
-    first = copy * per_group
+    first = replica * per_group
     return (
-        replace(source, copies=range(copy, copy + 1)),
-        replace(target, copies=range(first, first + per_group)),
+        replace(source, replicas=range(replica, replica + 1)),
+        replace(target, replicas=range(first, first + per_group)),
     )
 
 
@@ -100,8 +100,8 @@ def side_of_ranks(pieces: Mapping[int, Sequence[Piece]]) -> Side:
     shards = {rank: shard for shard, rank in enumerate(ranks)}
     return Side(
         shards=len(ranks),
-        copies=range(1),
+        replicas=range(1),
         place_of=lambda rank: (shards[rank], 0) if rank in shards else None,
-        rank_at=lambda shard, copy: ranks[shard],
+        rank_at=lambda shard, replica: ranks[shard],
         pieces=lambda shard: pieces[ranks[shard]],
     )

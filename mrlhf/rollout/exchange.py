@@ -24,7 +24,7 @@ _STATS = len(fields(EngineStats))
 
 
 @dataclass(frozen=True)
-class Heads:
+class SampleHeaders:
     """Everything of some samples but their tokens; int64 [samples].
 
     Attributes:
@@ -40,7 +40,7 @@ class Heads:
     versions: Tensor
 
     @staticmethod
-    def of(rows: Sequence[int], samples: Sequence[Sample]) -> Heads:
+    def of(rows: Sequence[int], samples: Sequence[Sample]) -> SampleHeaders:
         """Those of `samples`, which are these rows of the batch."""
         columns = (
             rows,
@@ -48,22 +48,22 @@ class Heads:
             [sample.stopped for sample in samples],
             [sample.version for sample in samples],
         )
-        return Heads(*(torch.tensor(column, dtype=torch.int64) for column in columns))
+        return SampleHeaders(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
     @staticmethod
-    def join(parts: Sequence[Heads]) -> Heads:
+    def join(parts: Sequence[SampleHeaders]) -> SampleHeaders:
         """Those of all parts, one part after the other."""
         columns = zip(*[vars(part).values() for part in parts], strict=True)
-        return Heads(*(torch.cat(column) for column in columns))
+        return SampleHeaders(*(torch.cat(column) for column in columns))
 
     def to_numbers(self) -> Tensor:
         """All of them as one tensor, int64 [4 * samples]."""
         return torch.cat(list(vars(self).values()))
 
     @staticmethod
-    def from_numbers(numbers: Tensor) -> Heads:
+    def from_numbers(numbers: Tensor) -> SampleHeaders:
         """The inverse of `to_numbers`."""
-        return Heads(*numbers.view(len(fields(Heads)), -1).unbind())
+        return SampleHeaders(*numbers.view(len(fields(SampleHeaders)), -1).unbind())
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class DrawnSamples:
 
     Attributes:
         stats: what each replica's engine did.
-        heads: the samples that are there.
+        headers: the samples that are there.
         token_ids: int32 [batch, response_len], zero after the end.
         logprobs: float32 [batch, response_len], zero after the end.
     """
 
     stats: list[EngineStats]
-    heads: Heads
+    headers: SampleHeaders
     token_ids: Tensor
     logprobs: Tensor
 
@@ -87,39 +87,39 @@ class DrawnSamples:
         """What has been drawn before anything is."""
         return DrawnSamples(
             [EngineStats()] * replicas,
-            Heads.of([], []),
+            SampleHeaders.of([], []),
             torch.zeros(0, 1, dtype=torch.int32),
             torch.zeros(0, 1, dtype=torch.float32),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The samples one after the other, without padding, and the statistics as numbers."""
-        heads = self.heads
-        is_there = torch.arange(self.token_ids.shape[1]) < heads.lengths[:, None]
+        headers = self.headers
+        is_there = torch.arange(self.token_ids.shape[1]) < headers.lengths[:, None]
         return {
             "stats": [list(astuple(stats)) for stats in self.stats],
-            **vars(heads),
-            "tokens": self.token_ids[heads.rows][is_there],
-            "logprobs": self.logprobs[heads.rows][is_there],
+            **vars(headers),
+            "tokens": self.token_ids[headers.rows][is_there],
+            "logprobs": self.logprobs[headers.rows][is_there],
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> DrawnSamples:
         """The inverse of `state_dict`."""
-        heads = Heads(**{item.name: state[item.name] for item in fields(Heads)})
-        if not len(heads.rows):
+        headers = SampleHeaders(**{item.name: state[item.name] for item in fields(SampleHeaders)})
+        if not len(headers.rows):
             return DrawnSamples.none(len(state["stats"]))
 
-        shape = (int(heads.rows.max()) + 1, max(1, int(heads.lengths.max())))
-        is_there = torch.arange(shape[1]) < heads.lengths[:, None]
+        shape = (int(headers.rows.max()) + 1, max(1, int(headers.lengths.max())))
+        is_there = torch.arange(shape[1]) < headers.lengths[:, None]
         tables = []
         for name, dtype in (("tokens", torch.int32), ("logprobs", torch.float32)):
             of_samples = torch.zeros(is_there.shape, dtype=dtype)
             of_samples[is_there] = state[name]
             table = torch.zeros(shape, dtype=dtype)
-            table[heads.rows] = of_samples
+            table[headers.rows] = of_samples
             tables.append(table)
-        return DrawnSamples([EngineStats(*numbers) for numbers in state["stats"]], heads, *tables)
+        return DrawnSamples([EngineStats(*numbers) for numbers in state["stats"]], headers, *tables)
 
 
 def exchange_samples(
@@ -143,29 +143,29 @@ def exchange_samples(
         stats: what its engine did.
         earlier: what was drawn before an interruption, the same on every rank.
     """
-    mine = torch.cat([torch.tensor(astuple(stats)), Heads.of(rows, samples).to_numbers()])
+    mine = torch.cat([torch.tensor(astuple(stats)), SampleHeaders.of(rows, samples).to_numbers()])
     gathered = all_gather_ragged(mine, groups.replicas)
     every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
-    parts = [Heads.from_numbers(numbers[_STATS:]) for numbers in gathered]
+    parts = [SampleHeaders.from_numbers(numbers[_STATS:]) for numbers in gathered]
 
     if earlier is None:
         earlier = DrawnSamples.none(len(gathered))
     if len(earlier.stats) == len(every_stats):
         pairs = zip(earlier.stats, every_stats, strict=True)
         every_stats = [before + now for before, now in pairs]
-    heads = Heads.join([earlier.heads, *parts])
+    headers = SampleHeaders.join([earlier.headers, *parts])
 
-    shape = (batch, max([1, *heads.lengths.tolist()]))
+    shape = (batch, max([1, *headers.lengths.tolist()]))
     token_ids = groups.machine.table(shape, torch.int32)
     logprobs = groups.machine.table(shape, torch.float32)
     if dist.get_rank() == 0:
         for table, before in ((token_ids, earlier.token_ids), (logprobs, earlier.logprobs)):
-            known = earlier.heads.rows
+            known = earlier.headers.rows
             table.entries[known, : before.shape[1]] = before[known]
     if groups.tp_rank == 0:
         _write(token_ids, rows, [sample.arrays[0] for sample in samples])
         _write(logprobs, rows, [sample.arrays[1] for sample in samples])
-    return DrawnSamples(every_stats, heads, token_ids.complete(), logprobs.complete())
+    return DrawnSamples(every_stats, headers, token_ids.complete(), logprobs.complete())
 
 
 def _write(table: OpenTable, rows: Sequence[int], contents: Sequence[Any]) -> None:

@@ -218,14 +218,14 @@ class Generator:
 
     def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
         """The samples as one rollout, in the order of the prompts."""
-        heads = drawn.heads
+        headers = drawn.headers
         batch = len(prompts) * n
-        assert torch.equal(heads.rows.sort().values, torch.arange(batch)), (
+        assert torch.equal(headers.rows.sort().values, torch.arange(batch)), (
             "the replicas drew other samples than they had to"
         )
-        order = heads.rows.argsort()
-        lengths = heads.lengths[order]
-        versions = heads.versions[order].int()
+        order = headers.rows.argsort()
+        lengths = headers.lengths[order]
+        versions = headers.versions[order].int()
 
         def spread() -> tuple[Tensor, Tensor]:
             _check_finite(drawn.logprobs, prompts, n)
@@ -241,7 +241,7 @@ class Generator:
             loss_mask=mask,
             rollout_logprobs=drawn.logprobs,
             versions=token_versions,
-            stopped=heads.stopped[order].bool(),
+            stopped=headers.stopped[order].bool(),
         )
 
 
@@ -262,7 +262,7 @@ def requests_without(
     prompts: Prompts, sampling: SamplingParams, mine: Sequence[Share], drawn: DrawnSamples | None
 ) -> Asked:
     """Requests for the samples of the shares `mine`, less those that have been drawn already."""
-    rows = set() if drawn is None else set(drawn.heads.rows.tolist())
+    rows = set() if drawn is None else set(drawn.headers.rows.tolist())
     asked = Asked([], [])
 
     for share in mine:

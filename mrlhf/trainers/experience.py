@@ -7,7 +7,8 @@ numbers it is given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from mrlhf.rl.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     AdvantageOptions,
+    Estimator,
     estimate_advantages,
     length_adaptive_lam,
 )
@@ -217,10 +219,27 @@ def _advantages(
 ) -> AdvantagesAndReturns:
     """Advantages and returns of all drawn tokens, whitened over those that correction kept."""
     estimator = find_method("algorithm.adv_estimator", name, ADVANTAGE_ESTIMATORS)
+    if name not in ADVANTAGE_ESTIMATORS:
+        estimator = _on_copies(estimator)
     advantages, returns = estimate_advantages(estimator, inputs, options)
     if estimator_traits(name).whitened:
         advantages = whiten(advantages, kept, local_moments(advantages, kept))
     return advantages, returns
+
+
+def _on_copies(estimator: Estimator) -> Estimator:
+    """A user's `estimator`, given copies of the tables: it may write to them.
+
+    It is called once a machine, so the other ranks would not all see what it writes.
+    """
+
+    def estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantagesAndReturns:
+        tables: dict[str, Any] = {
+            name: x.clone() for name, x in vars(inputs).items() if isinstance(x, Tensor)
+        }
+        return estimator(replace(inputs, **tables), options)
+
+    return estimate
 
 
 def _probabilities(policy: Evaluation | None, weights: Tensor | None) -> TokenProbabilities | None:

@@ -5,7 +5,6 @@ It runs nothing: neither generation nor the hand-over of weights.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
@@ -111,7 +111,7 @@ def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:
     Of several holders of a slice, one on the same machine sends.
     """
     ranks = dist.get_process_group_ranks(group)
-    names = all_gather_objects(platform.node(), group)
+    names = all_gather_objects(name_of_this_machine(), group)
 
     machines: dict[str, list[int]] = {}
     for rank, name in sorted(zip(ranks, names, strict=True)):

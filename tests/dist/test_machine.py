@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,15 +111,27 @@ def _computed_once(rank: int, machine: Machine) -> dict[str, Any]:
     assert tree.parts["scalar"] == 2.5 and tree.name == "a name"
     assert machine.once(lambda: {"plain": 3}) == {"plain": 3}
     torch.save([tree.first, tree.same], io.BytesIO())  # it refuses views of one storage
-    return {"calls": calls, "failures": [_failure(machine, kind) for kind in (0, 1)]}
+    failures = [_failure(machine, kind) for kind in ("named", "derived", "bug")]
+    return {"calls": calls, "failures": failures}
 
 
-def _failure(machine: Machine, kind: int) -> tuple[str, str, str]:
+def _failure(machine: Machine, kind: str) -> tuple[str, str, str]:
     """The class, the message and the cause of the error that `once` raises."""
 
+    class Derived(MethodError):
+        """It can be neither pickled nor made from its arguments."""
+
+        def __init__(self, text: str, number: int) -> None:
+            super().__init__(text, number, threading.Lock())
+
+        def __str__(self) -> str:
+            return str(self.args[0])
+
     def compute() -> None:
-        if kind:
+        if kind == "bug":
             raise KeyError("a bug")
+        if kind == "derived":
+            raise Derived("the estimator failed", 3)
         raise MethodError("the estimator failed") from UserTraceback("line 1 of the user's file")
 
     try:
@@ -157,17 +171,17 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     both = exchange_samples(groups, BATCH, rows[1:], samples[1:], EngineStats(), stored)
     nothing = exchange_samples(groups, BATCH, [], [], EngineStats(), None)
     restored = DrawnSamples.from_state(nothing.state_dict())
-    assert len(restored.heads.rows) == len(nothing.heads.rows) == 0
+    assert len(restored.headers.rows) == len(nothing.headers.rows) == 0
 
     return {
-        "rows": sorted(whole.heads.rows.tolist()),
+        "rows": sorted(whole.headers.rows.tolist()),
         "tokens": whole.token_ids.tolist(),
         "logprobs": whole.logprobs.tolist(),
         "in parts": torch.equal(both.token_ids, whole.token_ids)
         and torch.equal(both.logprobs, whole.logprobs)
         and both.stats == whole.stats,
-        "heads": sorted(
-            zip(*(column.tolist() for column in vars(both.heads).values()), strict=True)
+        "headers": sorted(
+            zip(*(column.tolist() for column in vars(both.headers).values()), strict=True)
         ),
         "steps": [one.steps for one in whole.stats],
     }
@@ -179,21 +193,32 @@ def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
         "two machines": GroupFactory(60.0, machine=f"machine {rank % 2}"),
         "four machines": GroupFactory(60.0, machine=f"machine {rank}"),
         "not shared": GroupFactory(60.0),
+        "one rank does not share": GroupFactory(60.0),
         "one of two not shared": GroupFactory(60.0, machine=f"machine {rank // 2}"),
     }
     results: dict[str, Any] = {}
+    warnings: list[str] = []
+    logger = logging.getLogger("mrlhf.parallel.machine")
+    logger.addFilter(lambda record: warnings.append(record.getMessage()) is not None)
     for name, factory in factories.items():
-        if name == "not shared" or (name == "one of two not shared" and rank >= 2):
-            _forbid_sharing()
+        if name == "not shared":
+            os.memfd_create = _refuse  # type: ignore[assignment]
+        elif name == "one rank does not share" and rank == 3:
+            os.readlink = _refuse  # type: ignore[assignment]
+        elif name == "one of two not shared" and rank >= 2:
+            os.memfd_create = _make_a_strangers_file  # type: ignore[assignment]
         machine = factory.machine
+        warnings.clear()
         results[name] = {
             "tables": _tables(rank, machine),
             "sharers": _sharers(machine),
             "leader": machine.is_leader,
             "once": _computed_once(rank, machine),
             "exchanged": [_exchanged(factory, tp) for tp in (1, 2)],
+            "warnings": list(warnings),
         }
         os.memfd_create = _memfd_create
+        os.readlink = _readlink
     results["freed"] = _memory_is_freed(factories["one machine"].machine)
     return results
 
@@ -209,6 +234,7 @@ MACHINES = {
     "two machines": ([2, 2, 2, 2], [0, 1]),
     "four machines": ([1, 1, 1, 1], [0, 1, 2, 3]),
     "not shared": ([1, 1, 1, 1], [0]),
+    "one rank does not share": ([1, 1, 1, 1], [0]),
     "one of two not shared": ([2, 2, 1, 1], [0, 2]),
 }
 
@@ -222,6 +248,19 @@ def test_a_table_is_what_an_all_reduce_gives(ranks: list[dict[str, Any]], name: 
         assert rank[name]["tables"] == [(True, sharers[number] > 1)] * 12
 
 
+def test_the_leader_of_a_machine_that_cannot_share_says_why(ranks: list[dict[str, Any]]) -> None:
+    why = {
+        ("not shared", 0): "no memory of this kind",
+        ("one rank does not share", 0): "no memory of this kind",
+        ("one of two not shared", 2): "is another file: /memfd:a stranger's (deleted)",
+    }
+    for number, rank in enumerate(ranks):
+        for name in MACHINES:
+            warnings = rank[name]["warnings"]
+            assert len(warnings) == int((name, number) in why), (name, number)
+            assert all(f"{why[name, number]})" in warning for warning in warnings)
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_result_is_computed_once_a_machine(ranks: list[dict[str, Any]], name: str) -> None:
     leaders = MACHINES[name][1]
@@ -229,8 +268,10 @@ def test_a_result_is_computed_once_a_machine(ranks: list[dict[str, Any]], name: 
         once = rank[name]["once"]
         assert once["calls"] == ([number] if number in leaders else [])
 
-        named, bug = once["failures"]
+        named, derived, bug = once["failures"]
         assert named == ("MethodError", "the estimator failed", "\nline 1 of the user's file")
+        kind = "Derived" if number in leaders else "MethodError"
+        assert derived == (kind, "the estimator failed", "None")
         if number in leaders:
             assert bug == ("KeyError", "'a bug'", "None")
         else:
@@ -246,27 +287,32 @@ def test_every_rank_sees_the_samples_of_all_replicas(
     for row in range(BATCH):
         there = [row * 10 + place for place in range(row % 5)]
         tokens.append(there + [0] * (4 - len(there)))
-    heads = [(row, row % 5, int(row % 2 == 0), row) for row in range(BATCH)]
+    headers = [(row, row % 5, int(row % 2 == 0), row) for row in range(BATCH)]
 
     for rank in ranks:
         for exchanged, steps in zip(rank[name]["exchanged"], ([1, 2, 3, 4], [1, 2]), strict=True):
             assert exchanged["rows"] == list(range(BATCH))
             assert exchanged["tokens"] == tokens
             assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
-            assert exchanged["in parts"] and exchanged["heads"] == heads
+            assert exchanged["in parts"] and exchanged["headers"] == headers
             assert exchanged["steps"] == steps
 
 
 def test_shared_memory_has_no_name_that_could_be_left_behind(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert rank["freed"] == (["/memfd:mrlhf (deleted)"], [])
+        before, afterwards = rank["freed"]
+        assert len(before) == 1 and before[0].startswith("/memfd:mrlhf-")
+        assert before[0].endswith(" (deleted)") and afterwards == []
 
 
 _memfd_create = os.memfd_create
+_readlink = os.readlink
 
 
-def _forbid_sharing() -> None:
-    def refuse(name: str) -> int:
-        raise OSError("no memory of this kind")
+def _refuse(name: str) -> None:
+    raise OSError("no memory of this kind")
 
-    os.memfd_create = refuse  # type: ignore[assignment]
+
+def _make_a_strangers_file(name: str) -> int:
+    """A file that is not the one asked for, as where two machines have one name."""
+    return _memfd_create("a stranger's")

@@ -19,6 +19,13 @@ ENGINE = torch.tensor([[-1.0, -2.0, -1.0], [-0.5, -3.0, 0.0]])
 # response.
 TRAINER = ENGINE + torch.tensor([[0.0, 0.0, math.log(4)], [0.0, math.log(1.5), 0.0]])
 VALUES = torch.tensor([[0.25, 0.5, 0.5], [0.0, 0.75, 0.0]])
+CARELESS = """
+def f(inputs, options):
+    inputs.rewards.add_(1)
+    inputs.values.zero_()
+    inputs.mask.numpy()[:] = False
+    return inputs.rewards, inputs.values
+"""
 
 
 def _collected(scores=(1.0, 0.0)):
@@ -59,6 +66,20 @@ def test_a_rejected_token_leaves_losses_and_whitening_but_not_its_response():
         wanted.tolist(), abs=1e-6
     )
     assert experience.positive.tolist() == [True, False]
+
+
+def test_what_a_users_estimator_writes_into_its_inputs_stays_there(tmp_path):
+    (tmp_path / "careless.py").write_text(CARELESS)
+    rewards = [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    values = VALUES.tolist()
+    mask = MASK.tolist()
+
+    experience, _ = _experience({"adv_estimator": f"{tmp_path}/careless.py:f"})
+    assert experience.advantages.tolist() == [[1.0, 1.0, 2.0], [1.0, 1.0, 0.0]]
+    assert experience.returns.tolist() == [[0.0] * 3, [0.0] * 3]
+    assert experience.token_rewards.tolist() == rewards
+    assert experience.values.tolist() == values
+    assert experience.loss_mask.tolist() == experience.rollout.loss_mask.tolist() == mask
 
 
 def test_bypass_takes_the_engines_log_probabilities_and_corrects_later():

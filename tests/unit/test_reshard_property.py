@@ -202,23 +202,23 @@ class Ranks:
                 assert local_shape(rule, shapes, case.engine_tp) == array.shape
 
     def planner(self) -> Planner:
-        """Plans from sides that count the copies of each shard."""
+        """Plans from sides that count the replicas of each shard."""
         case = self.case
         first = case.first_engine_rank
         source = Side(
             shards=case.tp * case.pp,
-            copies=range(case.dp),
+            replicas=range(case.dp),
             place_of=lambda rank: _training_place(case, rank),
-            rank_at=lambda shard, copy: (
-                (shard // case.tp * case.dp + copy) * case.tp + shard % case.tp
+            rank_at=lambda shard, replica: (
+                (shard // case.tp * case.dp + replica) * case.tp + shard % case.tp
             ),
             pieces=lambda shard: self.source[source.rank_at(shard, 0)],
         )
         target = Side(
             shards=case.engine_tp,
-            copies=range(case.engine_ranks // case.engine_tp),
+            replicas=range(case.engine_ranks // case.engine_tp),
             place_of=lambda rank: _engine_place(case, rank),
-            rank_at=lambda shard, copy: first + copy * case.engine_tp + shard,
+            rank_at=lambda shard, replica: first + replica * case.engine_tp + shard,
             pieces=lambda shard: self.target[first + shard],
         )
         return Planner(source, target, 4, self.near)
@@ -236,14 +236,14 @@ class Ranks:
 
 def _training_place(case: Case, rank: int) -> tuple[int, int] | None:
     others, tp_rank = divmod(rank, case.tp)
-    stage, copy = divmod(others, case.dp)
-    return (stage * case.tp + tp_rank, copy) if stage < case.pp else None
+    stage, replica = divmod(others, case.dp)
+    return (stage * case.tp + tp_rank, replica) if stage < case.pp else None
 
 
 def _engine_place(case: Case, rank: int) -> tuple[int, int] | None:
     number = rank - case.first_engine_rank
-    copy, shard = divmod(number, case.engine_tp)
-    return (shard, copy) if 0 <= number < case.engine_ranks else None
+    replica, shard = divmod(number, case.engine_tp)
+    return (shard, replica) if 0 <= number < case.engine_ranks else None
 
 
 def _numbers(arrays: Arrays) -> set[int]:
