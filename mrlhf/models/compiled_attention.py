@@ -63,6 +63,11 @@ def attend(
     """
     functions = _functions(projections[0].dtype)
     assert functions is not None
+    assert len({tensor.dtype for tensor in projections}) == 1, "q, k and v differ in dtype"
+    edges = settings.edges
+    assert edges.dtype == torch.int32 and edges.is_contiguous()
+    assert int(edges[-1]) == len(projections[0]), "the sequences must cover all tokens"
+
     if rotation is None:
         nothing = projections[0].new_empty((len(projections[0]), 0), dtype=torch.float32)
         rotation = (nothing, nothing)

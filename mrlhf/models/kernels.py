@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [hidden].
         eps: added to the mean square.
     """
-    if _compiled(x) is None:
+    if _compiled(x, weight) is None:
         return torch_rms_norm(x, weight, eps)
     return _HostNorm.apply(x, weight, eps)
 
@@ -126,9 +126,11 @@ class _HostGated(torch.autograd.Function):
         return grad_gate_up
 
 
-def _compiled(x: Tensor) -> dict[str, Any] | None:
-    """The kernels for a tensor; None where there are none."""
-    return _functions(x.dtype) if x.device.type == "cpu" and x.dtype in SUFFIXES else None
+def _compiled(*tensors: Tensor) -> dict[str, Any] | None:
+    """The kernels for tensors; None where there are none, or where the dtypes differ."""
+    dtype = tensors[0].dtype
+    fits = all(tensor.device.type == "cpu" and tensor.dtype == dtype for tensor in tensors)
+    return _functions(dtype) if fits and dtype in SUFFIXES else None
 
 
 @cache

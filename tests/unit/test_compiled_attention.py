@@ -108,3 +108,14 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch):
 
     monkeypatch.setattr(attention.compiled_attention, "compiled", lambda dtype: False)
     torch.testing.assert_close(layer((mixed,), None, pack), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_what_would_be_misread_is_refused():
+    layer = core(4, 2, 24, None)
+    query = torch.randn(6, 4, 24)
+    key = torch.randn(6, 2, 24)
+
+    with pytest.raises(AssertionError, match="q, k and v differ in dtype"):
+        layer((query, key, key.bfloat16()), None, packed([6]))
+    with pytest.raises(AssertionError, match="must cover all tokens"):
+        layer((query, key, key), None, packed([7]))
