@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def load_library(source: Path, user: str) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(error)
         if isinstance(error, subprocess.CalledProcessError):
-            detail = error.stderr.decode()
+            detail = error.stderr.decode(errors="replace")
         logger.warning(
             "%s could not be compiled: %s runs on torch's operators, which is slower. %s",
             source,
@@ -104,7 +105,10 @@ def load_library(source: Path, user: str) -> ctypes.CDLL | None:
 
 
 def _compiled(compiler: str, source: Path) -> Path:
-    """The path of the compiled library; the first process on a machine makes it, others wait."""
+    """The path of the compiled library; the first process on a machine makes it, others wait.
+
+    If the first one fails, those that waited fail as it did. Who comes later tries again.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     texts = (source.read_bytes(), HEADER.read_bytes(), version)
     identity = (*texts, " ".join(_FLAGS).encode(), _processor().encode())
@@ -112,15 +116,39 @@ def _compiled(compiler: str, source: Path) -> Path:
     name = f"{source.stem}-{digest}"
     directory = _cache_directory()
     library = directory / f"{name}.so"
+    failure = directory / f"{name}.failed"
 
+    failed_before = _written_at(failure)
     with open(directory / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Some network file systems have no locks. Then each process compiles for itself.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            unfinished = directory / f"{name}-{os.getpid()}.tmp"
-            command = [compiler, *_FLAGS, f"-I{HEADER.parent}", "-o", str(unfinished), str(source)]
-            subprocess.run(command, capture_output=True, check=True)
-            unfinished.replace(library)
+            if _written_at(failure) != failed_before:  # while this process waited
+                raise subprocess.SubprocessError(failure.read_text(errors="replace"))
+            _compile([compiler, *_FLAGS, f"-I{HEADER.parent}", str(source)], library, failure)
     return library
+
+
+def _compile(command: list[str], library: Path, failure: Path) -> None:
+    """Write `library` at once, whole; or what the compiler says against it to `failure`."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        unfinished = Path(scratch) / library.name
+        try:
+            subprocess.run([*command, "-o", str(unfinished)], capture_output=True, check=True)
+        except subprocess.CalledProcessError as error:
+            failure.write_bytes(error.stderr)
+            raise
+        unfinished.replace(library)
+    failure.unlink(missing_ok=True)
+
+
+def _written_at(path: Path) -> int | None:
+    """When a file was written, in the file system's nanoseconds; None if it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _cache_directory() -> Path:
