@@ -47,6 +47,16 @@ def test_a_weight_of_another_dtype_is_left_to_torch():
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_weight_gradient_of_many_rows_is_not_rounded_away():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200_000, 8, generator=generator)
+
+    _, _, found = results(lambda *inputs: kernels.rms_norm(*inputs, EPS), (x, torch.ones(8)), x)
+    wide = x.double()
+    exact = (wide * wide / (wide.square().mean(dim=-1, keepdim=True) + EPS).sqrt()).sum(dim=0)
+    torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0.0)
+
+
 def test_several_threads_give_the_rows_that_one_gives():
     threads = torch.get_num_threads()
     x = torch.randn(257, 192, generator=torch.Generator().manual_seed(0))
