@@ -90,7 +90,7 @@ def load_library(source: Path, user: str) -> ctypes.CDLL | None:
         return None
 
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source)))
+        return ctypes.CDLL(str(_library_path(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(error)
         if isinstance(error, subprocess.CalledProcessError):
@@ -104,7 +104,7 @@ def load_library(source: Path, user: str) -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(compiler: str, source: Path) -> Path:
+def _library_path(compiler: str, source: Path) -> Path:
     """The path of the compiled library; the first process on a machine makes it, others wait.
 
     If the first one fails, those that waited fail as it did. Who comes later tries again.

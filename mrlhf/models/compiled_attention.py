@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     window: int | None
 
 
-def compiled(dtype: torch.dtype) -> bool:
+def is_available(dtype: torch.dtype) -> bool:
     """Whether there are functions for the dtype, and this machine can compile them."""
     return _functions(dtype) is not None
 
@@ -48,7 +48,7 @@ def compiled(dtype: torch.dtype) -> bool:
 def attend(
     projections: tuple[Tensor, ...], rotation: tuple[Tensor, Tensor] | None, settings: Settings
 ) -> Tensor:
-    """Causal attention within each sequence, where `compiled` says that it can be computed.
+    """Causal attention within each sequence, where `is_available` says that it can be computed.
 
     Args:
         projections: for each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads,

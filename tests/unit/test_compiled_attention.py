@@ -58,7 +58,7 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     pack = packed(LENGTHS)
     tokens = sum(LENGTHS)
     layer = core(heads, kv_heads, dim, window)
-    assert compiled_attention.compiled(dtype), "this machine has no C++ compiler"
+    assert compiled_attention.is_available(dtype), "this machine has no C++ compiler"
 
     rotation = None
     if rotary:
@@ -106,7 +106,7 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch):
     pack = packed(LENGTHS)
     expected = layer((mixed,), None, pack)
 
-    monkeypatch.setattr(attention.compiled_attention, "compiled", lambda dtype: False)
+    monkeypatch.setattr(attention.compiled_attention, "is_available", lambda dtype: False)
     torch.testing.assert_close(layer((mixed,), None, pack), expected, atol=2e-5, rtol=2e-5)
 
 
