@@ -1,7 +1,7 @@
 """Compiles a C++ source for this machine, once, and loads it.
 
 Libraries are kept in the user's cache folder. The name of each changes with the source, the
-compiler and the processor. Sources may include `numbers.h`, which lies beside this file. This file
+compiler and the processor. Sources may include the headers that lie beside this file. This file
 knows no function of any library.
 """
 
@@ -26,7 +26,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-HEADER = Path(__file__).with_name("numbers.h")
+HEADERS = Path(__file__).parent
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FLAGS = (
     "-O3",
@@ -110,7 +110,8 @@ def _library_path(compiler: str, source: Path) -> Path:
     If the first one fails, those that waited fail as it did. Who comes later tries again.
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    texts = (source.read_bytes(), HEADER.read_bytes(), version)
+    headers = [header.read_bytes() for header in sorted(HEADERS.glob("*.h"))]
+    texts = (source.read_bytes(), *headers, version)
     identity = (*texts, " ".join(_FLAGS).encode(), _processor().encode())
     digest = hashlib.blake2b(b"|".join(identity), digest_size=8).hexdigest()
     name = f"{source.stem}-{digest}"
@@ -126,7 +127,7 @@ def _library_path(compiler: str, source: Path) -> Path:
         if not library.exists():
             if _written_at(failure) != failed_before:  # while this process waited
                 raise subprocess.SubprocessError(failure.read_text(errors="replace"))
-            _compile([compiler, *_FLAGS, f"-I{HEADER.parent}", str(source)], library, failure)
+            _compile([compiler, *_FLAGS, f"-I{HEADERS}", str(source)], library, failure)
     return library
 
 

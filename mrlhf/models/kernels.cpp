@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "gated.h"
 #include "numbers.h"
 
 namespace {
@@ -75,22 +76,6 @@ void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* 
     std::fill(grad_weight, grad_weight + size, 0.0f);
     for (int64_t share = 0; share < threads; ++share)
         for (int64_t i = 0; i < size; ++i) grad_weight[i] += sums[2 * share * size + i];
-}
-
-// out = silu(gate) * up, where each row of gate_up has all gate columns before all up columns.
-template <typename T>
-void gated(const T* gate_up, T* out, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < rows; ++r) {
-        const T* gate = gate_up + r * 2 * size;
-        const T* up = gate + size;
-        T* to = out + r * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) {
-            const float g = widen(gate[i]);
-            store(to + i, rounded<T>(g / (1.0f + exponential(-g))) * widen(up[i]));
-        }
-    }
 }
 
 template <typename T>
