@@ -17,7 +17,7 @@ setup(
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={
         "mrlhf": [
-            "compiled/numbers.h",
+            "compiled/*.h",
             "inference/native/kernels.cpp",
             "models/attention.cpp",
             "models/kernels.cpp",

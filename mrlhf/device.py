@@ -64,6 +64,7 @@ _PEAK_TFLOPS = {
 # Parameters of glibc's `mallopt`, from malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 _OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
 
@@ -160,8 +161,12 @@ def _keep_freed_memory() -> None:
     A pass over a pack allocates and frees the same tensors for each layer. Memory that comes back
     from the system is cleared first, page by page, which takes up to a sixth of an update of a
     small model. On glibc, tensors of up to 32 MiB (its highest limit) reuse memory, and larger ones
-    still go back. Elsewhere nothing changes.
+    still go back. Elsewhere nothing changes, nor where the user has set glibc's limits.
     """
+    if _MALLOC_VARIABLES & os.environ.keys() or "glibc.malloc." in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
+        return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # not glibc
@@ -378,7 +383,8 @@ def ask_for_huge_pages() -> None:
     """Let torch ask the system for huge pages for large tensors, if there is no GPU.
 
     A page that the system hands out is cleared first; large pages cost less for each byte. torch
-    reads this variable at its first tensor, so the package calls this when it is imported.
+    reads this variable at its first tensor, so the package calls this when it is imported. What the
+    user has set stays. Programs that the process starts inherit the variable.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -1,7 +1,7 @@
 """Compiles a C++ source for this machine, once, and loads it.
 
 Libraries are kept in the user's cache folder. The name of each changes with the source, the
-compiler and the processor. Sources may include `numbers.h`, which lies beside this file. This file
+compiler and the processor. Sources may include the headers that lie beside this file. This file
 knows no function of any library.
 """
 
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-HEADER = Path(__file__).with_name("numbers.h")
+HEADERS = Path(__file__).parent
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _FLAGS = (
     "-O3",
@@ -89,11 +90,11 @@ def load_library(source: Path, user: str) -> ctypes.CDLL | None:
         return None
 
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source)))
+        return ctypes.CDLL(str(_library_path(compiler, source)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(error)
         if isinstance(error, subprocess.CalledProcessError):
-            detail = error.stderr.decode()
+            detail = error.stderr.decode(errors="replace")
         logger.warning(
             "%s could not be compiled: %s runs on torch's operators, which is slower. %s",
             source,
@@ -103,24 +104,52 @@ def load_library(source: Path, user: str) -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(compiler: str, source: Path) -> Path:
-    """The path of the compiled library; the first process on a machine makes it, others wait."""
+def _library_path(compiler: str, source: Path) -> Path:
+    """The path of the compiled library; the first process on a machine makes it, others wait.
+
+    If the first one fails, those that waited fail as it did. Who comes later tries again.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    texts = (source.read_bytes(), HEADER.read_bytes(), version)
+    headers = [header.read_bytes() for header in sorted(HEADERS.glob("*.h"))]
+    texts = (source.read_bytes(), *headers, version)
     identity = (*texts, " ".join(_FLAGS).encode(), _processor().encode())
     digest = hashlib.blake2b(b"|".join(identity), digest_size=8).hexdigest()
     name = f"{source.stem}-{digest}"
     directory = _cache_directory()
     library = directory / f"{name}.so"
+    failure = directory / f"{name}.failed"
 
+    failed_before = _written_at(failure)
     with open(directory / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Some network file systems have no locks. Then each process compiles for itself.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            unfinished = directory / f"{name}-{os.getpid()}.tmp"
-            command = [compiler, *_FLAGS, f"-I{HEADER.parent}", "-o", str(unfinished), str(source)]
-            subprocess.run(command, capture_output=True, check=True)
-            unfinished.replace(library)
+            if _written_at(failure) != failed_before:  # while this process waited
+                raise subprocess.SubprocessError(failure.read_text(errors="replace"))
+            _compile([compiler, *_FLAGS, f"-I{HEADERS}", str(source)], library, failure)
     return library
+
+
+def _compile(command: list[str], library: Path, failure: Path) -> None:
+    """Write `library` at once, whole; or what the compiler says against it to `failure`."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        unfinished = Path(scratch) / library.name
+        try:
+            subprocess.run([*command, "-o", str(unfinished)], capture_output=True, check=True)
+        except subprocess.CalledProcessError as error:
+            failure.write_bytes(error.stderr)
+            raise
+        unfinished.replace(library)
+    failure.unlink(missing_ok=True)
+
+
+def _written_at(path: Path) -> int | None:
+    """When a file was written, in the file system's nanoseconds; None if it does not exist."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _cache_directory() -> Path:

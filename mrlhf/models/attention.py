@@ -74,7 +74,7 @@ class CoreAttention(torch.nn.Module):
             [tokens, heads * head_dim].
         """
         first = projections[0]
-        if first.device.type == "cpu" and compiled_attention.compiled(first.dtype):
+        if first.device.type == "cpu" and compiled_attention.is_available(first.dtype):
             settings = compiled_attention.Settings(packed.cu_seqlens_q, self.scale, self.window)
             return compiled_attention.attend(projections, rotation, settings)
 

@@ -40,7 +40,7 @@ class Settings(NamedTuple):
     window: int | None
 
 
-def compiled(dtype: torch.dtype) -> bool:
+def is_available(dtype: torch.dtype) -> bool:
     """Whether there are functions for the dtype, and this machine can compile them."""
     return _functions(dtype) is not None
 
@@ -48,7 +48,7 @@ def compiled(dtype: torch.dtype) -> bool:
 def attend(
     projections: tuple[Tensor, ...], rotation: tuple[Tensor, Tensor] | None, settings: Settings
 ) -> Tensor:
-    """Causal attention within each sequence, where `compiled` says that it can be computed.
+    """Causal attention within each sequence, where `is_available` says that it can be computed.
 
     Args:
         projections: for each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads,
@@ -63,6 +63,11 @@ def attend(
     """
     functions = _functions(projections[0].dtype)
     assert functions is not None
+    assert len({tensor.dtype for tensor in projections}) == 1, "q, k and v differ in dtype"
+    edges = settings.edges
+    assert edges.dtype == torch.int32 and edges.is_contiguous()
+    assert int(edges[-1]) == len(projections[0]), "the sequences must cover all tokens"
+
     if rotation is None:
         nothing = projections[0].new_empty((len(projections[0]), 0), dtype=torch.float32)
         rotation = (nothing, nothing)

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "gated.h"
 #include "numbers.h"
 
 namespace {
@@ -30,15 +31,22 @@ void rms_norm(const T* x, const T* weight, T* out, float* scales, int64_t rows, 
     }
 }
 
+// A float sums at most so many rows. Sums of blocks are added up apart, since the error of a sum
+// grows with the number of additions.
+constexpr int64_t BLOCK = 1024;
+
 // The gradients of x, and of the weight in float32; each thread sums the rows of its share.
 template <typename T>
 void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* scales, T* grad_x, float* grad_weight,
                        int64_t rows, int64_t size, int threads) {
-    std::vector<float> sums(size_t(threads) * size, 0.0f);
+    std::vector<float> sums(2 * size_t(threads) * size, 0.0f);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int64_t share = 0; share < threads; ++share) {
-        float* sum = sums.data() + share * size;
-        for (int64_t r = rows * share / threads; r < rows * (share + 1) / threads; ++r) {
+        float* total = sums.data() + 2 * share * size;
+        float* sum = total + size;
+        const int64_t begin = rows * share / threads;
+        const int64_t end = rows * (share + 1) / threads;
+        for (int64_t r = begin; r < end; ++r) {
             const T* g = grad + r * size;
             const T* in = x + r * size;
             T* to = grad_x + r * size;
@@ -56,28 +64,18 @@ void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* 
                 const float inner = rounded<T>(widen(g[i]) * widen(weight[i]));
                 store(to + i, scale * (inner - widen(in[i]) * scale * mean));
             }
+            if ((r + 1 - begin) % BLOCK == 0 || r + 1 == end) {
+                for (int64_t i = 0; i < size; ++i) {
+                    total[i] += sum[i];
+                    sum[i] = 0.0f;
+                }
+            }
         }
     }
 
     std::fill(grad_weight, grad_weight + size, 0.0f);
     for (int64_t share = 0; share < threads; ++share)
-        for (int64_t i = 0; i < size; ++i) grad_weight[i] += sums[share * size + i];
-}
-
-// out = silu(gate) * up, where each row of gate_up has all gate columns before all up columns.
-template <typename T>
-void gated(const T* gate_up, T* out, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < rows; ++r) {
-        const T* gate = gate_up + r * 2 * size;
-        const T* up = gate + size;
-        T* to = out + r * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) {
-            const float g = widen(gate[i]);
-            store(to + i, rounded<T>(g / (1.0f + exponential(-g))) * widen(up[i]));
-        }
-    }
+        for (int64_t i = 0; i < size; ++i) grad_weight[i] += sums[2 * share * size + i];
 }
 
 template <typename T>

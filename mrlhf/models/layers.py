@@ -94,17 +94,6 @@ def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     return layer
 
 
-def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
-    """Let linear layers add the gradient of their weight to its `main_grad` as they compute it.
-
-    Otherwise DistributedDataParallel adds it, after it has been stored. `module` must be wrapped in
-    that already, and must be on a CPU, where `mrlhf.device` stands in for Apex's kernel.
-    """
-    for layer in module.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-            layer.gradient_accumulation_fusion = True
-
-
 def plain_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:
     """A layer of megatron-core's linear layers with our attention and norm.
 

@@ -16,11 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -32,7 +28,6 @@ from mrlhf.models.build import build_model, slots_of
 from mrlhf.models.families import family_of
 from mrlhf.models.flops import sequence_flops
 from mrlhf.models.heads import GPTHiddenModel
-from mrlhf.models.layers import add_weight_gradients_in_place
 from mrlhf.models.spec import ModelSpec
 from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
@@ -41,6 +36,7 @@ from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut
 from mrlhf.parallel.packs import Pack, Select, make_packs
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
+from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
@@ -274,16 +270,11 @@ class ModelEngine:
             optim: the optimizer's section of the configuration.
             total_updates: how often `end_update` will be called in the whole run.
         """
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optim.use_distributed_optimizer
-        )
+        split = optim.use_distributed_optimizer
         self.chunks = [
-            DistributedDataParallel(self._config, ddp, chunk, pg_collection=self.groups.collection)
+            data_parallel(chunk, self._config, self.groups, self.device, split)
             for chunk in self.chunks
         ]
-        if self.device.type == "cpu":
-            for chunk in self.chunks:
-                add_weight_gradients_in_place(chunk)
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
         )

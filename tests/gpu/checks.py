@@ -32,6 +32,7 @@ from mrlhf.reshard.sides import side_of_ranks
 from tests import plain_ppo
 from tests.dist import role_runs
 from tests.dist.role_runs import MANY_PACKS, Form, Setting
+from tests.gpu import packed_attention
 from tests.plain_ppo import Case
 
 Figures = dict[str, float]
@@ -161,6 +162,11 @@ def ratio_is_one(place: Place) -> Figures:
     return {}
 
 
+def attention(place: Place) -> Figures:
+    """Attention within packs, of several dtypes and windows, equals a CPU's in float32."""
+    return packed_attention.gaps(place.device)
+
+
 def engine(place: Place) -> Figures:
     """The native engine's greedy tokens are transformers', with CUDA graphs and without."""
     figures = {}
@@ -217,6 +223,7 @@ CHECKS: dict[str, Callable[[Place], Figures]] = {
     "first ratio is one": ratio_is_one,
     "PPO update in float32": update,
     "PPO update in bfloat16": bfloat16_update,
+    "attention within packs": attention,
     "native engine, CUDA graphs": engine,
     "reshard": reshard,
 }

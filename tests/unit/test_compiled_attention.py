@@ -58,7 +58,7 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     pack = packed(LENGTHS)
     tokens = sum(LENGTHS)
     layer = core(heads, kv_heads, dim, window)
-    assert compiled_attention.compiled(dtype), "this machine has no C++ compiler"
+    assert compiled_attention.is_available(dtype), "this machine has no C++ compiler"
 
     rotation = None
     if rotary:
@@ -106,5 +106,16 @@ def test_without_a_compiler_torch_computes_the_same(monkeypatch):
     pack = packed(LENGTHS)
     expected = layer((mixed,), None, pack)
 
-    monkeypatch.setattr(attention.compiled_attention, "compiled", lambda dtype: False)
+    monkeypatch.setattr(attention.compiled_attention, "is_available", lambda dtype: False)
     torch.testing.assert_close(layer((mixed,), None, pack), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_what_would_be_misread_is_refused():
+    layer = core(4, 2, 24, None)
+    query = torch.randn(6, 4, 24)
+    key = torch.randn(6, 2, 24)
+
+    with pytest.raises(AssertionError, match="q, k and v differ in dtype"):
+        layer((query, key, key.bfloat16()), None, packed([6]))
+    with pytest.raises(AssertionError, match="must cover all tokens"):
+        layer((query, key, key), None, packed([7]))

@@ -151,7 +151,9 @@ def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
     calls: list[tuple[int, int]] = []
     glibc = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    for name in ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.nns=4")
 
     for library in (glibc, SimpleNamespace()):  # other C libraries have no mallopt
         monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
@@ -160,6 +162,30 @@ def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
     assert calls == [(-3, 33554432), (-1, -1)]  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     ask_for_huge_pages()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "1048576"),
+        ("GLIBC_TUNABLES", "glibc.rtld.nns=4:glibc.malloc.mmap_threshold=1048576"),
+    ],
+)
+def test_what_the_user_says_of_memory_stays(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_library(name: str | None) -> None:
+        raise AssertionError("glibc's limits must not change")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+
+    assert pick_device("cpu", local_rank=0) == CPU
+    ask_for_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
 def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

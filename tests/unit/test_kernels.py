@@ -1,6 +1,8 @@
 """The compiled kernels against torch's operators, for every shape that a pass may have."""
 
+import errno
 import itertools
+import subprocess
 
 import pytest
 import torch
@@ -171,8 +173,42 @@ def test_a_machine_without_a_compiler_is_told_and_runs_on(monkeypatch, caplog):
     assert "no C++ compiler (g++) found: the engine runs on torch's operators" in caplog.text
 
 
-def test_a_compiler_that_fails_is_named(caplog, tmp_path):
+def no_locks(file, kind):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_file_system_without_locks_holds_the_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library.fcntl, "flock", no_locks)
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+
+    assert library.load_library.__wrapped__(source, "the engine").seven() == 7
+    left = sorted(path.suffix for path in (tmp_path / "mrlhf").iterdir())
+    assert left == [".lock", ".so"]
+
+
+def test_who_waited_for_a_compiler_that_failed_does_not_repeat_it(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     broken = tmp_path / "broken.cpp"
     broken.write_text("this is not C++")
+    compiled_by = []
+    run = subprocess.run
+
+    def count(command, **options):
+        compiled_by.append("--version" not in command)
+        return run(command, **options)
+
+    def another_process_fails(file, kind):
+        monkeypatch.setattr(library.fcntl, "flock", no_locks)
+        assert library.load_library.__wrapped__(broken, "the other engine") is None
+
+    monkeypatch.setattr(library.subprocess, "run", count)
+    monkeypatch.setattr(library.fcntl, "flock", another_process_fails)
     assert library.load_library.__wrapped__(broken, "the engine") is None
-    assert "could not be compiled" in caplog.text and "broken.cpp" in caplog.text
+    assert sum(compiled_by) == 1
+    assert caplog.text.count("broken.cpp could not be compiled: the ") == 2
+    assert caplog.text.count("1 | this is not C++") == 2
+
+    assert library.load_library.__wrapped__(broken, "the engine") is None
+    assert sum(compiled_by) == 2  # who comes later tries again

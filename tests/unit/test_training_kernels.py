@@ -38,6 +38,25 @@ def test_kernels_equal_torch(dtype, shape):
         torch.testing.assert_close(one.float() / scale, other.float() / scale, **CLOSE[dtype])
 
 
+def test_a_weight_of_another_dtype_is_left_to_torch():
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    weight = torch.linspace(0.5, 1.5, 64, dtype=torch.bfloat16)
+
+    ours = kernels.rms_norm(x, weight, EPS)
+    theirs = torch.nn.functional.rms_norm(x, (64,), eps=EPS) * weight.float()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_weight_gradient_of_many_rows_is_not_rounded_away():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200_000, 8, generator=generator)
+
+    _, _, found = results(lambda *inputs: kernels.rms_norm(*inputs, EPS), (x, torch.ones(8)), x)
+    wide = x.double()
+    exact = (wide * wide / (wide.square().mean(dim=-1, keepdim=True) + EPS).sqrt()).sum(dim=0)
+    torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0.0)
+
+
 def test_several_threads_give_the_rows_that_one_gives():
     threads = torch.get_num_threads()
     x = torch.randn(257, 192, generator=torch.Generator().manual_seed(0))

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <vector>
 
+#include "gated.h"
 #include "numbers.h"
 
 namespace {
@@ -39,21 +40,6 @@ void add_rms_norm(T* hidden, const T* delta, const T* weight, T* out, int64_t to
         const float scale = 1.0f / std::sqrt(squares / float(size) + eps);
 #pragma omp simd
         for (int64_t i = 0; i < size; ++i) store(o + i, widen(weight[i]) * rounded<T>(widen(h[i]) * scale));
-    }
-}
-
-template <typename T>
-void gated(const T* gate_up, T* out, int64_t tokens, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < tokens; ++t) {
-        const T* gate = gate_up + t * 2 * size;
-        const T* up = gate + size;
-        T* o = out + t * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; ++i) {
-            const float g = widen(gate[i]);
-            store(o + i, rounded<T>(g / (1.0f + exponential(-g))) * widen(up[i]));
-        }
     }
 }
 
