@@ -59,11 +59,12 @@ class Critic:
             Interrupted: the run stops here; `progress` says where.
         """
         progress = progress or UpdateProgress()
-        steps = self._section.ppo_epochs * cut.mini_batches
+        # Each loss lays its numbers out once, for all epochs.
+        losses = [_ValueObjective(self._section, experience, part) for part in cut.mini_batches]
+        steps = self._section.ppo_epochs * list(zip(cut.mini_batches, losses, strict=True))
 
         try:
-            for mini_batch in steps[progress.mini_batches :]:
-                loss = _ValueObjective(self._section, experience, mini_batch)
+            for mini_batch, loss in steps[progress.mini_batches :]:
                 progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS))
         except Interrupted:
             progress.complete(self.engine)
