@@ -143,7 +143,8 @@ def exchange_samples(
         stats: what its engine did.
         earlier: what was drawn before an interruption, the same on every rank.
     """
-    mine = torch.cat([torch.tensor(astuple(stats)), SampleHeaders.of(rows, samples).to_numbers()])
+    counts = torch.tensor(astuple(stats), dtype=torch.int64)
+    mine = torch.cat([counts, SampleHeaders.of(rows, samples).to_numbers()])
     gathered = all_gather_ragged(mine, groups.replicas)
     every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
     parts = [SampleHeaders.from_numbers(numbers[_STATS:]) for numbers in gathered]
@@ -169,7 +170,7 @@ def exchange_samples(
 
 
 def _write(table: OpenTable, rows: Sequence[int], contents: Sequence[Any]) -> None:
-    """Write each row of `contents` to the begin of its row of the table, with no copy between."""
+    """Write each row of `contents` to the beginning of its row of the table, without a copy."""
     numbers = table.entries.numpy()
     for row, content in zip(rows, contents, strict=True):
         numbers[row, : len(content)] = np.asarray(content)
