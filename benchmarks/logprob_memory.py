@@ -1,10 +1,13 @@
 """Measures memory and time of log-probabilities with their gradient, in chunks and whole.
 
-The whole form makes the logits of all tokens and keeps them for the backward pass. For each number
-of tokens and each vocabulary, each form runs in a process of its own. The peak is that of resident
-memory during the runs, less the resident memory before them. The gradient of the weight, which
-every form has to make, is a part of it and is said separately. Linux only. Seconds are of the
-processor, of one thread.
+The whole form makes the logits of all tokens and keeps them for the backward pass. In chunks, the
+loss is one of single tokens; of short sequences, of which a chunk holds several; or of one sequence
+that is longer than a chunk, whose logits are computed twice.
+
+For each number of tokens and each vocabulary, each form runs in a process of its own. The peak is
+that of resident memory during the runs, less the resident memory before them. The gradient of the
+weight, which every form has to make, is a part of it and is said separately. Linux only. Seconds
+are of the processor, of one thread.
 
     python benchmarks/logprob_memory.py --tokens 512 1024 2048 --vocabularies 32768 151936
 """
@@ -25,7 +28,8 @@ from torch import Tensor
 from mrlhf.parallel.vocab import OutputLayer, Tokens, token_loss
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 
-FORMS = ("whole", "chunks", "chunks, computed twice")
+FORMS = ("whole", "chunks", "chunks, short sequences", "chunks, one long sequence")
+SHORT = 64  # tokens of a short sequence
 
 
 class _Measured(NamedTuple):
@@ -52,16 +56,23 @@ def _forms(weight: Tensor, tokens: int) -> dict[str, Callable[[], Tensor]]:
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
     layer = OutputLayer(weight, None, vocabulary, 1.0)
-    some = Tokens(hidden, targets)
+    short = [SHORT] * (tokens // SHORT) + [tokens % SHORT]
 
     def whole() -> Tensor:
         logits = torch.nn.functional.linear(hidden, weight)
         return -torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
 
-    def chunks(by_token: bool) -> Tensor:
+    def chunks(lengths: list[int], by_token: bool) -> Tensor:
+        some = Tokens(hidden, targets, lengths)
         return token_loss(layer, some, Wanted(), _sum_of_logprobs, by_token)
 
-    return dict(zip(FORMS, (whole, lambda: chunks(True), lambda: chunks(False)), strict=True))
+    functions = (
+        whole,
+        lambda: chunks([tokens], True),
+        lambda: chunks(short, False),
+        lambda: chunks([tokens], False),
+    )
+    return dict(zip(FORMS, functions, strict=True))
 
 
 def _measure(form: str, tokens: int, hidden_size: int, vocabulary: int, runs: int) -> _Measured:

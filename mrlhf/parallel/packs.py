@@ -69,17 +69,14 @@ class Pack:
         """
         return ranges(torch.tensor(self.rows, dtype=torch.int64) * self.width, self.counts)
 
-    @property
-    def own_places(self) -> Tensor:
-        """As `places`, for a table of the pack's rows alone; where the model is."""
-        begins = torch.arange(len(self.rows)) * self.width
-        return ranges(begins, self.counts).to(self.select.device)
+    def counts_in(self, part: slice) -> Tensor:
+        """How many of some selected positions each row has, [rows with any]; on the host.
 
-    def spread(self, flat: Tensor) -> Tensor:
-        """Lay [channels, selected] out as [channels, rows of the pack, width], 0 elsewhere."""
-        channels = len(flat)
-        table = flat.new_zeros(channels, len(self.rows) * self.width)
-        return table.index_copy(1, self.own_places, flat).view(channels, -1, self.width)
+        Args:
+            part: which of the selected positions; those of whole rows.
+        """
+        ends = self.counts.cumsum(0)
+        return self.counts[(ends > part.start) & (ends <= part.stop)]
 
 
 @dataclass(frozen=True)
@@ -202,6 +199,19 @@ def lay_flat(tables: Mapping[str, Tensor | None], packs: Sequence[Pack]) -> list
     return [
         dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]
+
+
+def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
+    """A table of [rows, width] with the numbers of each row in its first columns, 0 elsewhere.
+
+    Args:
+        flat: [numbers], those of one row after the other.
+        counts: int64 [rows], how many each row has; on the host.
+        width: columns of the table.
+    """
+    rows = len(counts)
+    places = ranges(torch.arange(rows) * width, counts).to(flat.device)
+    return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width)
 
 
 def _lay(sequences: Sequences, packs: Sequence[list[int]], multiple: int) -> _Laid:

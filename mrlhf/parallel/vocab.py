@@ -5,14 +5,15 @@ of tokens at a time. A few numbers for each token remain of a chunk's logits, so
 [tokens, vocab] is ever made.
 
 For training, a loss of these numbers is evaluated as soon as the numbers are there, and its
-gradient is taken while the logits are. This file knows tokens; it does not know the sequences that
-they belong to, nor the loss.
+gradient is taken while the logits are. A chunk holds whole sequences wherever they are short
+enough, so that a loss over whole sequences needs the logits once. This file knows no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -68,12 +69,14 @@ class Tokens:
     Attributes:
         hidden: [tokens, hidden], equal on all ranks of the output layer's group.
         targets: int64 [tokens], each in [0, vocab_size).
+        lengths: how many tokens each sequence has, one sequence after the other.
         ref_layer: the output layer of the reference, if the KL to it is wanted.
         ref_hidden: [tokens, hidden], the hidden states of the reference.
     """
 
     hidden: Tensor
     targets: Tensor
+    lengths: Sequence[int]
     ref_layer: OutputLayer | None = None
     ref_hidden: Tensor | None = None
 
@@ -84,7 +87,8 @@ def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> TokenNu
 
     They are equal, bit for bit, to those that `token_loss` computes from the same tokens.
     """
-    return _Projection(layer, tokens, wanted).measure(slice(0, len(tokens.targets)))[0]
+    projection = _Projection(layer, tokens, wanted)
+    return projection.measure(list(chain.from_iterable(projection.spans)))[0]
 
 
 def token_loss(
@@ -101,8 +105,8 @@ def token_loss(
         wanted: the numbers that the objective reads.
         objective: the loss of some of the tokens; equal on all ranks of the group.
         by_token: whether the losses of any parts of the tokens add up to the loss of all. If not,
-            the objective gets all tokens at once, and the logits of all but a few are computed
-            twice.
+            those of whole sequences do: the objective gets no part of a sequence, and the logits of
+            a sequence that is longer than a chunk are computed twice.
     """
     hidden = tokens.hidden
     weight = layer.weight
@@ -110,28 +114,38 @@ def token_loss(
     with torch.no_grad():
         projection = _Projection(layer, tokens, wanted)
         gradients = _Gradients(torch.empty_like(hidden), weight)
-        whole = slice(0, len(tokens.targets))
-        for part in projection.chunks(whole) if by_token else [whole]:
-            numbers, normalisers = projection.measure(part)
+        spans = projection.spans
+        if by_token:
+            spans = [[chunk] for chunk in chain.from_iterable(spans)]
+        for chunks in spans:
+            numbers, normalisers = projection.measure(chunks)
+            part = slice(chunks[0].start, chunks[-1].stop)
             part_loss, of_numbers = _differentiate(objective, part, numbers)
             loss += part_loss
-            projection.differentiate(part, numbers, of_numbers, normalisers, gradients)
+            projection.differentiate(chunks, numbers, of_numbers, normalisers, gradients)
     return _KnownGradients.apply(loss, hidden, weight, gradients.hidden, gradients.weight)
 
 
 class _Projection:
-    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model."""
+    """Computes the logits of some tokens, chunk by chunk, in one buffer for each model.
+
+    Attributes:
+        spans: the tokens in order, as `_spans` cuts them.
+    """
 
     def __init__(self, layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> None:
         assert wanted.kl == (tokens.ref_layer is not None) == (tokens.ref_hidden is not None)
+        assert sum(tokens.lengths) == len(tokens.targets)
         self._layer = layer
         self._tokens = tokens
         self._wanted = wanted
         self._columns = layer.columns
         shard = len(layer.weight)
         row_bytes = shard * layer.weight.element_size()
-        self._most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
-        shape = (min(self._most_rows, len(tokens.targets)), shard)
+        most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
+        self.spans = _spans(tokens.lengths, most_rows)
+        rows = max(chunk.stop - chunk.start for chunk in chain.from_iterable(self.spans))
+        shape = (rows, shard)
         self._logits = layer.weight.new_empty(shape)
         self._ref_logits: Tensor | None = None
         if tokens.ref_layer is not None:
@@ -139,26 +153,19 @@ class _Projection:
             self._ref_logits = tokens.ref_layer.weight.new_empty(shape)
         self._held: slice | None = None
 
-    def chunks(self, part: slice) -> list[slice]:
-        """Cut the part into as few chunks as possible, of nearly equal size; at least one."""
-        rows = part.stop - part.start
-        height = -(-rows // max(1, -(-rows // self._most_rows)))
-        tops = range(part.start, part.stop, height) if rows else [part.start]
-        return [slice(top, min(top + height, part.stop)) for top in tops]
-
-    def measure(self, part: slice) -> tuple[TokenNumbers, Normalisers]:
-        """The numbers of these tokens, and what their gradient needs."""
+    def measure(self, chunks: Sequence[slice]) -> tuple[TokenNumbers, Normalisers]:
+        """The numbers of the tokens of consecutive chunks, and what their gradient needs."""
         tokens = self._tokens
-        device = tokens.hidden.device
-        sums = LocalSums(part.stop - part.start, self._columns, self._wanted, device)
-        for rows in self.chunks(part):
+        first = chunks[0].start
+        sums = LocalSums(chunks[-1].stop - first, self._columns, self._wanted, tokens.hidden.device)
+        for rows in chunks:
             logits, ref_logits = self._project(rows)
-            sums.add(rows.start - part.start, logits, tokens.targets[rows], ref_logits)
+            sums.add(rows.start - first, logits, tokens.targets[rows], ref_logits)
         return sums.combine(self._layer.group)
 
     def differentiate(
         self,
-        part: slice,
+        chunks: Sequence[slice],
         numbers: TokenNumbers,
         of_numbers: TokenNumbers,
         normalisers: Normalisers,
@@ -167,15 +174,16 @@ class _Projection:
         """Add what these tokens contribute to the gradients.
 
         Args:
-            part: the tokens that were measured last.
+            chunks: those that were measured last.
             numbers: as `measure` gave them.
             of_numbers: the gradient of the loss in each of them.
             normalisers: as `measure` gave them.
             gradients: are added to.
         """
-        for rows in self.chunks(part):
+        first = chunks[0].start
+        for rows in chunks:
             logits, ref_logits = self._project(rows)
-            inside = slice(rows.start - part.start, rows.stop - part.start)
+            inside = slice(rows.start - first, rows.stop - first)
             write_gradient(
                 logits,
                 self._tokens.targets[rows],
@@ -201,6 +209,32 @@ class _Projection:
                 torch.mm(tokens.ref_hidden[rows], tokens.ref_layer.weight.t(), out=ref_logits)
             self._held = rows
         return logits, ref_logits
+
+
+def _spans(lengths: Sequence[int], most_rows: int) -> list[list[slice]]:
+    """Cut tokens at the ends of sequences; at least one span.
+
+    A span is one chunk of whole sequences, of at most `most_rows` tokens, or one longer sequence in
+    as few chunks as possible, of nearly equal size.
+
+    Args:
+        lengths: how many tokens each sequence has.
+        most_rows: of a chunk.
+    """
+    ends = [0]  # of the spans
+    filled = 0
+    for length in lengths:
+        if filled > ends[-1] and filled + length - ends[-1] > most_rows:
+            ends.append(filled)
+        filled += length
+    ends.append(filled)
+
+    spans = []
+    for begin, end in pairwise(ends):
+        height = max(1, -(-(end - begin) // max(1, -(-(end - begin) // most_rows))))
+        tops = range(begin, max(end, begin + 1), height)
+        spans.append([slice(top, min(top + height, end)) for top in tops])
+    return spans
 
 
 class _Gradients:

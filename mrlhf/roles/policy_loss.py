@@ -36,8 +36,8 @@ from mrlhf.rl.policy_losses import (
 class PolicyBatch:
     """The numbers of some tokens.
 
-    They are tables of a mini-batch on the host, [sequences, response_len], or a part of a pack
-    where the model is: the table of its sequences, or its tokens in one row, [1, tokens].
+    They are tables of a mini-batch on the host, [sequences, response_len]; or of a pack, where the
+    model is: its tokens, [selected], or a table of some of its sequences.
 
     Attributes:
         drawn: bool, the response tokens that the policy drew.
@@ -69,13 +69,8 @@ class PolicyBatch:
         return PolicyBatch(**fields)
 
     def of_packs(self, packs: Sequence[Pack]) -> list[PolicyBatch]:
-        """The tokens of each pack in one row, [1, selected], where the model is."""
-        flat = [PolicyBatch(**tables) for tables in lay_flat(vars(self), packs)]
-        return [tokens.map(lambda numbers: numbers[None]) for tokens in flat]
-
-    def tokens(self, part: slice) -> PolicyBatch:
-        """Some of the tokens of a batch in one row."""
-        return self.map(lambda row: row[:, part])
+        """The tokens of each pack, [selected], where the model is."""
+        return [PolicyBatch(**tables) for tables in lay_flat(vars(self), packs)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.metrics import Tally
-from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.packs import Pack, lay_in_rows
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
@@ -164,27 +164,25 @@ class HiddenObjective:
         """
         settings = self._settings
         pack = self._packs[number]
-        batch = self._mini_batch.packs[number]
+        of_pack = self._mini_batch.packs[number]
         share = len(pack.rows) / self._mini_batch.sequences
         tokens = len(pack.select)
         tally = Tally()
         logprobs = []
 
-        def of_tokens(part: slice, numbers: TokenNumbers) -> Tensor:
+        def objective(part: slice, numbers: TokenNumbers) -> Tensor:
             logprobs.append(numbers.logprobs.detach())
-            row = numbers.map(lambda flat: flat[None])
             part_of_pack = (part.stop - part.start) / tokens if tokens else 1.0
-            loss, part_tally = self._objective(batch.tokens(part), row, share * part_of_pack)
-            tally.merge(part_tally)
-            return loss
+            counts = None if settings.by_token else pack.counts_in(part)
 
-        def of_sequences(part: slice, numbers: TokenNumbers) -> Tensor:
-            logprobs.append(numbers.logprobs.detach())
-            table = numbers.map(lambda flat: pack.spread(flat[None])[0])
-            of_pack = batch.map(lambda row: pack.spread(row)[0])
+            def lay(flat: Tensor) -> Tensor:
+                return flat[None] if counts is None else lay_in_rows(flat, counts, pack.width)
+
+            batch = of_pack.map(lambda flat: lay(flat[part]))
+            table = numbers.map(lay)
             if not settings.needs_mini_batch_pass:
-                of_pack = settings.corrected(of_pack, table.logprobs)
-            loss, part_tally = self._objective(of_pack, table, share)
+                batch = settings.corrected(batch, table.logprobs)
+            loss, part_tally = self._objective(batch, table, share * part_of_pack)
             tally.merge(part_tally)
             return loss
 
@@ -193,7 +191,7 @@ class HiddenObjective:
             hidden,
             pack,
             wanted,
-            of_tokens if settings.by_token else of_sequences,
+            objective,
             by_token=settings.by_token,
             reference=None if self._ref_states is None else self._ref_states[number],
         )

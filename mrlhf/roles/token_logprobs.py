@@ -6,7 +6,7 @@ It does not know losses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -93,13 +93,17 @@ class TokenLogprobs:
             pack: names the target tokens.
             wanted: the numbers that the objective reads.
             objective: the loss of some of the tokens.
-            by_token: whether the losses of any parts of the tokens add up to the loss of all.
+            by_token: whether the losses of any parts of the tokens add up to the loss of all; if
+                not, those of whole sequences do.
             reference: of the same pack, where the KL to it is wanted.
         """
         tokens = self._tokens(hidden, pack, reference)
         return token_loss(self.layer, tokens, wanted, objective, by_token)
 
     def _tokens(self, hidden: Tensor, pack: Pack, reference: ReferenceStates | None) -> Tokens:
+        tokens = Tokens(hidden, pack.targets, pack.counts.tolist())
         if reference is None:
-            return Tokens(hidden, pack.targets)
-        return Tokens(hidden, pack.targets, reference.layer, reference.hidden.to(hidden.device))
+            return tokens
+        return replace(
+            tokens, ref_layer=reference.layer, ref_hidden=reference.hidden.to(hidden.device)
+        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
 from mrlhf.models.generation_config import write_generation_config
 from mrlhf.parallel.collectives import all_gather_objects
+from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.run.directory import MODEL_FILES
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.files import flush
@@ -225,7 +225,7 @@ def _rescue(model: ExportedModel, name: str) -> Path | None:
             made = tempfile.mkdtemp(prefix="mrlhf-")
         except OSError:
             made = None
-    told = all_gather_objects((platform.node(), made), model.engine.groups.world)
+    told = all_gather_objects((name_of_this_machine(), made), model.engine.groups.world)
     root = told[0][1]
     if root is None or len({machine for machine, _ in told}) > 1:
         return None

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mrlhf.batch import Sequences
-from mrlhf.parallel.packs import Pack, Select, make_packs
+from mrlhf.parallel.packs import Pack, Select, lay_in_rows, make_packs
 
 CPU = torch.device("cpu")
-MADE = ("position_ids", "targets", "places", "own_places")
+MADE = ("position_ids", "targets", "places")
 SEQUENCES = Sequences.of([[11, 12, 13, 14], [21, 22], [31, 32, 33]], [2, 1, 1])
 
 
@@ -40,7 +40,7 @@ def _slow_pack(
     names = {"token_ids", "select", *MADE} - ({"targets"} if select == "last" else set())
     pack: dict[str, list[int]] = {name: [] for name in names}
     boundaries = [0]
-    for number, row in enumerate(rows):
+    for row in rows:
         tokens = sequences[row]
         begin = boundaries[-1]
         pack["token_ids"] += tokens
@@ -57,7 +57,6 @@ def _slow_pack(
             if select == "response":
                 pack["targets"].append(tokens[first + column + 1])
             pack["places"].append(row * width + column)
-            pack["own_places"].append(number * width + column)
 
     padding = -boundaries[-1] % multiple
     if padding:
@@ -109,12 +108,11 @@ def test_a_pack_that_selects_responses() -> None:
     # position is its target.
     assert pack.select.tolist() == [1, 2, 4, 5]
     assert pack.targets.tolist() == [13, 14, 32, 33]
-    # Row 2 begins at place 4 of a table of two columns, and at place 2 of the pack's own.
+    # Row 2 begins at place 4 of a table of two columns.
     assert pack.places.tolist() == [0, 1, 4, 5]
-    assert pack.own_places.tolist() == [0, 1, 2, 3]
     # What a pack holds is of the smallest type; what indexes is int64.
     assert pack.token_ids.dtype == pack.select.dtype == torch.int32
-    made = (pack.position_ids, pack.targets, pack.places, pack.own_places)
+    made = (pack.position_ids, pack.targets, pack.places)
     assert {tensor.dtype for tensor in made} == {torch.int64}
 
 
@@ -123,7 +121,7 @@ def test_a_pack_that_selects_last_tokens() -> None:
     assert pack.token_ids.tolist() == [21, 22, 31, 32, 33, 11, 12, 13, 14]
     assert pack.boundaries.tolist() == [0, 2, 5, 9]
     assert pack.select.tolist() == [1, 4, 8]
-    assert pack.places.tolist() == [1, 2, 0] and pack.own_places.tolist() == [0, 1, 2]
+    assert pack.places.tolist() == [1, 2, 0]
 
 
 def test_padding_longer_than_every_sequence_is_the_longest() -> None:
@@ -137,13 +135,17 @@ def test_a_response_of_one_token_after_a_prompt_of_one() -> None:
     assert pack.select.tolist() == [0] and pack.targets.tolist() == [9]
 
 
-def test_numbers_of_a_pack_are_spread_over_its_rows() -> None:
+def test_numbers_of_some_rows_of_a_pack_are_laid_out_as_a_table() -> None:
     [pack] = make_packs(SEQUENCES, [[1, 0]], "response", 1, CPU)
-    flat = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], requires_grad=True)
-    table = pack.spread(flat)
-    assert table.tolist() == [[[1.0, 0.0], [2.0, 3.0]], [[4.0, 0.0], [5.0, 6.0]]]
-    table.sum().backward()
-    assert flat.grad is not None and flat.grad.tolist() == [[1.0] * 3] * 2
+    assert pack.counts_in(slice(0, 3)).tolist() == [1, 2]
+    assert pack.counts_in(slice(0, 1)).tolist() == [1]
+    assert pack.counts_in(slice(1, 3)).tolist() == [2]
+
+    flat = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    table = lay_in_rows(flat, pack.counts, pack.width)
+    assert table.tolist() == [[1.0, 0.0], [2.0, 3.0]]
+    (table * torch.tensor([[5.0, 6.0], [7.0, 8.0]])).sum().backward()
+    assert flat.grad is not None and flat.grad.tolist() == [5.0, 7.0, 8.0]
 
 
 def test_no_rows_make_no_packs() -> None:

@@ -19,6 +19,7 @@ VOCABULARY = 37
 TOKENS = 11
 HIDDEN = 8
 TARGETS = torch.arange(TOKENS) * 3
+LENGTHS = [3, 0, 1, 4, 3]
 FACTORS = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(9))
 
 
@@ -53,7 +54,7 @@ def test_two_tokens_by_hand() -> None:
     hidden = torch.tensor([[1.0]])
     layer = OutputLayer(torch.tensor([[0.0], [math.log(3.0)]]), None, 2, 1.0)
     flat = OutputLayer(torch.zeros(2, 1), None, 2, 1.0)
-    tokens = Tokens(hidden, torch.tensor([1]), flat, hidden)
+    tokens = Tokens(hidden, torch.tensor([1]), [1], flat, hidden)
     numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
 
     found = [float(number) for number in vars(numbers).values()]
@@ -63,13 +64,17 @@ def test_two_tokens_by_hand() -> None:
 
 @pytest.mark.parametrize("by_token", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "block"), [(1, 1), (4, 100), (128, 1 << 17)], ids=["one", "some", "all"]
+    ("rows", "block", "parts", "sequence_parts"),
+    [(1, 1, 11, 4), (2, 50, 7, 4), (4, 100, 3, 3), (128, 1 << 17, 1, 1)],
+    ids=["one", "less than a sequence", "some", "all"],
 )
 @pytest.mark.parametrize(("padded", "scale"), [(VOCABULARY, 1.0), (40, 1.6)])
 def test_numbers_and_gradients_equal_float64(
     monkeypatch: pytest.MonkeyPatch,
     rows: int,
     block: int,
+    parts: int,
+    sequence_parts: int,
     padded: int,
     scale: float,
     by_token: bool,
@@ -78,7 +83,7 @@ def test_numbers_and_gradients_equal_float64(
     layer = _layer(1, padded, scale)
     reference = _layer(2, padded, scale)
     hidden = _random(TOKENS, 3).requires_grad_()
-    tokens = Tokens(hidden, TARGETS, reference, _random(TOKENS, 4))
+    tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4))
 
     numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
     seen = []
@@ -115,7 +120,31 @@ def test_numbers_and_gradients_equal_float64(
     assert not layer.weight.grad[VOCABULARY:].any()
     # What training sees is what evaluation gave, bit for bit.
     assert torch.equal(torch.cat(seen), numbers.logprobs)
-    assert len(seen) == (-(-TOKENS // rows) if by_token else 1)
+    assert len(seen) == (parts if by_token else sequence_parts)
+
+
+def test_a_loss_of_sequences_gets_them_whole_and_their_logits_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _small_chunks(monkeypatch, 4, 100)
+    layer = _layer(1, VOCABULARY, 1.0)
+    tokens = Tokens(_random(TOKENS, 3).requires_grad_(), TARGETS, LENGTHS)
+    parts = []
+    products = []
+    project = torch.mm
+
+    def objective(part: slice, numbers: TokenNumbers) -> Tensor:
+        parts.append((part.start, part.stop))
+        return numbers.logprobs.sum().square()
+
+    def counted(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+        products.append(out.shape[1])
+        return project(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    token_loss(layer, tokens, Wanted(), objective, by_token=False)
+    assert parts == [(0, 4), (4, 8), (8, 11)]
+    assert products.count(VOCABULARY) == 3
 
 
 @pytest.mark.parametrize("used", ["logprobs", "entropy"])
@@ -127,7 +156,7 @@ def test_gradient_of_one_number_alone(used: str) -> None:
     def objective(part: slice, numbers: TokenNumbers) -> Tensor:
         return getattr(numbers, used).sum()
 
-    token_loss(layer, Tokens(hidden, TARGETS), wanted, objective, by_token=True).backward()
+    token_loss(layer, Tokens(hidden, TARGETS, LENGTHS), wanted, objective, by_token=True).backward()
     slow = hidden.detach().double().requires_grad_()
     log_p = _log_softmax(slow, layer.weight.detach().double(), 1.0)
     chosen = log_p.gather(1, TARGETS[:, None]) if used == "logprobs" else -(log_p.exp() * log_p)
@@ -137,7 +166,7 @@ def test_gradient_of_one_number_alone(used: str) -> None:
 
 def test_logprobs_do_not_depend_on_what_else_is_wanted() -> None:
     layer = _layer(1, VOCABULARY, 1.0)
-    tokens = Tokens(_random(TOKENS, 3), TARGETS)
+    tokens = Tokens(_random(TOKENS, 3), TARGETS, LENGTHS)
     alone = token_numbers(layer, tokens, Wanted())
     both = token_numbers(layer, tokens, Wanted(entropy=True, squares=True))
     assert alone.entropy is None and alone.full_kl is None and alone.sum_of_squares is None
@@ -148,7 +177,7 @@ def test_bfloat16_weights_give_float32_numbers(monkeypatch: pytest.MonkeyPatch) 
     _small_chunks(monkeypatch, 4, 100)
     layer = _layer(1, VOCABULARY, 1.0, torch.bfloat16)
     hidden = _random(TOKENS, 3, torch.bfloat16).requires_grad_()
-    tokens = Tokens(hidden, TARGETS)
+    tokens = Tokens(hidden, TARGETS, LENGTHS)
     numbers = token_numbers(layer, tokens, Wanted())
     token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True).backward()
 
@@ -174,7 +203,7 @@ def test_policy_and_reference_of_different_dtypes(
     layer = _layer(1, VOCABULARY, 1.0, dtype)
     reference = _layer(2, VOCABULARY, 1.0, ref_dtype)
     hidden = _random(TOKENS, 3, dtype).requires_grad_()
-    tokens = Tokens(hidden, TARGETS, reference, _random(TOKENS, 4, ref_dtype))
+    tokens = Tokens(hidden, TARGETS, LENGTHS, reference, _random(TOKENS, 4, ref_dtype))
     wanted = Wanted(kl=True)
     numbers = token_numbers(layer, tokens, wanted)
     token_loss(layer, tokens, wanted, lambda part, n: n.full_kl.sum(), by_token=True).backward()
@@ -194,7 +223,7 @@ def test_policy_and_reference_of_different_dtypes(
 def test_kl_of_equal_distributions_is_exactly_zero() -> None:
     layer = _layer(1, VOCABULARY, 1.4)
     hidden = _random(TOKENS, 3).requires_grad_()
-    tokens = Tokens(hidden, TARGETS, layer, hidden.detach())
+    tokens = Tokens(hidden, TARGETS, LENGTHS, layer, hidden.detach())
     seen = []
 
     def objective(part: slice, numbers: TokenNumbers) -> Tensor:
@@ -210,7 +239,7 @@ def test_kl_of_equal_distributions_is_exactly_zero() -> None:
 def test_large_logits_do_not_overflow() -> None:
     hidden = torch.ones(1, 1, requires_grad=True)
     weight = torch.tensor([[1e4], [-1e4], [0.0]], requires_grad=True)
-    tokens = Tokens(hidden, torch.tensor([1]))
+    tokens = Tokens(hidden, torch.tensor([1]), [1])
     layer = OutputLayer(weight, None, 3, 1.0)
     numbers = token_numbers(layer, tokens, Wanted(entropy=True))
     assert numbers.logprobs.item() == -2e4
@@ -226,7 +255,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_no_tokens_have_a_loss_without_effect() -> None:
     layer = _layer(1, VOCABULARY, 1.0)
     hidden = torch.zeros(0, HIDDEN, requires_grad=True)
-    tokens = Tokens(hidden, torch.zeros(0, dtype=torch.int64))
+    tokens = Tokens(hidden, torch.zeros(0, dtype=torch.int64), [0, 0])
     assert token_numbers(layer, tokens, Wanted(entropy=True)).logprobs.shape == (0,)
     loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
     loss.backward()
@@ -236,7 +265,7 @@ def test_no_tokens_have_a_loss_without_effect() -> None:
 def test_a_loss_does_not_keep_its_gradients_after_its_backward_pass() -> None:
     layer = _layer(1, VOCABULARY, 1.0)
     hidden = _random(TOKENS, 3).requires_grad_()
-    tokens = Tokens(hidden, TARGETS)
+    tokens = Tokens(hidden, TARGETS, LENGTHS)
     loss = token_loss(layer, tokens, Wanted(), lambda part, n: n.logprobs.sum(), True)
     shapes = (hidden.shape, layer.weight.shape)
 
@@ -271,7 +300,8 @@ class _LargestTensor(TorchDispatchMode):
 def _largest(tokens: int, by_token: bool) -> int:
     hidden = torch.zeros(tokens, HIDDEN, requires_grad=True)
     layer = OutputLayer(torch.zeros(1000, HIDDEN, requires_grad=True), None, 1000, 1.0)
-    some = Tokens(hidden, torch.zeros(tokens, dtype=torch.int64), layer, hidden.detach())
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    some = Tokens(hidden, targets, [tokens // 2] * 2, layer, hidden.detach())
     wanted = Wanted(entropy=True, kl=True)
     with _LargestTensor() as largest:
         token_numbers(layer, some, Wanted(entropy=True, squares=True, kl=True))
