@@ -38,7 +38,7 @@ from mrlhf.inference.base import EngineStats, Finished, Request, Sample, Samplin
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.rl.kl import FixedKlController
@@ -220,7 +220,7 @@ def _rank(
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=arguments.ranks)
     factory = GroupFactory(timeout_s=600.0)
     tp, pp = (int(size) for size in sizes.split("x"))
-    layout = ParallelLayout.for_world("actor", arguments.ranks, tp, pp)
+    layout = ParallelLayout.for_world("actor", arguments.ranks, AxisSizes(tp=tp, pp=pp))
     groups = factory.role_groups(layout)
 
     rows = arguments.positions // RESPONSE_TOKENS

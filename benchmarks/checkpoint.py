@@ -43,7 +43,7 @@ from model_sizes import SIZES
 from mrlhf.device import pick_device
 from mrlhf.job import init_distributed
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 
 LAYOUTS = {1: ((1, 1),), 2: ((2, 1), (1, 1))}
 """(tp, pp) by world size."""
@@ -158,7 +158,7 @@ def _rank(
     factory = GroupFactory(timeout_s=600.0)
     rows = []
     for tp, pp in LAYOUTS[world_size]:
-        layout = ParallelLayout.for_world("actor", world_size, tp, pp)
+        layout = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
         name = f"{size} {dtype} TP{layout.tp} DP{layout.dp}"
         root = directory / name.replace(" ", "-")
         root.mkdir(exist_ok=True)

@@ -33,7 +33,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.flops import training_flops
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.training.engine import ModelEngine
@@ -93,7 +93,7 @@ def train(size: str, device: Device) -> list[dict[str, Any]]:
         loss_scale_factor=1.0,
         optim=ActorOptimSection(lr=1e-6),
     )
-    layout = ParallelLayout.for_world("actor", 1, tp=1, pp=1)
+    layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
     groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     engine = ModelEngine(section, spec, groups, device)
     engine.initialise(seed=1)

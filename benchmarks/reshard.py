@@ -45,7 +45,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
@@ -178,7 +178,7 @@ def _rank(rank: int, world_size: int, port: int, arguments: argparse.Namespace) 
     rows = []
     for size in arguments.sizes:
         for tp, pp in LAYOUTS if world_size > 1 else ((1, 1),):
-            layout = ParallelLayout.for_world("actor", world_size, tp, pp)
+            layout = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
             for engine_tp in (1, 2, 4):
                 if tp * pp % engine_tp != 0:
                     continue

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import MODEL_AXES, Axis, Coordinates, EngineLayout, ParallelLayout
 from mrlhf.parallel.machine import Machine, name_of_this_machine
 
 Group = dist.ProcessGroup
@@ -29,14 +29,18 @@ class RoleGroups:
         layout: sizes of the role's axes.
         coordinates: the position of this rank on the axes.
         collection: the same groups under the names that megatron-core gives them.
-        dp_pp: ranks with the tensor-parallel position of this one.
+        share: ranks that work on one share of a batch, and pass weights on to the inference
+            replicas that they form.
+        results: ranks with the tensor-parallel position of this one, over which the results of a
+            batch are shared out.
         machine: the ranks of this machine, which share memory.
     """
 
     layout: ParallelLayout
     coordinates: Coordinates
     collection: ProcessGroupCollection
-    dp_pp: Group
+    share: Group
+    results: Group
     machine: Machine
 
     @property
@@ -53,6 +57,16 @@ class RoleGroups:
     def pp(self) -> Group:
         """Ranks that hold the pipeline stages, first to last."""
         return self.collection.pp
+
+    @property
+    def cp(self) -> Group:
+        """Ranks that hold the parts of each sequence."""
+        return self.collection.cp
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is of the first copy of the model, experts aside."""
+        return self.coordinates.cp == self.coordinates.dp == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -121,12 +135,8 @@ class GroupFactory:
     def role_groups(self, layout: ParallelLayout) -> RoleGroups:
         """This rank's groups in a role of `layout`, which covers the world."""
         assert layout.world_size == self._world_size, (layout, self._world_size)
-        tp = self._along(layout, "tp")
-        dp = self._along(layout, "dp")
-        pp = self._along(layout, "pp")
-        mp = self._along(layout, "tp", "pp")
-        tp_dp = self._along(layout, "tp", "dp")
-        this_rank = self._own_group([[rank] for rank in range(self._world_size)])
+        dp_cp = self._along(layout, "cp", "dp")
+        expert_dp = self._along(layout, "edp")
 
         # A tied output layer on the last stage adds its gradient to that of the first stage's
         # embedding.
@@ -134,20 +144,36 @@ class GroupFactory:
         embedding = self._own_group_or_none(pipeline_ends)
 
         collection = ProcessGroupCollection(
-            tp=tp, dp=dp, pp=pp, mp=mp, cp=this_rank, tp_cp=tp, dp_cp=dp, tp_dp_cp=tp_dp, hcp=None,
-            ep=this_rank, expt_tp=tp, tp_ep=tp, tp_ep_pp=mp, expt_dp=dp,
-            embd=embedding, pos_embd=None,
-            intra_dp_cp=dp, intra_expt_dp=dp, inter_dist_opt=None,
+            tp=self._along(layout, "tp"),
+            cp=self._along(layout, "cp"),
+            dp=self._along(layout, "dp"),
+            pp=self._along(layout, "pp"),
+            mp=self._along(layout, "tp", "pp"),
+            tp_cp=self._along(layout, "tp", "cp"),
+            dp_cp=dp_cp,
+            tp_dp_cp=self._along(layout, "tp", "cp", "dp"),
+            hcp=None,
+            ep=self._along(layout, "ep"),
+            expt_tp=self._along(layout, "etp"),
+            tp_ep=self._along(layout, "etp", "ep"),
+            tp_ep_pp=self._along(layout, "etp", "ep", "pp"),
+            expt_dp=expert_dp,
+            embd=embedding,
+            pos_embd=None,
+            intra_dp_cp=dp_cp,
+            intra_expt_dp=expert_dp,
+            inter_dist_opt=None,
             # It must hold every rank of the model: with fewer, the gradient norm of the distributed
             # optimizer is wrong and no error says so.
             intra_dist_opt=self._world,
-        )  # fmt: skip
+        )
 
         return RoleGroups(
             layout,
             layout.coordinates(self._rank),
             collection,
-            dp_pp=self._along(layout, "dp", "pp"),
+            share=self._along(layout, *MODEL_AXES),
+            results=self._along(layout, "cp", "dp", "pp"),
             machine=self.machine,
         )
 

@@ -1,21 +1,86 @@
 """Where each rank stands on the parallel axes of a role, in plain integers.
 
-Ranks are numbered along the axes in the order of `AXES`, the first one fastest, as in
-megatron-core. Nothing here touches a process group, so a laptop can compute a layout for ten
-thousand ranks.
+The ranks of a role form a grid. Ranks are numbered along its axes in the order of `AXES`, the first
+one fastest, as in megatron-core. The experts of a mixture-of-experts model lie on the same ranks in
+a grid of their own, `EXPERT_AXES`: within each pipeline stage the same ranks are numbered along
+other axes. Nothing here touches a process group, so a laptop can compute a layout for ten thousand
+ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mrlhf.errors import ConfigError
 
-Axis = Literal["tp", "dp", "pp"]
-AXES: tuple[Axis, ...] = ("tp", "dp", "pp")
-MODEL_AXES: tuple[Axis, ...] = ("tp", "pp")
+if TYPE_CHECKING:
+    from mrlhf.config.sections import RoleSection
+
+Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "pp")
+EXPERT_AXES: tuple[Axis, ...] = ("etp", "ep", "edp", "pp")
+# Ranks that differ along these axes work on one share of a batch.
+MODEL_AXES: tuple[Axis, ...] = ("tp", "cp", "pp")
+# Ranks that differ along these axes hold the same weights, experts aside.
+REPLICA_AXES: tuple[Axis, ...] = ("cp", "dp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSizes:
+    """The sizes that a role asks for; data parallelism takes what they leave.
+
+    Attributes:
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        pp: pipeline-parallel size.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    @classmethod
+    def of(cls, section: RoleSection) -> AxisSizes:
+        """Those of a role's section."""
+        return cls(tp=section.tp, pp=section.pp)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold one copy of the model, or share a sequence."""
+        return self.tp * self.cp * self.pp
+
+    def dp(self, world_size: int) -> int:
+        """The data-parallel size on so many ranks."""
+        return world_size // self.ranks
+
+    def problem(self, role: str, world_size: int) -> str | None:
+        """Why the sizes do not fit so many ranks, in one line; None if they do."""
+        if world_size % self.ranks == 0:
+            return None
+        keys = [f"{role}.{axis}" for axis in self._named]
+        return (
+            f"{role}: world size {world_size} is not divisible by {self.product(role='')}; start a "
+            f"multiple of {self.ranks} processes or change {_one_of(keys)}"
+        )
+
+    def product(self, role: str) -> str:
+        """The sizes and their product, in words: "actor.tp 2 x actor.pp 2 = 4"."""
+        prefix = f"{role}." if role else ""
+        return f"{self._times(prefix)} = {self.ranks}"
+
+    def __str__(self) -> str:
+        return self._times("")
+
+    def _times(self, prefix: str) -> str:
+        return " x ".join(f"{prefix}{axis} {getattr(self, axis)}" for axis in self._named)
+
+    @property
+    def _named(self) -> list[str]:
+        """The axes that are spoken of: tp and pp, and others where they are used."""
+        return [axis for axis in ("tp", "cp", "pp") if axis != "cp" or self.cp > 1]
 
 
 @dataclass(frozen=True)
@@ -23,8 +88,12 @@ class Coordinates:
     """The position of one rank on each axis."""
 
     tp: int
+    cp: int
     dp: int
     pp: int
+    etp: int
+    ep: int
+    edp: int
 
     def along(self, axis: Axis) -> int:
         """The position on `axis`."""
@@ -32,33 +101,51 @@ class Coordinates:
         return position
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Sizes of the parallel axes of one role; their product is the world size."""
+    """Sizes of the parallel axes of one role.
 
-    tp: int
-    pp: int
-    dp: int
+    Attributes:
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        pp: pipeline-parallel size.
+        dp: data-parallel size; tp x cp x pp x dp is the world size.
+        ep: over how many ranks the experts of a layer are shared out.
+        etp: tensor-parallel size of an expert.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse experts that do not divide the ranks of a stage."""
+        assert (self.tp * self.cp * self.dp) % (self.etp * self.ep) == 0, self
 
     @classmethod
-    def for_world(cls, role: str, world_size: int, tp: int, pp: int) -> ParallelLayout:
-        """The layout of `role` on `world_size` ranks; data parallelism takes what tp x pp leaves.
+    def for_world(cls, role: str, world_size: int, sizes: AxisSizes) -> ParallelLayout:
+        """The layout of `role` on `world_size` ranks.
 
         Raises:
-            ConfigError: tp x pp does not divide the world size.
+            ConfigError: the sizes do not divide the world size.
         """
-        if world_size % (tp * pp):
-            raise ConfigError(
-                f"{role}: tp {tp} x pp {pp} = {tp * pp} does not divide the world size "
-                f"{world_size}; start a multiple of {tp * pp} processes or lower {role}.tp or "
-                f"{role}.pp"
-            )
-        return cls(tp=tp, pp=pp, dp=world_size // (tp * pp))
+        problem = sizes.problem(role, world_size)
+        if problem is not None:
+            raise ConfigError(problem)
+        return cls(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=sizes.dp(world_size))
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold the same experts."""
+        return self.tp * self.cp * self.dp // (self.etp * self.ep)
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return math.prod(self.size(axis) for axis in AXES)
+        return self.group_size(*AXES)
 
     def size(self, axis: Axis) -> int:
         """Number of positions on `axis`."""
@@ -67,40 +154,35 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of global rank `rank`."""
-        positions: dict[str, int] = {}
-        for axis in AXES:
-            rank, positions[axis] = divmod(rank, self.size(axis))
-        return Coordinates(**positions)
+        return Coordinates(**self._positions(rank, AXES), **self._positions(rank, EXPERT_AXES[:-1]))
 
-    def rank_at(self, tp: int, dp: int, pp: int) -> int:
+    def rank_at(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
         """The global rank with these coordinates."""
-        coordinates = Coordinates(tp, dp, pp)
-        rank = 0
-        for axis in reversed(AXES):
-            rank = rank * self.size(axis) + coordinates.along(axis)
-        return rank
+        return self._rank({"tp": tp, "cp": cp, "dp": dp, "pp": pp}, AXES)
 
     def place(self, rank: int, *axes: Axis) -> tuple[int, int]:
         """(number of the group, position in it) of global rank `rank` in `groups(*axes)`."""
-        coordinates = self.coordinates(rank)
+        grid = _grid_of(axes)
+        positions = self._positions(rank, grid)
         number = 0
         position = 0
-        for axis in reversed(AXES):
+        for axis in reversed(grid):
             if axis in axes:
-                position = position * self.size(axis) + coordinates.along(axis)
+                position = position * self.size(axis) + positions[axis]
             else:
-                number = number * self.size(axis) + coordinates.along(axis)
+                number = number * self.size(axis) + positions[axis]
         return number, position
 
     def rank_in(self, number: int, position: int, *axes: Axis) -> int:
         """The global rank at `position` of group `number` in `groups(*axes)`."""
-        coordinates: dict[str, int] = {}
-        for axis in AXES:
+        grid = _grid_of(axes)
+        positions: dict[str, int] = {}
+        for axis in grid:
             if axis in axes:
-                position, coordinates[axis] = divmod(position, self.size(axis))
+                position, positions[axis] = divmod(position, self.size(axis))
             else:
-                number, coordinates[axis] = divmod(number, self.size(axis))
-        return self.rank_at(**coordinates)
+                number, positions[axis] = divmod(number, self.size(axis))
+        return self._rank(positions, grid)
 
     def group_size(self, *axes: Axis) -> int:
         """Number of ranks in each list of `groups(*axes)`."""
@@ -109,7 +191,8 @@ class ParallelLayout:
     def groups(self, *axes: Axis) -> list[list[int]]:
         """The rank lists of the process groups whose ranks differ along `axes` only.
 
-        Each list is ascending, and together the lists hold each rank once.
+        The axes are those of one grid. Each list is ascending, and together the lists hold each
+        rank once.
         """
         size = self.group_size(*axes)
         numbers = range(self.world_size // size)
@@ -119,6 +202,30 @@ class ParallelLayout:
         """Global numbers of the layers on pipeline stage `stage`; pp divides `num_layers`."""
         per_stage = num_layers // self.pp
         return range(stage * per_stage, (stage + 1) * per_stage)
+
+    def _positions(self, rank: int, grid: Sequence[Axis]) -> dict[str, int]:
+        positions: dict[str, int] = {}
+        for axis in grid:
+            rank, positions[axis] = divmod(rank, self.size(axis))
+        return positions
+
+    def _rank(self, positions: Mapping[str, int], grid: Sequence[Axis]) -> int:
+        rank = 0
+        for axis in reversed(grid):
+            rank = rank * self.size(axis) + positions[axis]
+        return rank
+
+
+def _grid_of(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """The grid that has all these axes."""
+    grid = AXES if set(axes) <= set(AXES) else EXPERT_AXES
+    assert set(axes) <= set(grid), f"{axes} are of two grids"
+    return grid
+
+
+def _one_of(words: Sequence[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}"
 
 
 @dataclass(frozen=True)
@@ -143,12 +250,12 @@ class EngineLayout:
         """Cut each model-parallel group of `actor` into replicas of `tp` consecutive ranks.
 
         Raises:
-            ConfigError: tp does not divide the actor's tp x pp.
+            ConfigError: tp does not divide the size of such a group.
         """
-        if (actor.tp * actor.pp) % tp:
+        sizes = AxisSizes(tp=actor.tp, cp=actor.cp, pp=actor.pp)
+        if sizes.ranks % tp:
             raise ConfigError(
-                f"rollout.tp {tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = "
-                f"{actor.tp * actor.pp}; choose a divisor of it"
+                f"rollout.tp {tp} does not divide {sizes.product('actor')}; choose a divisor of it"
             )
         return cls(tp, actor, MODEL_AXES)
 
@@ -167,7 +274,7 @@ class EngineLayout:
             )
 
         # Ranks that follow each other differ along the first axis first.
-        if actor.tp % tp == 0 or actor.dp == 1:
+        if actor.group_size("tp", "cp") % tp == 0 or actor.dp == 1:
             return cls(tp, actor, MODEL_AXES)
         return cls(tp, actor, AXES)
 

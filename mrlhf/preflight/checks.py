@@ -16,6 +16,7 @@ from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.preflight.method_checks import in_yaml, method_problems
 from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
@@ -63,13 +64,9 @@ def longest_unit(config: AnyConfig) -> int:
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
     for name, role in config.roles().items():
-        ranks = role.tp * role.pp
-        if world_size % ranks and not _is_inherited(config, name, ("tp", "pp")):
-            yield (
-                f"{name}: world size {world_size} is not divisible by tp {role.tp} x pp {role.pp} "
-                f"= {ranks}; start a multiple of {ranks} processes or change {name}.tp or "
-                f"{name}.pp"
-            )
+        problem = AxisSizes.of(role).problem(name, world_size)
+        if problem is not None and not _is_inherited(config, name, ("tp", "pp")):
+            yield problem
 
 
 def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
@@ -141,7 +138,7 @@ def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     widest = 0  # the largest data-parallel size that was complained about
     for name, role in trained.items():
         size = role.ppo_mini_batch_size
-        dp = world_size // (role.tp * role.pp)
+        dp = AxisSizes.of(role).dp(world_size)
         is_told = dp <= widest and _is_inherited(config, name, ("ppo_mini_batch_size",))
         if size * n < dp and not is_told:
             widest = dp
@@ -159,7 +156,7 @@ def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
         if name == "reward_model":  # scores all responses, not only those that are trained on
             key = "data.gen_batch_size"
             size = config.data.gen_batch_size
-        dp = world_size // (frozen.tp * frozen.pp)
+        dp = AxisSizes.of(frozen).dp(world_size)
         if size * n < dp:
             yield (
                 f"{key} {size} x rollout.n {n} = {size * n} samples are fewer than the "
@@ -170,13 +167,13 @@ def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
 
 def _rollout_problems(config: PPOConfig) -> Iterator[str]:
     rollout = config.rollout
-    actor = config.actor
-    ranks = actor.tp * actor.pp
+    sizes = AxisSizes.of(config.actor)
+    ranks = sizes.ranks
     if ranks % rollout.tp:
         divisors = ", ".join(str(divisor) for divisor in _divisors(ranks, most=ranks))
         yield (
-            f"rollout.tp {rollout.tp} does not divide actor.tp {actor.tp} x actor.pp {actor.pp} = "
-            f"{ranks}; use one of {divisors}"
+            f"rollout.tp {rollout.tp} does not divide {sizes.product('actor')}; use one of "
+            f"{divisors}"
         )
 
     if rollout.kv_cache_mb is not None and rollout.gpu_memory_utilization != UTILIZATION:
@@ -199,11 +196,12 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     reference = config.reference
     if not config.needs_full_kl:
         return
-    if (reference.tp, reference.pp) != (actor.tp, actor.pp):
+    sizes = {"reference": AxisSizes.of(reference), "actor": AxisSizes.of(actor)}
+    if sizes["reference"] != sizes["actor"]:
         yield (
-            "KL 'full' compares whole distributions rank by rank, but reference is tp "
-            f"{reference.tp} x pp {reference.pp} and actor tp {actor.tp} x pp {actor.pp}; leave "
-            "reference.tp and reference.pp out"
+            "KL 'full' compares whole distributions rank by rank, but reference is "
+            f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp and reference.pp "
+            "out"
         )
     if reference.sequence_parallel and not actor.sequence_parallel:
         yield (
@@ -233,7 +231,7 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _supervised_problems(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
-    dp = world_size // (config.model.tp * config.model.pp)
+    dp = AxisSizes.of(config.model).dp(world_size)
     if config.data.batch_size < dp:
         yield (
             f"data.batch_size {config.data.batch_size} is less than the data-parallel size {dp} of "

@@ -14,6 +14,7 @@ from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.microbatch import Balance
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
@@ -34,7 +35,7 @@ _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 
 def smallest_world(config: AnyConfig) -> int:
     """The fewest ranks on which the layout of every role fits."""
-    return math.lcm(*(role.tp * role.pp for role in config.roles().values()))
+    return math.lcm(*(AxisSizes.of(role).ranks for role in config.roles().values()))
 
 
 def dry_run(config: AnyConfig, world_size: int | None) -> str:
@@ -130,10 +131,10 @@ def _count(number: int, noun: str) -> str:
 
 def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
     for name, role in config.roles().items():
-        dp = world_size // (role.tp * role.pp)
+        sizes = AxisSizes.of(role)
         yield (
-            f"  {name:<12} tp {role.tp} x pp {role.pp} x dp {dp}, {role.micro_batch_tokens} tokens "
-            "a micro-batch"
+            f"  {name:<12} {sizes} x dp {sizes.dp(world_size)}, {role.micro_batch_tokens} tokens a "
+            "micro-batch"
         )
     if isinstance(config, PPOConfig):
         rollout = config.rollout
@@ -203,7 +204,7 @@ def _updates(
 
     n = config.rollout.n
     samples = prompts * n
-    per_rank = -(-samples * role.tp * role.pp // world_size)
+    per_rank = -(-samples // AxisSizes.of(role).dp(world_size))
     yield (
         f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, at "
         f"full length {per_rank} a data-parallel rank and "
@@ -215,7 +216,7 @@ def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> 
     noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
     batch = config.data.batch_size
     longest = longest_unit(config)
-    per_rank = -(-batch * config.model.tp * config.model.pp // world_size)
+    per_rank = -(-batch // AxisSizes.of(config.model).dp(world_size))
     yield "each optimizer step"
     yield (
         f"  {_count(batch, noun)} of <= {longest} tokens, at full length {per_rank} a "

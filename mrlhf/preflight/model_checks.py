@@ -31,6 +31,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import check_weight_files
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.weights.stored import holds_weights
 
 logger = logging.getLogger(__name__)
@@ -230,13 +231,13 @@ def _is_as_actor(config: PPOConfig) -> bool:
     """Whether the reference is the actor's model in the actor's layout."""
     actor = config.actor
     reference = config.reference
-    return (reference.path, reference.tp, reference.pp) == (actor.path, actor.tp, actor.pp)
+    return reference.path == actor.path and AxisSizes.of(reference) == AxisSizes.of(actor)
 
 
 def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
     """An engine that does not fit the actor's model, or else whose KV cache does not."""
     # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
-    ranks = config.actor.tp * config.actor.pp if actor_fits else None
+    ranks = AxisSizes.of(config.actor).ranks if actor_fits else None
     problem = engine_tp_problem(config.rollout.engine, config.rollout.tp, spec, ranks)
     feature = unsupported_feature(spec) if config.rollout.engine == "vllm" else None
     if feature is not None:

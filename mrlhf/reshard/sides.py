@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import REPLICA_AXES, EngineLayout, ParallelLayout
 from mrlhf.weights.shard import Piece
 
 
@@ -43,13 +43,14 @@ class Side:
 
 
 def training_side(layout: ParallelLayout, pieces_of_rank: Callable[[int], Sequence[Piece]]) -> Side:
-    """The side of a role, whose data-parallel ranks have the same pieces."""
+    """The side of a role, whose data- and context-parallel ranks have the same pieces."""
+    replicas = layout.group_size(*REPLICA_AXES)
     return Side(
-        shards=layout.world_size // layout.dp,
-        replicas=range(layout.dp),
-        place_of=lambda rank: layout.place(rank, "dp"),
-        rank_at=lambda shard, replica: layout.rank_in(shard, replica, "dp"),
-        pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, "dp"))),
+        shards=layout.world_size // replicas,
+        replicas=range(replicas),
+        place_of=lambda rank: layout.place(rank, *REPLICA_AXES),
+        rank_at=lambda shard, replica: layout.rank_in(shard, replica, *REPLICA_AXES),
+        pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, *REPLICA_AXES))),
     )
 
 
@@ -85,12 +86,17 @@ def sides_around(
     if not engines.is_inside:
         return source, target
 
-    _, replica = engines.actor.place(rank, "dp")
-    per_group = engines.num_replicas // engines.actor.dp
-    first = replica * per_group
+    actor = engines.actor
+    group = actor.coordinates(rank).dp
+
+    def of_group(replicas: int) -> range:
+        """The numbers of those replicas that lie in this rank's group; they follow each other."""
+        per_group = replicas // actor.dp
+        return range(group * per_group, (group + 1) * per_group)
+
     return (
-        replace(source, replicas=range(replica, replica + 1)),
-        replace(target, replicas=range(first, first + per_group)),
+        replace(source, replicas=of_group(actor.group_size(*REPLICA_AXES))),
+        replace(target, replicas=of_group(engines.num_replicas)),
     )
 
 

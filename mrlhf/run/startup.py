@@ -29,7 +29,7 @@ from mrlhf.job import (
 from mrlhf.log import configure_logging
 from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.directory import Wishes, inputs_in, open_directory
 from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
@@ -77,7 +77,7 @@ class Run:
 
     def groups(self, name: str, section: RoleSection) -> RoleGroups:
         """The process groups of role `name`."""
-        layout = ParallelLayout.for_world(name, self.world_size, section.tp, section.pp)
+        layout = ParallelLayout.for_world(name, self.world_size, AxisSizes.of(section))
         return self.factory.role_groups(layout)
 
     def __enter__(self) -> Run:

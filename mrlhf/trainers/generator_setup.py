@@ -93,7 +93,7 @@ def build_generator(
         lambda rank: role_pieces(actor.spec, actor.groups.layout, rank),
         lambda rank: backend.pieces(actor.spec, engines, rank),
     )
-    group = actor.groups.mp if engines.is_inside else actor.groups.world
+    group = actor.groups.share if engines.is_inside else actor.groups.world
     near = _ranks_by_machine(group)
     planner = Planner(source, target, actor.dtype.itemsize, near.__getitem__)
     options = TransferOptions(

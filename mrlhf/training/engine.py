@@ -177,7 +177,7 @@ class ModelEngine:
 
         Every rank calls it.
         """
-        if self.groups.coordinates.dp == 0:
+        if self.groups.is_first_replica:
             options = FileOptions(max_shard_bytes)
             write_weights(path, self.slots, self._shapes, self.groups.mp, options)
 
@@ -348,7 +348,7 @@ class ModelEngine:
         # They are added in the order of the ranks, however many mini-batches there are, so that an
         # update that was interrupted gives the same numbers.
         parts = all_gather_ragged(
-            torch.stack([result.numbers for result in results]), self.groups.dp_pp
+            torch.stack([result.numbers for result in results]), self.groups.results
         )
         numbers = functools.reduce(torch.add, parts)
 

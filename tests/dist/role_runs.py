@@ -27,7 +27,7 @@ from mrlhf.device import Device
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import Head
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.rl.correction import Correction, Criterion
 from mrlhf.roles.actor import Actor
@@ -136,7 +136,9 @@ def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Set
     """All layouts of the world size, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)
     for tp, pp in LAYOUTS[world_size]:
-        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
+        groups = factory.role_groups(
+            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
+        )
         for form in forms:
             if tp > 1 or not form.sequence_parallel:
                 yield Setting(root, groups, form)

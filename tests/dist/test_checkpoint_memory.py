@@ -14,7 +14,7 @@ from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.sections import ActorOptimSection, ActorSection
 from mrlhf.models.families import FAMILIES
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from tests.dist.role_runs import CPU
 from tests.ranks import run_ranks
@@ -92,7 +92,7 @@ def _engine(world_size: int) -> ModelEngine:
     spec = FAMILIES["llama"].read_config(config.to_dict(), "lm")
 
     groups = GroupFactory(timeout_s=120.0).role_groups(
-        ParallelLayout.for_world("actor", world_size, 1, 1)
+        ParallelLayout.for_world("actor", world_size, AxisSizes(tp=1, pp=1))
     )
     engine = ModelEngine(ActorSection(path="unused", dtype="float32"), spec, groups, CPU)
     engine.initialise(seed=1)

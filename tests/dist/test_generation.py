@@ -16,7 +16,7 @@ from mrlhf.batch import Prompts
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Finished, SamplingParams
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator, mix_seed
 from tests.fake_engine import FakeEngine, FakeResharder, response
@@ -98,7 +98,7 @@ class Silent(FakeEngine):
 def _generator(
     factory: GroupFactory, sizes: tuple[int, int, int], rank: int, engine: Any
 ) -> Generator:
-    layout = ParallelLayout.for_world("actor", WORLD_SIZE, sizes[0], sizes[1])
+    layout = ParallelLayout.for_world("actor", WORLD_SIZE, AxisSizes(tp=sizes[0], pp=sizes[1]))
     groups = factory.engine_groups(EngineLayout.inside(layout, sizes[2]))
     return Generator(
         engine, groups, FakeResharder(engine, ReshardStats(rank, 1, 10 * rank, rank / 2)), SEED

@@ -22,7 +22,7 @@ from mrlhf.errors import WeightError
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from mrlhf.weights.stored import Wanted
@@ -30,7 +30,7 @@ from tests.ranks import run_ranks
 from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
 LAYOUTS = [
-    ParallelLayout.for_world("actor", 4, tp, pp)
+    ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp))
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
 ]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
@@ -45,7 +45,7 @@ def _name(model: str, layout: ParallelLayout, cut: str) -> str:
 def _body(rank: int, world_size: int, root: str) -> None:
     for layout in LAYOUTS:
         writers = dist.new_group(
-            [layout.rank_at(tp, 0, pp) for pp in range(layout.pp) for tp in range(layout.tp)]
+            [layout.rank_at(tp=tp, pp=pp) for pp in range(layout.pp) for tp in range(layout.tp)]
         )
 
         for model in MODELS:

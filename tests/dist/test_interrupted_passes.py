@@ -20,7 +20,7 @@ from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.agreed_stop import AgreedStop
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import Phase
 from mrlhf.training.engine import ModelEngine, PackResult
 from tests import plain_ppo
@@ -98,7 +98,9 @@ def _in_ranks(rank: int, world_size: int, root: str) -> list[Outcome]:
     store = dist.distributed_c10d._get_default_store().clone()
     outcomes = []
     for number, (tp, pp, sequence_parallel) in enumerate(LAYOUTS):
-        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, tp, pp))
+        groups = factory.role_groups(
+            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
+        )
         stops = AskingStops(dist.PrefixStore(f"layout {number}", store), rank, world_size)
         try:
             section = _section(root, sequence_parallel)

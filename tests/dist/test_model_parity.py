@@ -22,7 +22,7 @@ from mrlhf.models.parameters import parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packs import make_packs
 from mrlhf.weights.shard import Slot
@@ -263,7 +263,7 @@ def _names(tp: int) -> list[str]:
 
 
 def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str, float]:
-    layout = ParallelLayout.for_world("actor", world_size, tp=tp, pp=pp)
+    layout = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
     groups = GroupFactory(timeout_s=120.0).role_groups(layout)
     worst = {}
     for name in _names(tp):

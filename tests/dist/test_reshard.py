@@ -21,7 +21,7 @@ from mrlhf.errors import WeightError
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard import shared_memory
 from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets
@@ -108,7 +108,7 @@ def _all_layouts(rank: int) -> None:
         dtype = torch.bfloat16 if model == "qwen3" else torch.float32
         full = full_tensors(spec, dtype)
         for number, (tp, pp, engine_tp) in enumerate(CASES):
-            actor = ParallelLayout.for_world("actor", 4, tp, pp)
+            actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp))
             options = replace(OPTIONS, verify=number % 3 == 0, shared_memory=number % 4 > 0)
             resharder, slots, engine = _make(spec, actor, engine_tp, rank, dtype, options)
 
@@ -137,7 +137,7 @@ def _all_layouts(rank: int) -> None:
 def _storage_may_change(rank: int) -> None:
     """Weights that have moved between two runs, on either side, are found; old ones are freed."""
     spec = tiny_spec("llama")
-    actor = ParallelLayout(2, 2, 1)
+    actor = ParallelLayout(tp=2, pp=2, dp=1)
     resharder, slots, engine = _make(spec, actor, 1, rank, torch.float32)
     fill(slots, full_tensors(spec))
     resharder.run()
@@ -156,7 +156,7 @@ def _storage_may_change(rank: int) -> None:
 
 def _a_rank_that_does_not_come_is_named(rank: int) -> None:
     spec = tiny_spec("llama")
-    actor = ParallelLayout(2, 2, 1)
+    actor = ParallelLayout(tp=2, pp=2, dp=1)
     options = replace(OPTIONS, timeout_s=0.5)
     resharder, slots, _ = _make(spec, actor, 1, rank, torch.float32, options)
     fill(slots, full_tensors(spec))
@@ -173,7 +173,7 @@ def _a_rank_that_does_not_come_is_named(rank: int) -> None:
 def _no_room_falls_back(rank: int) -> None:
     """If one rank cannot share memory, all ranks send over gloo."""
     spec = tiny_spec("llama")
-    actor = ParallelLayout(2, 2, 1)
+    actor = ParallelLayout(tp=2, pp=2, dp=1)
     if rank == 1:
         shared_memory.DIRECTORY = Path("/nonexistent")
     resharder, slots, engine = _make(spec, actor, 2, rank, torch.float32)
@@ -222,7 +222,7 @@ class DamagingCarrier:
 
 def _damage_is_noticed(rank: int) -> None:
     spec = tiny_spec("llama")
-    actor = ParallelLayout(2, 2, 1)
+    actor = ParallelLayout(tp=2, pp=2, dp=1)
     full = full_tensors(spec)
     received = _planner(spec, actor, 1, 4).plan(rank).receives
     for shared in (False, True):
@@ -251,7 +251,7 @@ def _damage_is_noticed(rank: int) -> None:
 def _one_group_alone(rank: int) -> None:
     """A plan of one model-parallel group, carried out over that group, is enough for its ranks."""
     spec = tiny_spec("qwen2_tied")
-    actor = ParallelLayout(1, 2, 2)
+    actor = ParallelLayout(tp=1, pp=2, dp=2)
     engine_layout = EngineLayout.inside(actor, 2)
     for ranks in actor.groups("tp", "pp"):
         group = dist.new_group(ranks)
@@ -288,7 +288,7 @@ def _native_engine(rank: int) -> None:
     for kv_heads in (4, 2, 1):
         spec = replace(tiny_spec("qwen2_tied"), num_kv_heads=kv_heads)
         actor_tp = 4 if kv_heads == 2 else 2
-        actor = ParallelLayout.for_world("actor", 4, actor_tp, 4 // actor_tp)
+        actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=actor_tp, pp=4 // actor_tp))
         for tp in (1, 2, 4):
             engine = NativeWeights(spec, rank % tp, tp)
             slots = make_slots(role_pieces(spec, actor, rank))

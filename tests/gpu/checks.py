@@ -25,7 +25,7 @@ from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import side_of_ranks
@@ -78,7 +78,7 @@ def prepared(kind: str, root: Path) -> Iterator[Place]:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         role_runs.save_inputs(root)
-        layout = ParallelLayout.for_world("actor", 1, tp=1, pp=1)
+        layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
         groups = GroupFactory(timeout_s=120.0).role_groups(layout)
         yield Place(Setting(root, groups, MANY_PACKS, device), root / "work")
     finally:

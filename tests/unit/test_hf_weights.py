@@ -35,7 +35,9 @@ from tests.shards import (
     tiny_spec,
 )
 
-LAYOUTS = [ParallelLayout(tp, pp, 1) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))]
+LAYOUTS = [
+    ParallelLayout(tp=tp, pp=pp, dp=1) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
+]
 
 
 def _slots(

@@ -8,24 +8,42 @@ import math
 import pytest
 
 from mrlhf.errors import ConfigError
-from mrlhf.parallel.layout import AXES, Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import (
+    AXES,
+    EXPERT_AXES,
+    AxisSizes,
+    Coordinates,
+    EngineLayout,
+    ParallelLayout,
+)
 
 LAYOUTS = [
-    ParallelLayout(tp, pp, dp) for tp, pp, dp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3))
+    ParallelLayout(tp=tp, cp=cp, pp=pp, dp=dp)
+    for tp, cp, pp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2, 3), (1, 3))
 ]
-SUBSETS = [axes for count in range(4) for axes in itertools.combinations(AXES, count)]
+EXPERT_LAYOUTS = [
+    ParallelLayout(tp=4, pp=2, ep=2, etp=2),
+    ParallelLayout(tp=2, dp=4, ep=8),
+    ParallelLayout(tp=2, cp=2, pp=2, dp=3, ep=3, etp=4),
+    ParallelLayout(tp=1, dp=6, ep=2, etp=3),
+]
+SUBSETS = [
+    axes
+    for grid in (AXES, EXPERT_AXES)
+    for count in range(5)
+    for axes in itertools.combinations(grid, count)
+]
 
 
 def test_ranks_run_along_tensor_then_data_then_pipeline() -> None:
-    assert AXES == ("tp", "dp", "pp")
     layout = ParallelLayout(tp=2, pp=2, dp=3)
     assert [layout.coordinates(rank) for rank in (0, 1, 2, 5, 6, 11)] == [
-        Coordinates(tp=0, dp=0, pp=0),
-        Coordinates(tp=1, dp=0, pp=0),
-        Coordinates(tp=0, dp=1, pp=0),
-        Coordinates(tp=1, dp=2, pp=0),
-        Coordinates(tp=0, dp=0, pp=1),
-        Coordinates(tp=1, dp=2, pp=1),
+        Coordinates(tp=0, cp=0, dp=0, pp=0, etp=0, ep=0, edp=0),
+        Coordinates(tp=1, cp=0, dp=0, pp=0, etp=0, ep=0, edp=1),
+        Coordinates(tp=0, cp=0, dp=1, pp=0, etp=0, ep=0, edp=2),
+        Coordinates(tp=1, cp=0, dp=2, pp=0, etp=0, ep=0, edp=5),
+        Coordinates(tp=0, cp=0, dp=0, pp=1, etp=0, ep=0, edp=0),
+        Coordinates(tp=1, cp=0, dp=2, pp=1, etp=0, ep=0, edp=5),
     ]
 
 
@@ -34,13 +52,14 @@ def test_rank_at_inverts_coordinates(layout: ParallelLayout) -> None:
     seen = set()
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
-        assert layout.rank_at(place.tp, place.dp, place.pp) == rank
-        assert place.tp < layout.tp and place.dp < layout.dp and place.pp < layout.pp
+        assert layout.rank_at(tp=place.tp, cp=place.cp, dp=place.dp, pp=place.pp) == rank
+        for axis in {*AXES, *EXPERT_AXES}:
+            assert 0 <= place.along(axis) < layout.size(axis)
         seen.add(place)
-    assert len(seen) == layout.tp * layout.pp * layout.dp
+    assert len(seen) == layout.world_size
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERT_LAYOUTS], ids=str)
 def test_groups_cover_the_world_once_and_differ_along_their_axes_only(
     layout: ParallelLayout,
 ) -> None:
@@ -50,7 +69,8 @@ def test_groups_cover_the_world_once_and_differ_along_their_axes_only(
         size = math.prod(getattr(layout, axis) for axis in axes)
         for group in groups:
             assert len(group) == size and group == sorted(group)
-            for fixed in set(AXES) - set(axes):
+            grid = AXES if set(axes) <= set(AXES) else EXPERT_AXES
+            for fixed in set(grid) - set(axes):
                 assert len({getattr(layout.coordinates(rank), fixed) for rank in group}) == 1
 
 
@@ -62,16 +82,47 @@ def test_groups_of_a_small_layout() -> None:
     assert layout.groups("tp", "pp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+def test_context_parallel_ranks_lie_between_tensor_and_data_parallel_ones() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2)
+    assert layout.groups("cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.groups("cp", "dp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_experts_are_shared_out_within_each_stage() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2)
+    assert layout.groups("ep") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.groups("edp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    split = ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=2)
+    assert split.groups("etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert split.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert split.groups("etp", "ep", "pp") == [list(range(8))]
+
+
+def test_axes_of_two_grids_make_no_group() -> None:
+    with pytest.raises(AssertionError, match="two grids"):
+        ParallelLayout(dp=2).groups("tp", "ep")
+
+
 def test_data_parallelism_takes_what_is_left() -> None:
-    assert ParallelLayout.for_world("actor", 24, tp=2, pp=3) == ParallelLayout(tp=2, pp=3, dp=4)
+    layout = ParallelLayout.for_world("actor", 24, AxisSizes(tp=2, pp=3))
+    assert layout == ParallelLayout(tp=2, pp=3, dp=4)
+    assert AxisSizes(tp=2, cp=2, pp=3).dp(24) == 2
 
 
 def test_a_world_that_does_not_divide() -> None:
     with pytest.raises(ConfigError) as error:
-        ParallelLayout.for_world("critic", 6, tp=2, pp=2)
+        ParallelLayout.for_world("critic", 6, AxisSizes(tp=2, pp=2))
     assert str(error.value) == (
-        "critic: tp 2 x pp 2 = 4 does not divide the world size 6; "
-        "start a multiple of 4 processes or lower critic.tp or critic.pp"
+        "critic: world size 6 is not divisible by tp 2 x pp 2 = 4; start a multiple of 4 processes "
+        "or change critic.tp or critic.pp"
+    )
+
+
+def test_a_world_that_does_not_divide_names_every_axis_that_is_used() -> None:
+    assert AxisSizes(tp=2, cp=2).problem("actor", 6) == (
+        "actor: world size 6 is not divisible by tp 2 x cp 2 x pp 1 = 4; start a multiple of 4 "
+        "processes or change actor.tp, actor.cp or actor.pp"
     )
 
 
@@ -93,7 +144,7 @@ def test_replicas_of_a_small_layout() -> None:
 def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(
     layout: ParallelLayout,
 ) -> None:
-    size = layout.tp * layout.pp
+    size = layout.tp * layout.cp * layout.pp
     divisors = [tp for tp in range(1, size + 1) if size % tp == 0]
     for tp in divisors:
         engines = EngineLayout.inside(layout, tp)

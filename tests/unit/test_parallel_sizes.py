@@ -38,7 +38,7 @@ def test_sizes_for_training(sizes: dict[str, int], fits: list[int]) -> None:
         assert (problem is None) == (tp in fits), (tp, problem)
         if problem is None:
             for rank in range(tp):
-                role_pieces(spec, ParallelLayout(tp, 1, 1), rank)
+                role_pieces(spec, ParallelLayout(tp=tp, pp=1, dp=1), rank)
         else:
             named = ", ".join(map(str, fits))
             assert problem.startswith(f"actor.tp {tp} does not fit the model's ")
@@ -93,7 +93,7 @@ def test_sizes_for_an_engine(
         if engine == "vllm":
             _assert_vllm_agrees(spec, tp, tp in fits)
         elif tp in fits:
-            engine_pieces(spec, EngineLayout.inside(ParallelLayout(tp, 1, 1), tp), tp - 1)
+            engine_pieces(spec, EngineLayout.inside(ParallelLayout(tp=tp, pp=1, dp=1), tp), tp - 1)
 
 
 def _assert_vllm_agrees(spec: ModelSpec, tp: int, fits: bool) -> None:

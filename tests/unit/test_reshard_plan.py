@@ -16,7 +16,7 @@ import torch
 from mrlhf.errors import WeightError
 from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.moves import Move, split
 from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Planner, ReshardPlan
@@ -28,7 +28,7 @@ from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
 Pieces = Mapping[int, Sequence[Piece]]
 Slots = dict[int, list[Slot]]
 SMALL = [
-    (ParallelLayout.for_world("actor", 4, tp, pp), engine_tp)
+    (ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp)), engine_tp)
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
     for engine_tp in (1, 2, 4)
     if tp * pp % engine_tp == 0
@@ -182,7 +182,7 @@ def test_every_number_arrives_once_and_none_needlessly(
     ],
 )
 def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
-    actor = ParallelLayout.for_world("actor", 64, tp, pp)
+    actor = ParallelLayout.for_world("actor", 64, AxisSizes(tp=tp, pp=pp))
     groups = actor.groups("tp", "pp")
     engine = EngineLayout.inside(actor, engine_tp)
     spec = _wide(model)
@@ -208,7 +208,7 @@ def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
 
 def test_coinciding_layouts_share_everything() -> None:
     for model in MODELS:
-        actor = ParallelLayout.for_world("actor", 4, 2, 1)
+        actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=2, pp=1))
         spec = replace(tiny_spec(model), num_kv_heads=4)
         sides = _sides(spec, EngineLayout.inside(actor, 2))
         reshard_plan = plan_all(Planner(*sides, 4), range(4))
@@ -221,7 +221,7 @@ def test_coinciding_layouts_share_everything() -> None:
 def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
     """Two KV heads of 4 rows on four ranks: a rank has 2 rows of its head, of k and of v."""
     spec = tiny_spec("qwen2_tied")
-    actor = ParallelLayout.for_world("actor", 4, 4, 1)
+    actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=4, pp=1))
     sides = _sides(spec, EngineLayout.inside(actor, 4))
     reshard_plan = plan_all(Planner(*sides, 4), range(4))
     assert reshard_plan.minimum == dict.fromkeys(range(4), 4 * 2 * 2 * (32 + 1) * spec.num_layers)
@@ -235,7 +235,7 @@ def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
 
 
 def test_a_fused_norm_is_shared_under_its_other_name() -> None:
-    actor = ParallelLayout(2, 1, 1)
+    actor = ParallelLayout(tp=2, pp=1, dp=1)
     source, target = _pieces(tiny_spec("llama"), actor, EngineLayout.inside(actor, 2))
     fused = [
         replace(p, parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_"))
@@ -247,7 +247,7 @@ def test_a_fused_norm_is_shared_under_its_other_name() -> None:
 
 
 def test_stage_layers_are_shared_where_only_stages_differ() -> None:
-    actor = ParallelLayout(2, 2, 1)
+    actor = ParallelLayout(tp=2, pp=2, dp=1)
     engine = EngineLayout.inside(actor, 2)
     reshard_plan = plan_all(Planner(*_sides(tiny_spec("qwen2_tied"), engine), 4), range(4))
     shared = {alias.parameter for alias in reshard_plan.plans[2].aliases}
@@ -293,7 +293,7 @@ def _sent(moves: Sequence[Move]) -> Counter[int]:
 
 def test_replicas_share_the_work_and_near_ones_go_first() -> None:
     spec = tiny_spec("llama")
-    full = role_pieces(spec, ParallelLayout(1, 1, 1), 0)
+    full = role_pieces(spec, ParallelLayout(tp=1, pp=1, dp=1), 0)
     largest = max(torch.Size(piece.full_shape).numel() for piece in full)
     source = dict.fromkeys(range(4), full)
     target = dict.fromkeys(range(4, 8), full)
@@ -309,7 +309,7 @@ def test_replicas_share_the_work_and_near_ones_go_first() -> None:
 
 
 def test_what_nobody_holds_is_refused() -> None:
-    actor = ParallelLayout(2, 2, 1)
+    actor = ParallelLayout(tp=2, pp=2, dp=1)
     source, target = _pieces(tiny_spec("llama"), actor, EngineLayout.inside(actor, 1))
     cut = {rank: pieces for rank, pieces in source.items() if rank != 3}
     with pytest.raises(

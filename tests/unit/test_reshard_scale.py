@@ -103,14 +103,14 @@ def test_a_holder_on_the_same_machine_sends() -> None:
 @pytest.mark.parametrize(
     ("actor", "engine_tp", "tied", "machine"),
     [
-        (ParallelLayout(4, 2, 8), 16, False, 1),
-        (ParallelLayout(4, 2, 8), 16, False, 8),
-        (ParallelLayout(2, 2, 16), 8, False, 1),
-        (ParallelLayout(2, 2, 16), 8, False, 8),
-        (ParallelLayout(4, 1, 16), 1, False, 8),
-        (ParallelLayout(1, 4, 6), 2, False, 8),
-        (ParallelLayout(2, 4, 8), 16, True, 1),
-        (ParallelLayout(4, 4, 4), 8, True, 8),
+        (ParallelLayout(tp=4, pp=2, dp=8), 16, False, 1),
+        (ParallelLayout(tp=4, pp=2, dp=8), 16, False, 8),
+        (ParallelLayout(tp=2, pp=2, dp=16), 8, False, 1),
+        (ParallelLayout(tp=2, pp=2, dp=16), 8, False, 8),
+        (ParallelLayout(tp=4, pp=1, dp=16), 1, False, 8),
+        (ParallelLayout(tp=1, pp=4, dp=6), 2, False, 8),
+        (ParallelLayout(tp=2, pp=4, dp=8), 16, True, 1),
+        (ParallelLayout(tp=4, pp=4, dp=4), 8, True, 8),
     ],
 )
 def test_no_rank_sends_much_more_than_the_mean(
@@ -122,8 +122,8 @@ def test_no_rank_sends_much_more_than_the_mean(
 @pytest.mark.parametrize(
     ("actor", "engine_tp", "machines"),
     [
-        (ParallelLayout(4, 2, 8), 16, (12, 12, 12, 12, 12, 4)),
-        (ParallelLayout(2, 2, 16), 8, (7,) * 9 + (1,)),
+        (ParallelLayout(tp=4, pp=2, dp=8), 16, (12, 12, 12, 12, 12, 4)),
+        (ParallelLayout(tp=2, pp=2, dp=16), 8, (7,) * 9 + (1,)),
     ],
 )
 def test_with_uneven_machines_a_rank_sends_a_few_times_the_mean(

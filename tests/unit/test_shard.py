@@ -163,7 +163,7 @@ def test_kv_heads_are_shared_by_neighbouring_ranks(
 
 def test_only_an_engine_holds_a_kv_head_twice() -> None:
     spec = replace(tiny_spec("qwen2"), num_kv_heads=2)
-    training = ParallelLayout(4, 1, 1)
+    training = ParallelLayout(tp=4, pp=1, dp=1)
     engine = EngineLayout.inside(training, 4)
     held: dict[str, list[tuple[int, int]]] = {"engine": [], "training": []}
 

@@ -62,7 +62,7 @@ def _ours(directory: Path) -> Tensors:
     """The tensors of the language model in `directory`, as we read them."""
     spec = load_spec(directory, "lm")
     check_weight_files(directory, spec, needs_head=False)
-    slots = make_slots(role_pieces(spec, ParallelLayout(1, 1, 1), 0))
+    slots = make_slots(role_pieces(spec, ParallelLayout(tp=1, pp=1, dp=1), 0))
     read_model(directory, spec, slots, needs_head=False)
     return {slot.piece.name: stored(slot) for slot in slots}
 

@@ -15,7 +15,7 @@ from mrlhf.inference.vllm.pieces import (
 )
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
@@ -96,7 +96,7 @@ def test_padding_alone_is_no_piece() -> None:
 def test_plan_over_all_ranks_moves_no_more_than_it_must(tp: int, pp: int, engine_tp: int) -> None:
     """Replicas of consecutive ranks need not lie in one model-parallel group."""
     spec = tiny_spec("qwen2_tied")
-    actor = ParallelLayout.for_world("actor", 8, tp, pp)
+    actor = ParallelLayout.for_world("actor", 8, AxisSizes(tp=tp, pp=pp))
     engines = EngineLayout.consecutive(actor, engine_tp)
 
     plans: dict[int, ReshardPlan] = {}

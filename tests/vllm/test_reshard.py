@@ -14,7 +14,7 @@ from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around
@@ -47,7 +47,7 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
     drawn = []
 
     for name, tp, pp, engine_tp in CASES:
-        actor = ParallelLayout.for_world("actor", world_size, tp, pp)
+        actor = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
         engines = EngineLayout.consecutive(actor, engine_tp)
         groups = factory.engine_groups(engines)
         spec = spec_of(hf_model(name))
