@@ -14,11 +14,53 @@ WHOLE_MODEL = "whole model"
 
 Head = Literal["lm", "scalar"]
 QkNorm = Literal["none", "head", "projection"]
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixtures of experts of a model: MLPs of which each token goes to a few.
+
+    A linear layer, the router, gives a logit for each token and expert. They become scores; the
+    experts with the largest scores are chosen, and their scores are the weights of their outputs.
+
+    Attributes:
+        count: experts of a mixture.
+        per_token: experts that a token goes to.
+        ffn_size: width of one expert.
+        layers: for each layer whether its MLP is a mixture; the others have a dense MLP of the
+            model's `ffn_size`.
+        scoring: what turns the logits of a token into scores, softmax over the experts or the
+            sigmoid of each.
+        normalised: whether the weights of the chosen experts are divided by their sum.
+        scale: what the weights are multiplied by then.
+        groups: into how many equal groups the experts are cut, in their order.
+        groups_per_token: a token chooses among the experts of so many groups only: of those whose
+            two best experts have the largest sum of scores. 1 and 1: there are no groups.
+        has_correction: whether a number for each expert is added to its scores for the choice, not
+            for the weight.
+        shared_ffn_size: width of the expert that all tokens go to; 0: there is none.
+        shared_gate: whether the output of that expert is multiplied by the sigmoid of a linear
+            layer of the token.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    layers: tuple[bool, ...]
+    scoring: Scoring
+    normalised: bool
+    scale: float
+    groups: int
+    groups_per_token: int
+    has_correction: bool
+    shared_ffn_size: int
+    shared_gate: bool
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A dense Llama-like decoder.
+    """A Llama-like decoder, dense or with mixtures of experts.
 
     Attributes:
         family: Hugging Face `model_type`; `families.family_of` gives the family.
@@ -26,7 +68,7 @@ class ModelSpec:
             reward models).
         vocab_size: rows of the embedding, unpadded.
         hidden_size: width of the residual stream.
-        ffn_size: width of the gated MLP.
+        ffn_size: width of the gated MLP of a dense layer.
         num_layers: transformer layers.
         num_heads: query heads.
         num_kv_heads: key and value heads; divides num_heads.
@@ -53,6 +95,7 @@ class ModelSpec:
         residual_multiplier: what attention and the MLP give is multiplied by it.
         attention_multiplier: products of q and k are multiplied by it; None for 1 / sqrt(head_dim).
         logits_divisor: the logits are divided by it.
+        experts: the mixtures of experts; None in a dense model.
     """
 
     family: str
@@ -82,6 +125,7 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_divisor: float = 1.0
+    experts: Experts | None = None
 
     @property
     def output_is_embedding(self) -> bool:
