@@ -13,35 +13,45 @@ from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
-def chunk_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Chunk:
-    """The part of the model on pipeline stage `stage`."""
+def chunk_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> Chunk:
+    """The part of the model on the rank at `place`."""
     return Chunk(
-        layers=layout.stage_layers(stage, spec.num_layers),
-        is_first=stage == 0,
-        is_last=stage == layout.pp - 1,
+        layers=layout.stage_layers(place.pp, spec.num_layers),
+        is_first=place.pp == 0,
+        is_last=place.pp == layout.pp - 1,
+        experts=experts_of(spec, layout.ep, place.ep),
     )
 
 
-def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
-    """Names in `GPTModel.named_parameters()` of pipeline stage `stage`; layers from 0."""
-    return family_of(spec).parameter_names(spec, chunk_of(spec, layout, stage))
+def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
+    """The numbers of the experts on one of `ep` ranks, which divides their number."""
+    if spec.experts is None:
+        return range(0)
+    held = spec.experts.count // ep
+    return range(ep_rank * held, (ep_rank + 1) * held)
+
+
+def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
+    """Names in `GPTModel.named_parameters()` of the rank at `place`; layers from 0."""
+    return family_of(spec).parameter_names(spec, chunk_of(spec, layout, place))
 
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
-    coordinates = layout.coordinates(rank)
-    chunk = chunk_of(spec, layout, coordinates.pp)
-    return _weight_map(spec, chunk).pieces(coordinates.tp, layout.tp)
+    place = layout.coordinates(rank)
+    chunk = chunk_of(spec, layout, place)
+    weights = _weight_map(spec, chunk)
+    return weights.pieces((place.tp, layout.tp), (place.etp, layout.etp))
 
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
     _, tp_rank = layout.place(rank)
-    return _engine_map(spec).pieces(tp_rank, layout.tp)
+    return _engine_map(spec).pieces((tp_rank, layout.tp), (tp_rank, layout.tp))
 
 
 def engine_rules(spec: ModelSpec) -> Mapping[str, Rule]:
@@ -60,11 +70,16 @@ class _WeightMap:
     rules: Mapping[str, Rule]
     shapes: Mapping[str, Shape]
 
-    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
-        """The pieces of one tensor-parallel rank, parameter by parameter."""
+    def pieces(self, tp: tuple[int, int], etp: tuple[int, int]) -> list[Piece]:
+        """The pieces of one rank, parameter by parameter.
+
+        Args:
+            tp: its place and the number of places along tensor parallelism.
+            etp: the same for experts.
+        """
         pieces: list[Piece] = []
         for name, rule in self.rules.items():
-            pieces += pieces_of(name, rule, self.shapes, tp_rank, tp_size)
+            pieces += pieces_of(name, rule, self.shapes, *(etp if rule.of_expert else tp))
         return pieces
 
 
@@ -79,7 +94,8 @@ def _weight_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
 
 @lru_cache(maxsize=4)
 def _engine_map(spec: ModelSpec) -> _WeightMap:
-    whole = _weight_map(spec, Chunk(range(spec.num_layers), is_first=True, is_last=True))
+    experts = experts_of(spec, ep=1, ep_rank=0)
+    whole = _weight_map(spec, Chunk(range(spec.num_layers), True, True, experts))
 
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():

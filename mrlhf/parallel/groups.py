@@ -33,6 +33,8 @@ class RoleGroups:
             replicas that they form.
         results: ranks with the tensor-parallel position of this one, over which the results of a
             batch are shared out.
+        first_copy: ranks that together hold the first copy of the model, experts included; None on
+            other ranks.
         machine: the ranks of this machine, which share memory.
     """
 
@@ -41,6 +43,7 @@ class RoleGroups:
     collection: ProcessGroupCollection
     share: Group
     results: Group
+    first_copy: Group | None
     machine: Machine
 
     @property
@@ -64,18 +67,13 @@ class RoleGroups:
         return self.collection.cp
 
     @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank is of the first copy of the model, experts aside."""
-        return self.coordinates.cp == self.coordinates.dp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank is of the pipeline stage that gives the model's output."""
         return self.coordinates.pp == self.layout.pp - 1
 
     @property
     def mp(self) -> Group:
-        """Ranks that together hold one copy of the model."""
+        """Ranks that together hold one copy of the model, experts aside."""
         return self.collection.mp
 
     @property
@@ -174,6 +172,7 @@ class GroupFactory:
             collection,
             share=self._along(layout, *MODEL_AXES),
             results=self._along(layout, "cp", "dp", "pp"),
+            first_copy=self._own_group_or_none([layout.first_copy]),
             machine=self.machine,
         )
 
