@@ -32,6 +32,24 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
+_MIXTURE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "head_dim": 4,
+        "pad_token_id": None,
+    },
+}
+MIXTURES = tuple(_MIXTURE)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
@@ -51,6 +69,9 @@ def tiny_config(model: str) -> PretrainedConfig:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if model in _MIXTURE:
+        sizes |= {"num_experts_per_tok": 2, **_MIXTURE[model]}
+        return AutoConfig.for_model(model, **sizes)
     return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
 
 

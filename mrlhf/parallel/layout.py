@@ -63,6 +63,11 @@ class AxisSizes:
             return self.etp
         return self.tp if self.ep == 1 else 1
 
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks on which the axes fit."""
+        return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
+
     def dp(self, world_size: int) -> int:
         """The data-parallel size on so many ranks."""
         return world_size // self.ranks
@@ -99,7 +104,10 @@ class AxisSizes:
         return f"{self._times(prefix)} = {self.ranks}"
 
     def __str__(self) -> str:
-        return self._times("")
+        dense = self._times("")
+        if self.ep == 1 and self.expert_tp == self.tp:
+            return dense
+        return f"{dense} (experts ep {self.ep} x etp {self.expert_tp})"
 
     def _times(self, prefix: str) -> str:
         return " x ".join(f"{prefix}{axis} {getattr(self, axis)}" for axis in self._named)
