@@ -7,7 +7,6 @@ experts are chosen, nor how tokens are shared out over tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.grouped_products import grouped_products, has_kernel
 from mrlhf.models.kernels import gated
 from mrlhf.models.router import Routing
 from mrlhf.models.spec import Experts
@@ -117,7 +117,7 @@ class RoutedExperts(torch.nn.ModuleDict):
 
         rows = _Copies.apply(tokens, order, places)
         if self._group.size() == 1:
-            rows = self._compute(rows, counts.tolist())
+            rows = self._compute(rows, counts)
         else:
             rows = self._compute_where_experts_are(rows, counts)
 
@@ -142,17 +142,24 @@ class RoutedExperts(torch.nn.ModuleDict):
 
         rows = all_to_all(self._group, rows, received, sent)
         rows = _regrouped(rows, sizes)
-        rows = self._compute(rows, sizes.sum(dim=0).tolist())
+        rows = self._compute(rows, sizes.sum(dim=0))
         rows = _regrouped(rows, sizes.t())
         back: Tensor = all_to_all(self._group, rows, sent, received)
         return back
 
-    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Give each expert its rows, which follow each other.
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Give each expert its rows, which follow each other; `counts` says how many.
 
         An expert without rows takes part, so that its gradients are there too.
         """
-        parts = zip(self.values(), rows.split(list(counts)), strict=True)
+        experts: list[Expert] = list(self.values())  # type: ignore[arg-type]
+        inner = [expert.linear_fc1.weight for expert in experts]
+        outer = [expert.linear_fc2.weight for expert in experts]
+        if has_kernel(rows, *inner[0].shape, *outer[0].shape):
+            ends = counts.cumsum(dim=0).int()
+            return grouped_products(gated(grouped_products(rows, ends, inner)), ends, outer)
+
+        parts = zip(experts, rows.split(counts.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
 
