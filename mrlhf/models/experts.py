@@ -26,7 +26,7 @@ from mrlhf.models.router import Routing
 from mrlhf.models.spec import Experts
 
 
-class ExpertLinear(torch.nn.Module):
+class ExpertMatrix(torch.nn.Module):
     """One matrix of one expert, or this rank's slice of it.
 
     Attributes:
@@ -52,11 +52,15 @@ class ExpertLinear(torch.nn.Module):
         self.weight.allreduce = False  # type: ignore[attr-defined]
         self.gradient_accumulation_fusion = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
+        """The matrix. Whoever has to wait for a weight does so before this is called."""
+        return self.weight
+
+    def product(self, x: Tensor) -> Tensor:
         """x [tokens, columns] to [tokens, rows]."""
         output: Tensor = linear_with_grad_accumulation_and_async_allreduce(
             x,
-            self.weight,
+            self(),
             bias=None,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             allreduce_dgrad=False,
@@ -71,13 +75,12 @@ class Expert(torch.nn.Module):
     def __init__(self, config: TransformerConfig, ffn_size: int) -> None:
         """Make an expert of this width on this rank."""
         super().__init__()
-        self.linear_fc1 = ExpertLinear(2 * ffn_size, config.hidden_size, 0, config)
-        self.linear_fc2 = ExpertLinear(config.hidden_size, ffn_size, 1, config)
+        self.linear_fc1 = ExpertMatrix(2 * ffn_size, config.hidden_size, 0, config)
+        self.linear_fc2 = ExpertMatrix(config.hidden_size, ffn_size, 1, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] to [tokens, hidden]."""
-        output: Tensor = self.linear_fc2(gated(self.linear_fc1(x)))
-        return output
+        return self.linear_fc2.product(gated(self.linear_fc1.product(x)))
 
 
 class RoutedExperts(torch.nn.ModuleDict):
@@ -153,11 +156,12 @@ class RoutedExperts(torch.nn.ModuleDict):
         An expert without rows takes part, so that its gradients are there too.
         """
         experts: list[Expert] = list(self.values())  # type: ignore[arg-type]
-        inner = [expert.linear_fc1.weight for expert in experts]
-        outer = [expert.linear_fc2.weight for expert in experts]
-        if has_kernel(rows, *inner[0].shape, *outer[0].shape):
+        width, hidden = experts[0].linear_fc1.weight.shape
+        if has_kernel(rows, hidden, width // 2):
             ends = counts.cumsum(dim=0).int()
-            return grouped_products(gated(grouped_products(rows, ends, inner)), ends, outer)
+            inner = grouped_products(rows, ends, [expert.linear_fc1() for expert in experts])
+            outer = [expert.linear_fc2() for expert in experts]
+            return grouped_products(gated(inner), ends, outer)
 
         parts = zip(experts, rows.split(counts.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
