@@ -131,7 +131,7 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     )
     target.add_argument(
         "--pp-layers",
-        type=int,
+        type=_not_negative,
         nargs="+",
         metavar="LAYERS",
         help="training: layers of each virtual stage (default: equal numbers)",
@@ -227,6 +227,13 @@ def _starter(bar: Progress) -> Callable[[str, int], Callable[[int], None]]:
         return lambda done: bar.advance(number, done)
 
     return start
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
 
 
 def _positive(text: str) -> int:
