@@ -75,14 +75,19 @@ def build_model(
         recompute: which activations are computed again in the backward pass.
     """
     layout = groups.layout
-    stage = groups.coordinates.pp
+    place = groups.coordinates
     config = transformer_config(
-        spec, layout, stage, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
+        spec,
+        layout,
+        place.pp,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
     )
     _prepare_megatron()
 
     chunks = []
-    for number, chunk in enumerate(chunks_of(spec, layout, stage)):
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
         model = _build_chunk(spec, groups, config, chunk, number, HAVE_TE and device.kind == "cuda")
         model.to(device.torch_device)
         chunks.append(HalfPrecision(config, model) if dtype == torch.bfloat16 else model)
@@ -133,7 +138,7 @@ def slots_of(
     shapes = family.tensor_shapes(spec)
 
     slots = []
-    for number, chunk in enumerate(chunks_of(spec, layout, coordinates.pp)):
+    for number, chunk in enumerate(chunks_of(spec, layout, coordinates)):
         prefix = chunk_prefix(layout, number)
         for name, parameter in unwrap_model(chunks[number]).named_parameters():
             rule = family.rule_of(spec, chunk, name)

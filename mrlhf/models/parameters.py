@@ -13,28 +13,28 @@ from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
-def chunks_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[Chunk]:
-    """The parts of the model on pipeline rank `stage`, one for each virtual stage."""
+def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
+    """The parts of the model on the rank at `place`, one for each virtual stage."""
     stages = layout.stages
     chunks = []
-    for number in stages.numbers_on(stage):
+    for number in stages.numbers_on(place.pp):
         layers = stages.layers(number, spec.num_layers)
         chunks.append(Chunk(layers, is_first=number == 0, is_last=number == stages.count - 1))
     return chunks
 
 
-def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
-    """Names of all parameters of pipeline rank `stage`, chunk by chunk.
+def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
+    """Names of all parameters of the rank at `place`, chunk by chunk.
 
     They are those in `GPTModel.named_parameters()`, with layers from 0 in each chunk, behind the
     prefix of the chunk.
     """
     names = []
-    for number, chunk in enumerate(chunks_of(spec, layout, stage)):
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
         prefix = chunk_prefix(layout, number)
         names += [prefix + name for name in family_of(spec).parameter_names(spec, chunk)]
     return names
@@ -47,11 +47,11 @@ def chunk_prefix(layout: ParallelLayout, number: int) -> str:
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
-    coordinates = layout.coordinates(rank)
+    place = layout.coordinates(rank)
     pieces: list[Piece] = []
-    for number, chunk in enumerate(chunks_of(spec, layout, coordinates.pp)):
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
         prefix = chunk_prefix(layout, number)
-        pieces += _weight_map(spec, chunk).pieces(coordinates.tp, layout.tp, prefix)
+        pieces += _weight_map(spec, chunk).pieces(place.tp, layout.tp, prefix)
     return pieces
 
 

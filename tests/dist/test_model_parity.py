@@ -288,7 +288,7 @@ def _parity(rank: int, world_size: int, sizes: AxisSizes, root: str) -> dict[str
             for number, chunk in enumerate(model.chunks):
                 prefix = chunk_prefix(layout, number)
                 names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
-            assert names == parameter_names(spec, layout, groups.coordinates.pp)
+            assert names == parameter_names(spec, layout, groups.coordinates)
             assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
             _fill(slots, reference["weights"])
 
