@@ -74,7 +74,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> Results:
     torch.set_num_threads(1)
     out = Path(root) / f"out{world_size}"
     results = {}
-    for setting in settings(Path(root), world_size, FORMS, LAYOUTS[world_size]):
+    for setting in settings(Path(root), world_size, FORMS, LAYOUTS):
         label = f"{setting.name}{setting.groups.layout.etp}"
         results[label] = train(setting, CASE, out / label)
     return results
@@ -108,8 +108,8 @@ def test_updates_equal_the_plain_loop(
 def _first_ratio(rank: int, world_size: int, root: str) -> list[float]:
     """What updates that change nothing call the KL between old and current policy."""
     kls = []
-    layouts = LAYOUTS[world_size]
-    for setting in settings(Path(root), world_size, (MANY_PACKS, SEQUENCE_PARALLEL), layouts):
+
+    for setting in settings(Path(root), world_size, (MANY_PACKS, SEQUENCE_PARALLEL), LAYOUTS):
         experience = load_experience(setting.root, CASE)
         optim = actor_optim(setting, CASE).model_copy(update={"lr": 0.0})
         actor = build_actor(setting, CASE, optim=optim)
