@@ -314,7 +314,7 @@ def _stored_model(
         head=engine.spec.head,
         hf_config=dict(engine.spec.hf_config),
         dtype=str(engine.dtype).removeprefix("torch."),
-        layout={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+        layout={"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "dp": layout.dp},
         kinds=kinds,
         optimizer_steps=steps,
         tensors=tensors,

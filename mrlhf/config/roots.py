@@ -94,6 +94,7 @@ class PPOConfig(Root):
             "critic.ppo_epochs": "actor.ppo_epochs",
             "reference.path": "actor.path",
             "reference.tp": "actor.tp",
+            "reference.cp": "actor.cp",
             "reference.pp": "actor.pp",
             "data.tokenizer": "actor.path",
             "data.gen_batch_size": "data.train_batch_size",

@@ -1,7 +1,7 @@
 """Builds one rank's pipeline stage of a model, and says where each named tensor lies in it.
 
 All weights of a new stage are zero: they are always loaded later. TransformerEngine's layers are
-used on a GPU if they can be imported. The family says what the layers are; this file knows no
+used on a GPU if they can be imported, except with context parallelism. The family says what the layers are; this file knows no
 family, no optimizer and no data.
 """
 
@@ -77,7 +77,8 @@ def build_model(
         spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
     )
     chunk = chunk_of(spec, layout, groups.coordinates.pp)
-    transformer_engine = HAVE_TE and device.kind == "cuda"
+    # Our attention brings together the keys of context-parallel ranks itself.
+    transformer_engine = HAVE_TE and device.kind == "cuda" and layout.cp == 1
     decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
 
     _prepare_megatron()
@@ -138,6 +139,7 @@ def transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=sequence_parallel and layout.tp > 1,
         params_dtype=dtype,

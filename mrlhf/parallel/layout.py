@@ -45,7 +45,7 @@ class AxisSizes:
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
         """Those of a role's section."""
-        return cls(tp=section.tp, pp=section.pp)
+        return cls(tp=section.tp, cp=section.cp, pp=section.pp)
 
     @property
     def ranks(self) -> int:

@@ -208,14 +208,14 @@ def _updates(
     yield (
         f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, at "
         f"full length {per_rank} a data-parallel rank and "
-        f"{_micro_batches(role, per_rank, longest_unit(config))}"
+        f"{_micro_batches(role, per_rank, longest_unit(config, role.cp))}"
     )
 
 
 def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
     noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
     batch = config.data.batch_size
-    longest = longest_unit(config)
+    longest = longest_unit(config, config.model.cp)
     per_rank = -(-batch // AxisSizes.of(config.model).dp(world_size))
     yield "each optimizer step"
     yield (
