@@ -1,8 +1,8 @@
 """Builds one rank's pipeline stage of a model, and says where each named tensor lies in it.
 
 All weights of a new stage are zero: they are always loaded later. TransformerEngine's layers are
-used on a GPU if they can be imported, except with context parallelism. The family says what the layers are; this file knows no
-family, no optimizer and no data.
+used on a GPU if they can be imported, except with context parallelism. The family says what the
+layers are; this file knows no family, no optimizer and no data.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ stands in this file, which starts no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -42,8 +43,19 @@ Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3")
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2), (4, 1)]}
-"""By world size: (tp, pp). The models have one or two KV heads, which two or four ranks share."""
+LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2), AxisSizes()],
+    4: [
+        AxisSizes(tp=2, pp=2),
+        AxisSizes(tp=2),
+        AxisSizes(pp=2),
+        AxisSizes(tp=4),
+        AxisSizes(tp=2, cp=2),
+        AxisSizes(cp=2, pp=2),
+    ],
+}
+"""By world size. The models have one or two KV heads, which two or four ranks share."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,
@@ -101,16 +113,16 @@ class Setting:
     device: Device = CPU
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """World size, tp, pp."""
+    def layout(self) -> tuple[int, AxisSizes]:
+        """World size, and the sizes that the role asks for."""
         layout = self.groups.layout
-        return layout.world_size, layout.tp, layout.pp
+        return layout.world_size, AxisSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp)
 
     @property
     def name(self) -> str:
         """Layout and form in words."""
         layout = self.groups.layout
-        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp} {self.form.name}"
+        return f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp} {self.form.name}"
 
 
 def save_inputs(root: Path) -> None:
@@ -132,15 +144,18 @@ def load_experience(root: Path, case: Case) -> Experience:
     return experience
 
 
-def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Setting]:
+def settings(
+    root: Path,
+    world_size: int,
+    forms: Sequence[Form],
+    layouts: Mapping[int, Sequence[AxisSizes]] = MappingProxyType(LAYOUTS),
+) -> Iterator[Setting]:
     """All layouts of the world size, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)
-    for tp, pp in LAYOUTS[world_size]:
-        groups = factory.role_groups(
-            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
-        )
+    for sizes in layouts[world_size]:
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for form in forms:
-            if tp > 1 or not form.sequence_parallel:
+            if sizes.tp > 1 or not form.sequence_parallel:
                 yield Setting(root, groups, form)
 
 
@@ -294,6 +309,7 @@ def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
 def _form_keys(setting: Setting) -> dict[str, Any]:
     return {
         "tp": setting.groups.layout.tp,
+        "cp": setting.groups.layout.cp,
         "pp": setting.groups.layout.pp,
         "sequence_parallel": setting.form.sequence_parallel,
         "recompute": setting.form.recompute,

@@ -20,11 +20,11 @@ from mrlhf.checkpoint.model_slices import SliceReader
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.errors import CheckpointError
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
 from mrlhf.weights.boxes import whole
 from tests import plain_ppo
 from tests.dist.role_runs import (
-    LAYOUTS,
     Form,
     Setting,
     build_actor,
@@ -38,6 +38,11 @@ from tests.ranks import run_ranks
 
 SHARDED = Form("sharded", 1000, distributed_optimizer=True)
 PLAIN = Form("plain", 1000, distributed_optimizer=False)
+LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2)],
+    4: [AxisSizes(tp=2, pp=2), AxisSizes(pp=2), AxisSizes(tp=4), AxisSizes(tp=2, cp=2)],
+}
 SAVED = 2 * sum(map(len, LAYOUTS.values()))  # checkpoints of each case: two optimizers a layout
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
@@ -69,7 +74,7 @@ def _saver(directory: Path, asynchronous: bool) -> Saver:
 
 def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]]:
     every = []
-    for setting in settings(root, world_size, (SHARDED, PLAIN)):
+    for setting in settings(root, world_size, (SHARDED, PLAIN), LAYOUTS):
         for dtype, case in CASES.items():
             every.append((dtype, case, setting))
     return every

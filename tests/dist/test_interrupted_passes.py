@@ -28,7 +28,15 @@ from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 ROWS = 24
-LAYOUTS = [(2, 2, False), (2, 2, True), (2, 1, True), (1, 2, False), (1, 1, False)]
+LAYOUTS = [
+    (AxisSizes(tp=2, pp=2), False),
+    (AxisSizes(tp=2, pp=2), True),
+    (AxisSizes(tp=2), True),
+    (AxisSizes(pp=2), False),
+    (AxisSizes(tp=2, cp=2), True),
+    (AxisSizes(cp=2, pp=2), False),
+    (AxisSizes(), False),
+]
 """tp, pp, sequence-parallel."""
 
 
@@ -97,10 +105,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> list[Outcome]:
     factory = GroupFactory(timeout_s=120.0)
     store = dist.distributed_c10d._get_default_store().clone()
     outcomes = []
-    for number, (tp, pp, sequence_parallel) in enumerate(LAYOUTS):
-        groups = factory.role_groups(
-            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
-        )
+    for number, (sizes, sequence_parallel) in enumerate(LAYOUTS):
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         stops = AskingStops(dist.PrefixStore(f"layout {number}", store), rank, world_size)
         try:
             section = _section(root, sequence_parallel)
