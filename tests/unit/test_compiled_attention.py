@@ -114,10 +114,8 @@ def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim
     by_torch = layer.attend_one_by_one(*tensors, queries, seen).flatten(1)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(output, by_torch, atol=tolerance, rtol=tolerance)
-    pairs = zip(
-        gradients(output, tensors, slopes), gradients(by_torch, tensors, slopes), strict=True
-    )
-    for gradient, wanted in pairs:
+    found = gradients(output, tensors, slopes)
+    for gradient, wanted in zip(found, gradients(by_torch, tensors, slopes), strict=True):
         torch.testing.assert_close(gradient, wanted, atol=4 * tolerance, rtol=4 * tolerance)
 
     parts = output.split(queries)
