@@ -225,4 +225,4 @@ class HiddenObjective:
         cp_group = self._token_logprobs.engine.groups.cp
         whole = gather_rows(torch.stack(list(wanted.values())), pack, cp_group, rows)
         table = replace(numbers, **dict(zip(wanted, map(lay, whole), strict=True)))
-        return self._mini_batch.packs[number].map(lambda numbers: lay(numbers[flat])), table
+        return self._mini_batch.packs[number].map(lambda of_pack: lay(of_pack[flat])), table

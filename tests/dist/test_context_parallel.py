@@ -1,5 +1,6 @@
-"""Fine-tuning and reward models whose sequences lie on several ranks, against a plain loop; and what
-a rank keeps of a pack.
+"""Fine-tuning and reward models whose sequences lie on several ranks, against a plain loop.
+
+What a rank keeps of a pack is measured too.
 
 `test_training`, `test_role_evaluation` and `test_model_parity` check the same of the other roles.
 """

@@ -273,8 +273,8 @@ def _sequence_parallel(sizes: AxisSizes) -> tuple[bool, ...]:
 
 def _names(sizes: AxisSizes) -> list[str]:
     """The models of a layout; some have the few in which all that matters to them differs."""
-    few = sizes.tp == 4 or sizes.cp == 4 or sizes.cp < sizes.ranks > 2
-    return list(GRADIENTS) if few and (sizes.tp, sizes.pp) != (2, 2) else list(_configs())
+    few = sizes.ranks == 4 and sizes != AxisSizes(tp=2, pp=2)
+    return list(GRADIENTS) if few else list(_configs())
 
 
 def _parity(
