@@ -60,7 +60,7 @@ def attend(
     Args:
         projections: for each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads,
             heads per KV head + 2, head_dim]; or q [tokens, heads, head_dim], and k and v [tokens,
-            kv_heads, head_dim].
+            kv_heads, head_dim], which may be of more tokens than q.
         rotation: the cosines and sines of each position, float32 [positions, rotary_dim / 2] each;
             None to rotate nothing. Positions count from 0 in each sequence.
         settings: the rest.
@@ -108,6 +108,7 @@ class _Attention(torch.autograd.Function):
         )
         first = projections[0]
         views = _seen(projections, settings)
+        assert len(views[1]) == int(settings.key_edges[-1]), "the sequences must cover all keys"
         sizes = _sizes(views, rotation, settings)
         heads = views[0].shape[1] * views[0].shape[2]
         output = first.new_empty((len(first), heads * first.shape[-1]))
