@@ -48,10 +48,13 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         position_ids: int64 [tokens], from 0 in each sequence.
+        lengths: int32 [sequences], tokens of each whole sequence. Padding at its end does not
+            count; nor does a sequence of padding, which stands behind the others.
         keys: brings the keys of whole sequences here; None where this rank has whole sequences.
     """
 
     position_ids: Tensor = field(kw_only=True)
+    lengths: Tensor = field(kw_only=True)
     keys: KeyExchange | None = field(kw_only=True, default=None)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
@@ -87,6 +90,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=pack.longest // segments.count,
             max_seqlen_kv=longest_keys,
             position_ids=pack.position_ids,
+            lengths=pack.lengths,
             keys=keys,
         )
 
@@ -101,6 +105,18 @@ class PackedSequences(PackedSeqParams):
         """Tokens that each sequence or segment may see; see `query_lengths`."""
         lengths: list[int] = self.cu_seqlens_kv.diff().tolist()
         return lengths
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """The sequence that each token belongs to, int64 [tokens]; `len(lengths)` for padding."""
+        parts = self.cu_seqlens_q.diff()
+        segments_each = 1 if self.keys is None else 2
+        numbers = torch.arange(len(parts), device=parts.device) // segments_each
+        tokens = len(self.position_ids)
+        numbers = numbers.repeat_interleave(parts, output_size=tokens)
+
+        ends = torch.nn.functional.pad(self.lengths, (0, 1))  # of a sequence of padding: 0
+        return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
         """How a layer rotates the tokens.

@@ -37,7 +37,9 @@ class Pack:
         token_ids: int32 [tokens], where the model is.
         boundaries: int32 [sequences + 1], where each whole sequence begins with its padding, and
             the end, over all ranks that share the sequences; where the model is.
-        longest: tokens of the longest whole sequence.
+        lengths: int32 [rows], tokens of each whole sequence without its padding; where the model
+            is.
+        longest: tokens of the longest whole sequence, with padding.
         select: int32 [selected], the positions whose output is wanted; where the model is.
         target_ids: int32 [selected], the token that follows each of them in its sequence, on
             whichever rank; 0 if the last tokens are selected. Where the model is.
@@ -53,6 +55,7 @@ class Pack:
     rows: list[int]
     token_ids: Tensor
     boundaries: Tensor
+    lengths: Tensor
     longest: int
     select: Tensor
     target_ids: Tensor
@@ -219,7 +222,7 @@ def make_packs(
 
     Args:
         sequences: of the whole batch.
-        packs: the rows of each pack; none is empty.
+        packs: the rows of each pack. A pack without rows is all padding.
         select: "response": for each response token the position before it (where its log-prob and
             value come from), in tables as wide as `sequences.width`; "last": each sequence's last
             token, in tables of one column.
@@ -246,6 +249,7 @@ def make_packs(
         "rows": packs,
         "token_ids": token_ids.to(device).split(tokens_in),
         "boundaries": boundaries.to(device).split(edges_in.tolist()),
+        "lengths": laid.lengths.int().to(device).split(rows_in),
         "longest": longest.tolist(),
         "select": selected.positions.to(device).split(count_in),
         "target_ids": selected.target_ids.to(device).split(count_in),
@@ -312,7 +316,8 @@ def _lay(
     lengths = sequences.lengths[rows]
     padded = segments.padded(lengths)
     filled = torch.zeros_like(rows_in).index_add(0, pack_of, padded)
-    padding = -filled % segments.pack_multiple(multiple)
+    whole_multiple = segments.pack_multiple(multiple)
+    padding = torch.where(filled == 0, whole_multiple, -filled % whole_multiple)
     padding_before = padding.cumsum(0) - padding
     return _Laid(
         rows=rows,

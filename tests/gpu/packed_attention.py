@@ -24,6 +24,7 @@ def _packed(device: torch.device) -> PackedSequences:
         max_seqlen_q=max(LENGTHS),
         max_seqlen_kv=max(LENGTHS),
         position_ids=torch.cat([torch.arange(length) for length in LENGTHS]).to(device),
+        lengths=edges.diff(),
     )
 
 
@@ -37,6 +38,7 @@ def _last_tokens(device: torch.device) -> PackedSequences:
         max_seqlen_q=max(queries),
         max_seqlen_kv=max(LENGTHS),
         position_ids=torch.zeros(sum(queries), dtype=torch.int64, device=device),
+        lengths=torch.tensor(LENGTHS, device=device),
     )
 
 

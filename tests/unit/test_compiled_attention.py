@@ -20,6 +20,7 @@ def packed(lengths):
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        lengths=edges.diff(),
     )
 
 
@@ -102,6 +103,7 @@ def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim
         max_seqlen_q=max(queries),
         max_seqlen_kv=max(seen),
         position_ids=torch.zeros(sum(queries), dtype=torch.int64),
+        lengths=torch.tensor(seen),
     )
     lasts = [row[0, -count:] for row, count in zip(rows, queries, strict=True)]
     query = torch.cat(lasts).requires_grad_()

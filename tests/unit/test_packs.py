@@ -15,7 +15,7 @@ from mrlhf.parallel.packs import Pack, Select, lay_flat, lay_in_rows, make_packs
 from mrlhf.parallel.segments import WHOLE, Segments
 
 CPU = torch.device("cpu")
-HELD = ("rows", "token_ids", "boundaries", "longest", "select", "width")
+HELD = ("rows", "token_ids", "boundaries", "lengths", "longest", "select", "width")
 MADE = ("position_ids", "targets", "places")
 SEQUENCES = Sequences.of([[11, 12, 13, 14], [21, 22], [31, 32, 33]], [2, 1, 1])
 
@@ -72,6 +72,7 @@ def _slow_pack(
         "rows": rows,
         **pack,
         "boundaries": boundaries,
+        "lengths": [len(sequences[row]) for row in rows],
         "longest": max(sizes),
         "width": width,
     }
@@ -164,6 +165,7 @@ def test_two_ranks_share_a_pack_that_selects_responses() -> None:
     )
     assert first.boundaries.tolist() == second.boundaries.tolist() == [0, 8, 12]
     assert first.longest == second.longest == 8
+    assert first.lengths.tolist() == [7, 3]
 
     assert first.token_ids.tolist() == [11, 12, 17, 0, 21, 0]
     assert first.position_ids.tolist() == [0, 1, 6, 7, 0, 3]
@@ -203,6 +205,16 @@ def test_two_ranks_share_a_pack_that_selects_last_tokens() -> None:
     assert first.position_ids.tolist() == [0, 1, 6, 7, 0, 3, 0, 3]
     assert first.select.tolist() == [2] and first.places.tolist() == [0]
     assert second.select.tolist() == [5] and second.places.tolist() == [1]
+
+
+@pytest.mark.parametrize(("segments", "tokens"), [(WHOLE, 3), (Segments(1, 2), 6)])
+def test_a_pack_without_rows_is_padding(segments: Segments, tokens: int) -> None:
+    empty, pack = make_packs(SEQUENCES, [[], [1]], "response", 3, CPU, segments)
+    assert empty.token_ids.tolist() == [0] * tokens
+    assert empty.boundaries.tolist() == [0, tokens * segments.size]
+    assert empty.longest == tokens * segments.size
+    assert len(empty.select) == len(empty.places) == len(empty.row_counts) == 0
+    assert pack.row_counts.tolist() == [1]
 
 
 def test_no_rows_make_no_packs() -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mrlhf.parallel.key_exchange import seen_places
+from mrlhf.batch import Sequences
+from mrlhf.parallel.key_exchange import KeyExchange, seen_places
+from mrlhf.parallel.packed_sequences import PackedSequences
+from mrlhf.parallel.packs import make_packs
 from mrlhf.parallel.segments import WHOLE, Segments
+
+CPU = torch.device("cpu")
+SEQUENCES = Sequences.of([[11, 12, 13, 14, 15, 16, 17], [21, 22, 23]], [2, 1])
 
 
 def test_each_rank_has_a_segment_of_either_end() -> None:
@@ -44,3 +52,38 @@ def test_the_places_of_what_each_segment_may_see() -> None:
         *(4, 10),
         *(4, 10, 11),
     ]
+
+
+class _Group:
+    """Stands for the process group of two ranks, which is not used."""
+
+    def size(self) -> int:
+        return 2
+
+
+def test_what_the_layers_need_to_know_of_a_shared_pack() -> None:
+    group: Any = _Group()
+    for rank, query_edges, key_edges, owners in (
+        (0, [0, 2, 4, 5, 6], [0, 2, 10, 11, 15], [0, 0, 0, 2, 1, 2]),
+        (1, [0, 2, 4, 5, 6], [0, 4, 10, 12, 15], [0, 0, 0, 0, 1, 1]),
+    ):
+        [pack] = make_packs(SEQUENCES, [[0, 1]], "response", 1, CPU, Segments(rank, 2))
+        packed = PackedSequences.of_pack(pack, group)
+        assert packed.cu_seqlens_q.tolist() == query_edges
+        assert packed.cu_seqlens_kv.tolist() == key_edges
+        assert packed.cu_seqlens_q.dtype == packed.cu_seqlens_kv.dtype == torch.int32
+        assert packed.max_seqlen_q == 2
+        assert packed.max_seqlen_kv == max(packed.key_lengths)
+        assert isinstance(packed.keys, KeyExchange)
+        assert len(packed.keys.places) == key_edges[-1]
+        assert packed.owners.tolist() == owners
+
+
+def test_what_the_layers_need_to_know_of_a_whole_pack() -> None:
+    [pack] = make_packs(SEQUENCES, [[0, 1]], "response", 4, CPU)
+    packed = PackedSequences.of_pack(pack)
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 7, 10, 12]
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 7
+    assert packed.keys is None
+    assert packed.owners.tolist() == [0] * 7 + [1] * 3 + [2] * 2
+    assert packed.query_lengths == packed.key_lengths == [7, 3, 2]
