@@ -84,18 +84,18 @@ class Tokens:
         hidden: [tokens, hidden], equal on all ranks of the output layer's group.
         targets: int64 [tokens], each in [0, vocab_size).
         lengths: how many tokens each sequence has here, one sequence after the other.
-        most_lengths: the most tokens that each has on any of the ranks that hold parts of it; None
-            if this rank holds them whole.
         ref_layer: the output layer of the reference, if the KL to it is wanted.
         ref_hidden: [tokens, hidden], the hidden states of the reference.
+        most_lengths: the most tokens that each has on any of the ranks that hold parts of it; None
+            if this rank holds them whole.
     """
 
     hidden: Tensor
     targets: Tensor
     lengths: Sequence[int]
-    most_lengths: Sequence[int] | None = None
     ref_layer: OutputLayer | None = None
     ref_hidden: Tensor | None = None
+    most_lengths: Sequence[int] | None = None
 
 
 @torch.no_grad()

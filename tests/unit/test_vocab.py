@@ -163,7 +163,7 @@ def test_ranks_that_share_sequences_cut_between_the_same_ones(
     for lengths in ([3, 0, 1, 5, 2, 0], [0, 0, 2, 0, 3, 1], [0] * 6):
         count = sum(lengths)
         hidden = _random(count, 3).requires_grad_()
-        tokens = Tokens(hidden, TARGETS[:count], lengths, longest)
+        tokens = Tokens(hidden, TARGETS[:count], lengths, most_lengths=longest)
         token_loss(layer, tokens, Wanted(), objective, by_token=False).backward()
 
     # A chunk has four tokens: 3 + 2 are too many, 5 take two chunks, 3 + 1 fill one.
