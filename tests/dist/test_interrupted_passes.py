@@ -34,7 +34,6 @@ LAYOUTS = [
     (AxisSizes(tp=2), True),
     (AxisSizes(pp=2), False),
     (AxisSizes(tp=2, cp=2), True),
-    (AxisSizes(cp=2, pp=2), False),
     (AxisSizes(), False),
 ]
 """tp, pp, sequence-parallel."""
