@@ -42,6 +42,7 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "ulysses_sequence_parallel_size": "cp",
         "megatron.context_parallel_size": "cp",
         "megatron.pipeline_model_parallel_size": "pp",
+        "megatron.virtual_pipeline_model_parallel_size": "vpp",
         "megatron.sequence_parallel": "sequence_parallel",
         "megatron.dtype": "dtype",
         "model.enable_gradient_checkpointing": "recompute",
@@ -110,7 +111,7 @@ _METRICS = (
     "trainer.tensorboard"
 )
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
-_MEGATRON = "models run on megatron-core, with tp, cp and pp alone"
+_MEGATRON = "models run on megatron-core, with tp, cp, pp and vpp alone"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
 _NO_CODE = "code that stands beside a model or a tokenizer is never run"
 _NO_LORA = "there is no LoRA"

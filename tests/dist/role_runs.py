@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +55,17 @@ LAYOUTS = {
     ],
 }
 """By world size. The models have one or two KV heads, which two or four ranks share."""
+STAGED_LAYOUTS = {
+    2: [AxisSizes(pp=2, vpp=2), AxisSizes(pp=2, pp_layers=(3, 1))],
+    4: [
+        AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(cp=2, pp=2, vpp=2),
+        AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
+        AxisSizes(pp=4),
+        AxisSizes(pp=4, pp_layers=(1, 1, 2, 0)),
+    ],
+}
+"""By world size, for the models of four layers: virtual stages, and stages of unequal layers."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,
@@ -122,7 +132,16 @@ class Setting:
     def name(self) -> str:
         """Layout and form in words."""
         layout = self.groups.layout
-        return f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp} {self.form.name}"
+        stages = ""
+        if self.is_staged:
+            stages = f" vpp{layout.vpp} layers {'-'.join(map(str, layout.pp_layers or ()))}"
+        return f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp}{stages} {self.form.name}"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it is one of `STAGED_LAYOUTS`, which only the models of four layers fit."""
+        layout = self.groups.layout
+        return layout.stages.count == 4 or layout.pp_layers is not None
 
 
 def save_inputs(root: Path) -> None:
@@ -148,11 +167,11 @@ def settings(
     root: Path,
     world_size: int,
     forms: Sequence[Form],
-    layouts: Mapping[int, Sequence[AxisSizes]] = MappingProxyType(LAYOUTS),
+    layouts: Mapping[int, Sequence[AxisSizes]] = LAYOUTS,
 ) -> Iterator[Setting]:
     """All layouts of the world size, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)
-    for sizes in layouts[world_size]:
+    for sizes in layouts.get(world_size, ()):
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for form in forms:
             if sizes.tp > 1 or not form.sequence_parallel:
@@ -307,10 +326,13 @@ def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
 
 
 def _form_keys(setting: Setting) -> dict[str, Any]:
+    layout = setting.groups.layout
     return {
-        "tp": setting.groups.layout.tp,
-        "cp": setting.groups.layout.cp,
-        "pp": setting.groups.layout.pp,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "vpp": layout.vpp,
+        "pp_layers": None if layout.pp_layers is None else list(layout.pp_layers),
         "sequence_parallel": setting.form.sequence_parallel,
         "recompute": setting.form.recompute,
         "dtype": setting.form.dtype,

@@ -31,12 +31,14 @@ ROWS = 24
 LAYOUTS = [
     (AxisSizes(tp=2, pp=2), False),
     (AxisSizes(tp=2, pp=2), True),
+    (AxisSizes(tp=2, pp=2, vpp=2), True),
     (AxisSizes(tp=2), True),
-    (AxisSizes(pp=2), False),
     (AxisSizes(tp=2, cp=2), True),
+    (AxisSizes(pp=2), False),
+    (AxisSizes(pp=2, vpp=2), False),
     (AxisSizes(), False),
 ]
-"""tp, pp, sequence-parallel."""
+"""With or without sequence parallelism."""
 
 
 class AskingStops:
@@ -172,7 +174,7 @@ def _whole_passes(engine: ModelEngine) -> tuple[list[float], dict[str, float]]:
 
 def _section(root: str, sequence_parallel: bool) -> ActorSection:
     return ActorSection(
-        path=f"{root}/llama",
+        path=f"{root}/qwen2-tied",
         micro_batch_tokens=6,
         sequence_parallel=sequence_parallel,
         optim=ActorOptimSection(lr=1e-3),
@@ -208,7 +210,7 @@ def test_all_ranks_are_interrupted(ranks: list[list[Outcome]]) -> None:
 def test_a_pipeline_ends_early_and_computes_the_packs_before_the_stop(
     ranks: list[list[Outcome]],
 ) -> None:
-    for number in (0, 1):  # one pipeline: all its ranks are within a few packs of each other
+    for number in (0, 1, 2):  # one pipeline: all its ranks are within a few packs of each other
         counts = [outcomes[number].computed for outcomes in ranks]
         assert counts[0] == counts[1] == [0, 0]  # the loss is on the last stage
         assert counts[2] == counts[3]

@@ -19,7 +19,7 @@ from mrlhf.device import Device
 from mrlhf.models import attention
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
-from mrlhf.models.parameters import parameter_names, role_pieces
+from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
@@ -171,16 +171,17 @@ def _run(
     def step(_: Any, module: torch.nn.Module) -> Any:
         return module(tokens, positions, None, packed_seq_params=packed), finish
 
+    layout = groups.layout
     communication = (
-        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)}
-        if groups.layout.pp > 1
-        else {}
+        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if layout.pp > 1 else {}
     )
-    return get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)(
+    vp_size = layout.vpp if layout.vpp > 1 else None
+    return get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)(
         forward_step_func=step,
-        data_iterator=iter([]),
-        model=model.module,
-        num_microbatches=1,
+        data_iterator=[iter([]) for _ in model.chunks],
+        model=model.chunks,
+        # The same pack each time, so that the mean gradient is that of one.
+        num_microbatches=layout.pp if layout.vpp > 1 else 1,
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -206,7 +207,7 @@ def _worst_output(
         results = _run(
             model,
             groups,
-            lambda output, non_loss_data: _outputs(model.module, spec, output)[0].float(),
+            lambda output, non_loss_data: _outputs(model.chunks[-1], spec, output)[0].float(),
             forward_only=True,
         )
     if groups.coordinates.pp < groups.layout.pp - 1:
@@ -236,10 +237,12 @@ def _worst_gradient(
     coordinates = groups.coordinates
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model.config.finalize_model_grads_func = finalize_model_grads
-    module = DistributedDataParallel(
-        model.config, settings, model.module, pg_collection=groups.collection
-    )
-    module.zero_grad_buffer()
+    chunks = []
+    for chunk in model.chunks:
+        chunks.append(
+            DistributedDataParallel(model.config, settings, chunk, pg_collection=groups.collection)
+        )
+        chunks[-1].zero_grad_buffer()
 
     weights = _weights(1)
     if spec.head == "lm":
@@ -250,14 +253,14 @@ def _worst_gradient(
     numbers = _numbers_of_tokens(groups)
     weights = weights[numbers] * (numbers >= 0)[:, None]
     _run(
-        model._replace(module=module),
+        model._replace(chunks=chunks),
         groups,
-        lambda output: ((_outputs(module, spec, output)[0] * weights).sum(), {}),
+        lambda output: ((_outputs(chunks[-1], spec, output)[0] * weights).sum(), {}),
         forward_only=False,
     )
 
     worst = 0.0
-    for slot in slots_of(module, spec, layout, coordinates):
+    for slot in slots_of(chunks, spec, layout, coordinates):
         gradient = replace(slot, parameter=slot.parameter.main_grad).load()
         deviation = (gradient - _named_slice(expected, slot)).abs().max()
         worst = max(worst, (deviation / expected[slot.piece.name].abs().max()).item())
@@ -272,9 +275,9 @@ def _sequence_parallel(sizes: AxisSizes) -> tuple[bool, ...]:
 
 
 def _names(sizes: AxisSizes) -> list[str]:
-    """The models of a layout; some have the few in which all that matters to them differs."""
-    few = sizes.ranks == 4 and sizes != AxisSizes(tp=2, pp=2)
-    return list(GRADIENTS) if few else list(_configs())
+    """The models of a layout; others have the few in which all that matters to them differs."""
+    many = sizes in (AxisSizes(), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(tp=2, pp=2))
+    return list(_configs()) if many else list(GRADIENTS)
 
 
 def _parity(
@@ -298,9 +301,12 @@ def _parity(
                 recompute=GRADIENTS.get(name, "none"),
             )
 
-            slots = slots_of(model.module, spec, layout, groups.coordinates)
-            names = [parameter for parameter, _ in model.module.named_parameters()]
-            assert names == parameter_names(spec, layout, groups.coordinates.pp)
+            slots = slots_of(model.chunks, spec, layout, groups.coordinates)
+            names = []
+            for number, chunk in enumerate(model.chunks):
+                prefix = chunk_prefix(layout, number)
+                names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
+            assert names == parameter_names(spec, layout, groups.coordinates)
             assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
             _fill(slots, reference["weights"])
 
@@ -322,7 +328,11 @@ SIZES_OF_LAYOUTS = [
     AxisSizes(tp=4),
     AxisSizes(cp=4),
     AxisSizes(tp=2, cp=2),
-    AxisSizes(cp=2, pp=2),
+    AxisSizes(cp=2, pp=2, vpp=2),
+    AxisSizes(pp=2, vpp=2),
+    AxisSizes(tp=2, pp=2, vpp=2),
+    AxisSizes(pp=2, vpp=3, pp_layers=(0, 1, 1, 1, 1, 0)),
+    AxisSizes(pp=4, pp_layers=(1, 2, 1, 0)),
 ]
 
 
@@ -350,8 +360,8 @@ def _bfloat16(rank: int, world_size: int, root: str) -> float:
     groups = factory.role_groups(ParallelLayout(tp=1, pp=world_size, dp=1))
     options: dict[str, Any] = {"device": CPU, "sequence_parallel": True, "recompute": "none"}
     model = build_model(spec, groups, dtype=torch.bfloat16, **options)
-    _fill(slots_of(model.module, spec, groups.layout, groups.coordinates), reference["weights"])
-    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    _fill(slots_of(model.chunks, spec, groups.layout, groups.coordinates), reference["weights"])
+    assert {parameter.dtype for parameter in model.chunks[0].parameters()} == {torch.bfloat16}
     return _worst_output(model, spec, groups, reference["outputs"])
 
 
