@@ -84,10 +84,10 @@ def build_model(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    _prepare_megatron()
-
     # Our attention brings together the keys of context-parallel ranks itself.
     transformer_engine = HAVE_TE and device.kind == "cuda" and layout.cp == 1
+
+    _prepare_megatron()
     chunks = []
     for number, chunk in enumerate(chunks_of(spec, layout, place)):
         model = _build_chunk(spec, groups, config, chunk, number, transformer_engine)

@@ -52,7 +52,11 @@ class AxisSizes:
         """Those of a role's section."""
         pp_layers = None if section.pp_layers is None else tuple(section.pp_layers)
         return cls(
-            tp=section.tp, cp=section.cp, pp=section.pp, vpp=section.vpp, pp_layers=pp_layers
+            tp=section.tp,
+            cp=section.cp,
+            pp=section.pp,
+            vpp=section.vpp,
+            pp_layers=pp_layers,
         )
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -136,8 +135,7 @@ class Setting:
         stages = ""
         if self.is_staged:
             stages = f" vpp{layout.vpp} layers {'-'.join(map(str, layout.pp_layers or ()))}"
-        sizes = f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp}"
-        return f"{sizes}{stages} {self.form.name}"
+        return f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp}{stages} {self.form.name}"
 
     @property
     def is_staged(self) -> bool:
@@ -169,7 +167,7 @@ def settings(
     root: Path,
     world_size: int,
     forms: Sequence[Form],
-    layouts: Mapping[int, Sequence[AxisSizes]] = MappingProxyType(LAYOUTS),
+    layouts: Mapping[int, Sequence[AxisSizes]] = LAYOUTS,
 ) -> Iterator[Setting]:
     """All layouts of the world size, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)

@@ -276,8 +276,8 @@ def _sequence_parallel(sizes: AxisSizes) -> tuple[bool, ...]:
 
 def _names(sizes: AxisSizes) -> list[str]:
     """The models of a layout; others have the few in which all that matters to them differs."""
-    many = (AxisSizes(), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2), AxisSizes(tp=2, pp=2))
-    return list(_configs()) if sizes in many else list(GRADIENTS)
+    many = sizes in (AxisSizes(), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(tp=2, pp=2))
+    return list(_configs()) if many else list(GRADIENTS)
 
 
 def _parity(
@@ -328,7 +328,7 @@ SIZES_OF_LAYOUTS = [
     AxisSizes(tp=4),
     AxisSizes(cp=4),
     AxisSizes(tp=2, cp=2),
-    AxisSizes(cp=2, pp=2),
+    AxisSizes(cp=2, pp=2, vpp=2),
     AxisSizes(pp=2, vpp=2),
     AxisSizes(tp=2, pp=2, vpp=2),
     AxisSizes(pp=2, vpp=3, pp_layers=(0, 1, 1, 1, 1, 0)),

@@ -79,8 +79,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
             results["evaluated"][label] = {name: table.tolist() for name, table in tables.items()}
             results["first update"][label], _ = _first_update(setting, UPDATED[model])
 
-        deep = setting.layout == (4, AxisSizes(tp=2, pp=2)) or setting.is_staged
-        if setting.groups.layout.tp == 2 and deep and setting.form is SEQUENCE_PARALLEL:
+        deep = (4, AxisSizes(tp=2, pp=2))
+        if setting.layout == deep and setting.form is SEQUENCE_PARALLEL:
             model = "qwen2-tied" if setting.is_staged else "llama"
             metrics, logprobs = _first_update(setting, UPDATED[model], dtype="bfloat16")
             results["bfloat16"][model] = metrics, logprobs.tolist()
