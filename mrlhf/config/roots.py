@@ -107,6 +107,7 @@ class PPOConfig(Root):
             "critic.ppo_epochs": "actor.ppo_epochs",
             "reference.path": "actor.path",
             "reference.tp": "actor.tp",
+            "reference.cp": "actor.cp",
             "reference.pp": "actor.pp",
             "reference.ep": "actor.ep",
             "reference.etp": "actor.etp",

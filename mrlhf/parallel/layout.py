@@ -57,6 +57,7 @@ class AxisSizes:
         pp_layers = None if section.pp_layers is None else tuple(section.pp_layers)
         return cls(
             tp=section.tp,
+            cp=section.cp,
             pp=section.pp,
             ep=section.ep,
             etp=section.etp,

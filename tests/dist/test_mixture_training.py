@@ -38,7 +38,7 @@ FORMS = (MANY_PACKS, ONE_PACK, SEQUENCE_PARALLEL)
 # the ranks of tensor parallelism have replicas of them.
 LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(ep=2), AxisSizes(tp=2, ep=2), AxisSizes(tp=2, etp=1), AxisSizes(tp=2)],
+    2: [AxisSizes(ep=2), AxisSizes(tp=2, ep=2), AxisSizes(tp=2, etp=1), AxisSizes(cp=2, ep=2)],
     4: [
         AxisSizes(ep=2),
         AxisSizes(pp=2, ep=2),
@@ -46,6 +46,7 @@ LAYOUTS = {
         AxisSizes(tp=2, ep=2, etp=2),
         AxisSizes(tp=2, ep=4),
         AxisSizes(tp=2, pp=2, ep=2),
+        AxisSizes(tp=2, cp=2, ep=2),
     ],
 }
 
