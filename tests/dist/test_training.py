@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.rl.names import PolicyLossName
 from tests import plain_losses, plain_ppo
 from tests.dist.role_runs import (
@@ -96,9 +97,16 @@ FORM_CASES = {
     SEQUENCE_PARALLEL: ["clipped gradient", "full KL", "entropy"],
 }
 KV_HEADS_OF_OLMO2 = 2
-# World size, tp and pp. The others train the basic cases alone, since building models takes the
-# time: in four ranks the other cases run on the deepest layout.
-FULL_LAYOUTS = ((1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2))
+# By world size. The others train the basic cases alone, since building models takes the time: in
+# four ranks the other cases run on the deepest layout.
+FULL_LAYOUTS = (
+    (1, AxisSizes()),
+    (2, AxisSizes(tp=2)),
+    (2, AxisSizes(pp=2)),
+    (2, AxisSizes(cp=2)),
+    (2, AxisSizes()),
+    (4, AxisSizes(tp=2, pp=2)),
+)
 
 Metrics = dict[str, dict[str, float]]
 """By layout, form and case: the metrics of the update."""
