@@ -226,6 +226,6 @@ def test_a_pack_without_rows_is_all_padding(multiple: int) -> None:
     first, empty = make_packs(SEQUENCES, [[1, 0], []], "response", multiple, CPU)
     assert empty.rows == [] and empty.token_ids.tolist() == [0] * multiple
     assert empty.boundaries.tolist() == [0, multiple] and empty.longest == multiple
-    assert empty.select.tolist() == [] and empty.counts.tolist() == []
+    assert empty.select.tolist() == [] and empty.row_counts.tolist() == []
     [alone] = make_packs(SEQUENCES, [[1, 0]], "response", multiple, CPU)
     assert _numbers(first) == _numbers(alone)
