@@ -120,7 +120,7 @@ class RoleSection(Section):
     ep: Ranks = Field(
         1,
         description="expert-parallel size, ranks that share out the experts of a layer; divides "
-        "their number. They may be ranks of tp and of data parallelism",
+        "their number. They may be ranks of tp, cp and data parallelism",
     )
     etp: Ranks | None = Field(
         None,

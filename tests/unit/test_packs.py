@@ -219,13 +219,3 @@ def test_a_pack_without_rows_is_padding(segments: Segments, tokens: int) -> None
 
 def test_no_rows_make_no_packs() -> None:
     assert make_packs(SEQUENCES, [], "response", 1, CPU) == []
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_a_pack_without_rows_is_all_padding(multiple: int) -> None:
-    first, empty = make_packs(SEQUENCES, [[1, 0], []], "response", multiple, CPU)
-    assert empty.rows == [] and empty.token_ids.tolist() == [0] * multiple
-    assert empty.boundaries.tolist() == [0, multiple] and empty.longest == multiple
-    assert empty.select.tolist() == [] and empty.row_counts.tolist() == []
-    [alone] = make_packs(SEQUENCES, [[1, 0]], "response", multiple, CPU)
-    assert _numbers(first) == _numbers(alone)
