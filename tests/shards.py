@@ -32,6 +32,23 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 12,
+        "decoder_sparse_step": 2,
+    },
+    "glm4_moe": {
+        "head_dim": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+    },
+}
+EXPERT_MODELS = tuple(_EXPERTS)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
@@ -51,7 +68,8 @@ def tiny_config(model: str) -> PretrainedConfig:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
+    own = (_FAMILY | _EXPERTS)[model]
+    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | own))
 
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:

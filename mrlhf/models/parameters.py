@@ -7,13 +7,13 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import EngineLayout, ParallelLayout, ReplicaPlace
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
@@ -24,6 +24,33 @@ def chunk_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Chunk:
         is_first=stage == 0,
         is_last=stage == layout.pp - 1,
     )
+
+
+def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
+    """The numbers of the experts on one of `ep` expert-parallel ranks; `ep` divides their number."""
+    if spec.experts is None:
+        return range(0)
+    held = spec.experts.count // ep
+    return range(ep_rank * held, (ep_rank + 1) * held)
+
+
+def keeps_float32(parameter: str) -> bool:
+    """Whether a parameter is float32 whatever the dtype of the model is: rounded, it would choose others."""
+    return parameter.endswith(".router.correction")
+
+
+def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
+    """Pieces as they travel in numbers of `itemsize` bytes.
+
+    A tensor that stays float32 has one dimension more: the numbers that each of its own becomes.
+    """
+    words = 4 // itemsize
+    carried: list[Piece] = []
+    for piece in pieces:
+        if words > 1 and keeps_float32(piece.parameter):
+            piece = replace(piece, full_shape=(*piece.full_shape, words))
+        carried.append(piece)
+    return carried
 
 
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
@@ -40,17 +67,41 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
-    _, tp_rank = layout.place(rank)
-    return _engine_map(spec).pieces(tp_rank, layout.tp)
+    shapes = family_of(spec).tensor_shapes(spec)
+    pieces: list[Piece] = []
+    for name, cut in engine_cuts(spec, layout.place_in_replica(rank)).items():
+        pieces += pieces_of(name, cut.rule, shapes, cut.part, cut.parts)
+    return pieces
 
 
-def engine_rules(spec: ModelSpec) -> Mapping[str, Rule]:
-    """The rule of each parameter of an inference engine, which has one pipeline stage.
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter a rank holds.
 
-    They are training's, except that an engine may have more ranks than KV heads; its ranks then
-    share them.
+    Attributes:
+        rule: how the parameter is made of named tensors.
+        part: the number of the part.
+        parts: how many parts there are.
     """
-    return _engine_map(spec).rules
+
+    rule: Rule
+    part: int
+    parts: int
+
+
+def engine_cuts(spec: ModelSpec, place: ReplicaPlace) -> dict[str, Cut]:
+    """The parameters of one rank of an inference replica, which has one pipeline stage.
+
+    Their rules are those of training, except that an engine may have more ranks than KV heads; its
+    ranks then share them. Of the experts of a layer the rank has those of its place.
+    """
+    cuts: dict[str, Cut] = {}
+    for name, rule in _engine_rules(spec, experts_of(spec, place.ep, place.ep_rank)).items():
+        if rule.of_expert:
+            cuts[name] = Cut(rule, place.etp_rank, place.etp)
+        else:
+            cuts[name] = Cut(rule, place.tp_rank, place.tp)
+    return cuts
 
 
 @dataclass(frozen=True)
@@ -77,12 +128,12 @@ def _weight_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
     return _WeightMap(rules, family.tensor_shapes(spec))
 
 
-@lru_cache(maxsize=4)
-def _engine_map(spec: ModelSpec) -> _WeightMap:
-    whole = _weight_map(spec, Chunk(range(spec.num_layers), is_first=True, is_last=True))
+@lru_cache(maxsize=64)
+def _engine_rules(spec: ModelSpec, experts: range) -> Mapping[str, Rule]:
+    whole = _weight_map(spec, Chunk(range(spec.num_layers), True, True, experts))
 
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():
         shares_heads = len(rule.names) > 1
         rules[name] = replace(rule, shared_kv_heads=rule.periods) if shares_heads else rule
-    return _WeightMap(rules, whole.shapes)
+    return rules

@@ -47,6 +47,8 @@ class Rule:
             neighbouring ranks hold the same KV head. None if every tensor is split over all ranks.
         intervals: the rows [start, stop) along `dim` that the parameter holds of each tensor, which
             may then be named several times; None for all rows of each.
+        of_expert: whether the parameter belongs to one expert of a mixture. It is then split over
+            the expert tensor-parallel ranks, and held by other ranks than the dense parameters.
     """
 
     names: tuple[str, ...]
@@ -54,6 +56,7 @@ class Rule:
     periods: int | None = None
     shared_kv_heads: int | None = None
     intervals: tuple[tuple[int, int], ...] | None = None
+    of_expert: bool = False
 
     def interval(self, number: int, shapes: Mapping[str, Shape]) -> tuple[int, int]:
         """The rows along `dim` of the tensor `names[number]` that the parameter holds."""
@@ -123,7 +126,8 @@ class Piece:
 
     The slice is the interval [start, stop) along `dim` of tensor `name`; every other dimension is
     whole. In the parameter it is cut into blocks of `block` rows. Each period of `period` rows
-    holds one of them, `offset` rows after its beginning.
+    holds one of them, `offset` rows after its beginning. `of_expert` says whether the parameter
+    belongs to one expert of a mixture; other ranks have replicas of it than of dense parameters.
     """
 
     name: str
@@ -135,6 +139,7 @@ class Piece:
     offset: int
     block: int
     period: int
+    of_expert: bool = False
 
     @property
     def key(self) -> Key:
@@ -193,6 +198,8 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """The pieces that tensor-parallel rank `tp_rank` of `tp_size` holds in `parameter`.
 
+    For a parameter of an expert these are the rank and size of expert tensor parallelism.
+
     Vocabulary rows need not divide: each rank has ceil(vocab / tp_size) rows, and the padding rows
     of the last rank belong to no piece.
 
@@ -203,7 +210,7 @@ def pieces_of(
         (name,) = rule.names
         shape = shapes[name]
         rows = shape[0]
-        return (Piece(name, shape, 0, 0, rows, parameter, offset=0, block=rows, period=rows),)
+        return (Piece(name, shape, 0, 0, rows, parameter, 0, rows, rows, of_expert=rule.of_expert),)
 
     periods, blocks = rule.blocks(shapes, tp_size)
     pieces = []
@@ -223,7 +230,18 @@ def pieces_of(
             valid = min(block, stop - start)
             period = sum(blocks)
             pieces.append(
-                Piece(name, shape, rule.dim, start, stop, parameter, offset, valid, period)
+                Piece(
+                    name,
+                    shape,
+                    rule.dim,
+                    start,
+                    stop,
+                    parameter,
+                    offset,
+                    valid,
+                    period,
+                    of_expert=rule.of_expert,
+                )  # fmt: skip
             )
         offset += block
     return tuple(pieces)

@@ -21,14 +21,14 @@ from mrlhf.errors import WeightError
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout, ReplicaPlace
 from mrlhf.reshard import shared_memory
 from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
-from mrlhf.reshard.sides import engine_side, sides_around, training_side
+from mrlhf.reshard.sides import sides_around, sides_of_all
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 from tests.ranks import run_ranks
@@ -74,10 +74,13 @@ class FakeEngine:
 
 def _planner(spec: ModelSpec, actor: ParallelLayout, engine_tp: int, itemsize: int) -> Planner:
     engines = EngineLayout.inside(actor, engine_tp)
-    source = training_side(actor, lambda rank: role_pieces(spec, actor, rank))
-    target = engine_side(engines, lambda rank: engine_pieces(spec, engines, rank))
+    sides = sides_of_all(
+        engines,
+        lambda rank: role_pieces(spec, actor, rank),
+        lambda rank: engine_pieces(spec, engines, rank),
+    )
     groups = {rank: ranks for ranks in actor.groups("tp", "pp") for rank in ranks}
-    return Planner(source, target, itemsize, groups.__getitem__)
+    return Planner(sides, itemsize, groups.__getitem__)
 
 
 def _make(
@@ -260,14 +263,14 @@ def _one_group_alone(rank: int) -> None:
             engine = FakeEngine(engine_pieces(spec, engine_layout, rank), torch.float32)
             fill(slots, full_tensors(spec))
 
-            source, target = sides_around(
+            sides = sides_around(
                 rank,
                 engine_layout,
                 lambda rank: role_pieces(spec, actor, rank),
                 lambda rank: engine_pieces(spec, engine_layout, rank),
             )
             options = TransferOptions(bucket_bytes=10**6, verify=True)
-            Resharder(Planner(source, target, 4), slots, engine, rank, options, group).run()
+            Resharder(Planner(sides, 4), slots, engine, rank, options, group).run()
             _assert_holds(engine, full_tensors(spec))
 
 
@@ -275,7 +278,8 @@ class NativeWeights:
     """The weights of the real engine."""
 
     def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
-        self.parameters = Parameters(spec, tp_rank, tp_size, torch.device("cpu"), torch.float32)
+        place = ReplicaPlace(tp_rank, tp_size)
+        self.parameters = Parameters(spec, place, torch.device("cpu"), torch.float32)
         self.bind = self.parameters.bind
         self.weight_slots = self.parameters.slots
 

@@ -41,7 +41,7 @@ def _planner(
         lambda rank: role_pieces(spec, engines.actor, rank),
         lambda rank: engine_pieces(spec, engines, rank),
     )
-    return Planner(*sides, 2, lambda rank: _machine_of(rank, machine))
+    return Planner(sides, 2, lambda rank: _machine_of(rank, machine))
 
 
 def _machine_of(rank: int, machine: int | Sequence[int]) -> range:

@@ -101,13 +101,13 @@ def test_plan_over_all_ranks_moves_no_more_than_it_must(tp: int, pp: int, engine
 
     plans: dict[int, ReshardPlan] = {}
     for rank in range(8):
-        source, target = sides_around(
+        sides = sides_around(
             rank,
             engines,
             lambda rank: role_pieces(spec, actor, rank),
             lambda rank: vllm_pieces(spec, engines, rank),
         )
-        plans[rank] = Planner(source, target, itemsize=4).plan(rank)
+        plans[rank] = Planner(sides, itemsize=4).plan(rank)
         assert plans[rank].bytes_received == plans[rank].bytes_minimum
 
     check_agreement(plans)
