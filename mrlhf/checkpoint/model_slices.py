@@ -9,7 +9,7 @@ wrote them. This file does not know roles, schedules or directories.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.training.engine import ModelEngine
-from mrlhf.training.optimizer import OptimizedRange
+from mrlhf.training.optimizer import MOMENTS, OptimizedRange, ShardedOptimizer
 from mrlhf.weights.boxes import Box, StoredBox, boxes_in
 from mrlhf.weights.shard import Key, Piece
 
@@ -64,18 +64,26 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
     assert engine.optimizer is not None, "a frozen model is not saved"
     groups = engine.groups
     own_keys = _keys_to_write(engine.spec, groups.layout, torch.distributed.get_rank())
+    layout = groups.layout
+    place = groups.coordinates
 
     boxes: list[Box] = []
     sources: list[TensorSource] = []
     kinds: tuple[str, ...] = (WEIGHT,)
     for held in _held(engine):
+        is_trained = held.parameter.requires_grad
+        if not is_trained:
+            held = replace(held, optimized=_untrained(held.parameter, engine.optimizer))
         if held.optimized is None:
             continue
-        if engine.optimizer.is_distributed:
+
+        if engine.optimizer.is_distributed and is_trained:
             start = held.optimized.start
             flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
+        elif held.pieces[0].of_expert:
+            start, flats = _share(held, layout.edp, place.edp)
         else:
-            start, flats = _share(held, groups.layout.dp, groups.coordinates.dp)
+            start, flats = _share(held, layout.dp, place.dp)
         kinds = tuple(flats)
         stop = start + len(flats[WEIGHT])
 
@@ -140,16 +148,25 @@ def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Ke
     """The named slices that this rank writes, of those that ranks of its replica hold.
 
     Tensor-parallel ranks hold the same norms, and the two ends of a pipeline the same tied
-    embedding. The first rank that holds a slice writes it.
+    embedding. The first rank that holds a slice writes it. A slice of an expert is on ranks of
+    different replicas alone.
     """
     mine = layout.coordinates(rank)
     own = {piece.key for piece in role_pieces(spec, layout, rank)}
+    dense = {piece.key for piece in role_pieces(spec, layout, rank) if not piece.of_expert}
     for pp in range(layout.pp):
         for tp in range(layout.tp):
             if (pp, tp) < (mine.pp, mine.tp):
                 earlier = layout.rank_at(tp=tp, dp=mine.dp, pp=pp)
-                own -= {piece.key for piece in role_pieces(spec, layout, earlier)}
+                own -= dense & {piece.key for piece in role_pieces(spec, layout, earlier)}
     return own
+
+
+def _untrained(parameter: Tensor, optimizer: ShardedOptimizer) -> OptimizedRange:
+    """A parameter that the optimizer does not know, as if it had never moved."""
+    flat = parameter.detach().float().view(-1)
+    names = MOMENTS if optimizer.steps_taken else ()
+    return OptimizedRange(0, flat, {name: torch.zeros_like(flat) for name in names})
 
 
 def _share(held: _Held, dp_size: int, dp_rank: int) -> tuple[int, dict[str, Tensor]]:

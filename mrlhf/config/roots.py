@@ -20,7 +20,9 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Section, Seed
+from mrlhf.config.reward import RewardSection
 from mrlhf.config.rollout import RolloutSection
+from mrlhf.config.router import RouterSection
 from mrlhf.config.sections import (
     ActorSection,
     CriticSection,
@@ -29,7 +31,6 @@ from mrlhf.config.sections import (
     PPOTrainerSection,
     ReferenceSection,
     RewardModelSection,
-    RewardSection,
     RoleSection,
     TrainerSection,
 )
@@ -95,6 +96,8 @@ class PPOConfig(Root):
             "reference.path": "actor.path",
             "reference.tp": "actor.tp",
             "reference.pp": "actor.pp",
+            "reference.ep": "actor.ep",
+            "reference.etp": "actor.etp",
             "data.tokenizer": "actor.path",
             "data.gen_batch_size": "data.train_batch_size",
             "actor.loss_scale_factor": "data.max_response_length",
@@ -171,7 +174,7 @@ class PPOConfig(Root):
         return roles
 
 
-class TrainedModelSection(RoleSection):
+class TrainedModelSection(RouterSection, RoleSection):
     """The model that is trained."""
 
     init: Literal["checkpoint", "random"] = Field(

@@ -6,12 +6,11 @@ fills in what one section takes from another, and `preflight` compares them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from mrlhf.config.fields import (
-    MOST,
     Count,
     CountOrZero,
     Decay,
@@ -23,14 +22,13 @@ from mrlhf.config.fields import (
     PathText,
     Positive,
     Ranks,
-    Seconds,
     Section,
     Switch,
     UpToOne,
 )
 from mrlhf.config.path_text import expand_name
-from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RewardName, policy_loss_traits
-from mrlhf.user_code import is_reference
+from mrlhf.config.router import RouterSection
+from mrlhf.rl.names import KlKind, LossAggMode, LossMode, policy_loss_traits
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
@@ -114,6 +112,16 @@ class RoleSection(Section):
         "its KV heads or is a multiple of them",
     )
     pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
+    ep: Ranks = Field(
+        1,
+        description="expert-parallel size, ranks that share out the experts of a layer; divides "
+        "their number. They may be ranks of tp and of data parallelism",
+    )
+    etp: Ranks | None = Field(
+        None,
+        description="tensor-parallel size of an expert, ranks; divides tp; null: tp if ep is 1, "
+        "else 1",
+    )
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"
     )
@@ -168,7 +176,7 @@ class PolicyLossSection(Section):
         return self
 
 
-class ActorSection(RoleSection):
+class ActorSection(RouterSection, RoleSection):
     """The policy that is trained."""
 
     switches = (
@@ -254,7 +262,7 @@ class ActorSection(RoleSection):
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
-class CriticSection(RoleSection):
+class CriticSection(RouterSection, RoleSection):
     """The value model.
 
     It starts from the weights of path, with a fresh scalar head unless they hold one.
@@ -283,70 +291,6 @@ class ReferenceSection(RoleSection):
 
 class RewardModelSection(RoleSection):
     """A frozen sequence classifier with one output (score.weight) that scores whole responses."""
-
-
-class RewardTermSection(Section):
-    """One part of the reward."""
-
-    name: RewardName | FunctionReference = Field(
-        description="a rule, reward_model, or path/to/file.py:function: your own"
-    )
-    weight: Number = Field(1.0, description="factor of this term in the sum")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_section(cls, raw: Any) -> Any:
-        if isinstance(raw, str):
-            raise ValueError(f"should be a section with keys of its own: {{name: {raw}}}")
-        return raw
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _is_rule_or_function(cls, name: object) -> str:
-        return expand_name(name, get_args(RewardName))
-
-
-def _no_own_function(terms: Any) -> bool:
-    """Whether `terms`, raw or read, is a list of terms none of which is a user's function."""
-    if not isinstance(terms, list):
-        return False
-    for term in terms:
-        name = term.name if isinstance(term, RewardTermSection) else None
-        if isinstance(term, dict):
-            name = term.get("name")
-        if is_reference(str(name)):
-            return False
-    return True
-
-
-class RewardSection(Section):
-    """The score of a response: the weighted sum of its terms."""
-
-    switches = (
-        Switch(
-            "terms",
-            _no_own_function,
-            ("timeout_s", "memory_mb", "max_processes"),
-            "holds no function of your own",
-            "name one there",
-        ),
-    )
-
-    terms: Annotated[list[RewardTermSection], Field(min_length=1)] = Field(
-        description="list of {name, weight}"
-    )
-    timeout_s: Seconds = Field(
-        60.0, description="longest time that one call of a user's function may take, seconds"
-    )
-    memory_mb: Annotated[int, Field(ge=64, le=MOST)] | None = Field(
-        16384,
-        description="most private memory of each process of a user's function, MB; null: no limit",
-    )
-    max_processes: Count | None = Field(
-        64,
-        description="most processes of a user's function at once, on each rank; they are counted "
-        "twice a second; null: no limit",
-    )
 
 
 class TrainerSection(Section):

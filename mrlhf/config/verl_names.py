@@ -40,6 +40,10 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "tensor_model_parallel_size": "tp",
         "megatron.tensor_model_parallel_size": "tp",
         "megatron.pipeline_model_parallel_size": "pp",
+        "megatron.expert_model_parallel_size": "ep",
+        "megatron.expert_tensor_parallel_size": "etp",
+        "megatron.override_transformer_config.moe_aux_loss_coeff": "router_balance_coef",
+        "megatron.override_transformer_config.moe_z_loss_coeff": "router_z_coef",
         "megatron.sequence_parallel": "sequence_parallel",
         "megatron.dtype": "dtype",
         "model.enable_gradient_checkpointing": "recompute",
@@ -109,7 +113,7 @@ _METRICS = (
     "trainer.tensorboard"
 )
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
-_MEGATRON = "models run on megatron-core, with tp and pp alone"
+_MEGATRON = "models run on megatron-core, with tp, pp, ep and etp alone"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
 _NO_CODE = "code that stands beside a model or a tokenizer is never run"
 _NO_LORA = "there is no LoRA"

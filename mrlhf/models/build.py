@@ -76,7 +76,7 @@ def build_model(
     config = transformer_config(
         spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
     )
-    chunk = chunk_of(spec, layout, groups.coordinates.pp)
+    chunk = chunk_of(spec, layout, groups.coordinates)
     transformer_engine = HAVE_TE and device.kind == "cuda"
     decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
 
@@ -111,12 +111,14 @@ def slots_of(
     """
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
-    chunk = chunk_of(spec, layout, coordinates.pp)
+    chunk = chunk_of(spec, layout, coordinates)
+    dense = (coordinates.tp, layout.tp)
+    of_expert = (coordinates.etp, layout.etp)
 
     slots = []
     for name, parameter in unwrap_model(module).named_parameters():
         rule = family.rule_of(spec, chunk, name)
-        for piece in pieces_of(name, rule, shapes, coordinates.tp, layout.tp):
+        for piece in pieces_of(name, rule, shapes, *(of_expert if rule.of_expert else dense)):
             slots.append(Slot(piece, parameter))
     return slots
 

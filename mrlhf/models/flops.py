@@ -1,13 +1,13 @@
 """Counts the floating-point operations that a forward pass and a training step of a model need.
 
 What counts is matrix products, with two operations for each multiplication and addition: every
-linear layer, the output layer at the positions whose output is used, and attention between the
+linear layer, of experts those that a token goes to, the output layer at the positions whose output is used, and attention between the
 pairs of positions that see each other. What does not count is the lookup of embeddings, norms,
 rotation and softmax, and whatever an implementation does twice (recomputed activations) or in vain
 (masked pairs, padding, outputs that nobody reads). Divided by time and by the peak of the device,
 this is the model FLOPs utilisation of https://arxiv.org/abs/2204.02311, appendix B.
 
-The counts are those of a dense Llama-like model. This file knows neither devices nor layouts.
+The counts are those of Llama-like models. This file knows neither devices nor layouts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,22 @@ def forward_flops(spec: ModelSpec, length: int, outputs: int) -> int:
     q_rows = spec.num_heads * spec.head_dim
     kv_rows = spec.num_kv_heads * spec.head_dim
     attention = spec.hidden_size * (q_rows + 2 * kv_rows) + q_rows * spec.hidden_size
-    mlp = 3 * spec.hidden_size * spec.ffn_size
+    mlps = sum(_mlp_products(spec, layer) for layer in range(spec.num_layers))
     head = spec.hidden_size * (spec.vocab_size if spec.head == "lm" else 1)
 
-    products = spec.num_layers * (attention + mlp) * length + head * outputs
+    products = (spec.num_layers * attention + mlps) * length + head * outputs
     pairs = q_rows * sum(visible_pairs(length, window) for window in spec.windows)
     return 2 * products + 4 * pairs
+
+
+def _mlp_products(spec: ModelSpec, layer: int) -> int:
+    """Multiplications for each token in the MLP of a layer."""
+    experts = spec.experts
+    if experts is None or not experts.layers[layer]:
+        return 3 * spec.hidden_size * spec.ffn_size
+    widths = experts.per_token * experts.ffn_size + experts.shared_ffn_size
+    linears = experts.count + experts.shared_gate  # the router, and the gate of one row
+    return spec.hidden_size * (3 * widths + linears)
 
 
 def training_flops(spec: ModelSpec, sequences: Iterable[tuple[int, int]]) -> float:

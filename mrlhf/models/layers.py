@@ -1,4 +1,4 @@
-"""megatron-core's layer specs for a decoder of attention and a gated MLP, and RMSNorm everywhere.
+"""megatron-core's layer specs for a decoder of attention and gated MLPs, and RMSNorm everywhere.
 
 There are two builds: megatron-core's own layers with our attention and norm, which need torch
 alone, and TransformerEngine's layers, for models that need nothing beyond them. This file knows no
@@ -8,6 +8,7 @@ family and no layout.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from mrlhf.models.attention import CoreAttention
 from mrlhf.models.kernels import gated
+from mrlhf.models.mixture_layer import MixtureLayer
 from mrlhf.models.norm import RMSNorm
 from mrlhf.models.projection_norm import NormedRowLinear, ProjectionNormAttention
 from mrlhf.models.rope import Rope, rope_of
@@ -59,9 +61,7 @@ class GatedActivation(torch.nn.Module):
         return gated(gate_up)
 
 
-def dense_decoder(
-    spec: ModelSpec, layers: range, transformer_engine: bool
-) -> TransformerBlockSubmodules:
+def decoder(spec: ModelSpec, layers: range, transformer_engine: bool) -> TransformerBlockSubmodules:
     """The decoder of a chunk.
 
     Args:
@@ -80,8 +80,29 @@ def dense_decoder(
 
     make = transformer_engine_layer if transformer_engine and not needs_ours else plain_layer
     by_rope = {rope: make(spec, rope) for rope in set(spec.ropes)}
-    layer_specs = [by_rope[spec.ropes[layer]] for layer in layers]
+    layer_specs = []
+    for layer in layers:
+        dense = by_rope[spec.ropes[layer]]
+        layer_specs.append(mixture_layer(spec, dense) if spec.has_experts(layer) else dense)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=RMSNorm)
+
+
+def mixture_layer(spec: ModelSpec, dense: ModuleSpec) -> ModuleSpec:
+    """The layer with the attention of a dense layer, and a mixture of experts as its MLP."""
+    # TransformerEngine fuses the norm into the linear layer that follows it.
+    submodules = replace(
+        dense.submodules, pre_mlp_layernorm=RMSNorm, mlp=IdentityOp, sharded_state_dict_keys_map={}
+    )
+    shared = MLPSubmodules(
+        linear_fc1=ColumnParallelLinear,
+        activation_func=GatedActivation,
+        linear_fc2=RowParallelLinear,
+    )
+    return ModuleSpec(
+        module=MixtureLayer,
+        params={"experts": spec.experts, "shared": shared},
+        submodules=submodules,
+    )
 
 
 def transformer_engine_layer(spec: ModelSpec, rope: str | None) -> ModuleSpec:

@@ -1,4 +1,4 @@
-"""Which tensor- and pipeline-parallel sizes fit a model: arithmetic on its spec.
+"""Which sizes of the parallel axes fit a model: arithmetic on its spec.
 
 Checks before a run and the engines use it, so that what they refuse and the sizes that they name
 agree. It knows no ranks and no tensors.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import AxisSizes
 
 Misfit = Callable[[ModelSpec, int], str | None]
 
@@ -64,6 +65,39 @@ def pp_problem(key: str, pp: int, spec: ModelSpec) -> str | None:
     return f"{key} {pp} does not fit the model's {layers} layers; use {_one_of(fits)}"
 
 
+def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
+    """Why the sizes of expert parallelism do not fit a model, and which do, in one line.
+
+    Args:
+        role: names the keys in the message.
+        sizes: of the role's axes.
+        spec: the model.
+
+    Returns:
+        None if the sizes fit.
+    """
+    experts = spec.experts
+    if experts is None:
+        if sizes.ep > 1:
+            return f"{role}.ep {sizes.ep} does not fit a model without experts; set {role}.ep=1"
+        if sizes.expert_tp != sizes.tp:
+            return f"{role}.etp {sizes.etp} does not fit a model without experts; leave it out"
+        return None
+
+    if experts.count % sizes.ep:
+        fits = [str(size) for size in range(1, experts.count + 1) if experts.count % size == 0]
+        return (
+            f"{role}.ep {sizes.ep} does not fit the model's {experts.count} experts; use "
+            f"{_one_of(fits)}"
+        )
+    if experts.ffn_size % sizes.expert_tp:
+        return (
+            f"{role}.etp {sizes.expert_tp} does not fit the experts' intermediate size "
+            f"{experts.ffn_size}; set {role}.etp to a divisor of it, such as 1"
+        )
+    return None
+
+
 def _misfits(
     tp: int, spec: ModelSpec, whole_kv_heads: bool, vocabulary: Misfit | None
 ) -> list[str]:
@@ -86,8 +120,10 @@ def _misfits(
             "of a head hold equal parts of it)"
         )
 
-    if spec.ffn_size % tp:
+    if spec.has_dense_layers and spec.ffn_size % tp:
         misfits.append(f"intermediate size {spec.ffn_size}")
+    if spec.experts is not None and spec.experts.shared_ffn_size % tp:
+        misfits.append(f"shared expert of intermediate size {spec.experts.shared_ffn_size}")
     misfit = None if vocabulary is None else vocabulary(spec, tp)
     if misfit is not None:
         misfits.append(misfit)

@@ -13,21 +13,22 @@ from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout, ReplicaPlace
+from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout, ReplicaPlace
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
-def chunk_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Chunk:
-    """The part of the model on pipeline stage `stage`."""
+def chunk_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> Chunk:
+    """The part of the model on the rank at `place`."""
     return Chunk(
-        layers=layout.stage_layers(stage, spec.num_layers),
-        is_first=stage == 0,
-        is_last=stage == layout.pp - 1,
+        layers=layout.stage_layers(place.pp, spec.num_layers),
+        is_first=place.pp == 0,
+        is_last=place.pp == layout.pp - 1,
+        experts=experts_of(spec, layout.ep, place.ep),
     )
 
 
 def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
-    """The numbers of the experts on one of `ep` expert-parallel ranks; `ep` divides their number."""
+    """The numbers of the experts on one of `ep` ranks, which divides their number."""
     if spec.experts is None:
         return range(0)
     held = spec.experts.count // ep
@@ -35,7 +36,7 @@ def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
 
 
 def keeps_float32(parameter: str) -> bool:
-    """Whether a parameter is float32 whatever the dtype of the model is: rounded, it would choose others."""
+    """Whether a parameter is float32 whatever the model's dtype: rounded, it would choose others."""
     return parameter.endswith(".router.correction")
 
 
@@ -53,25 +54,25 @@ def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
     return carried
 
 
-def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
-    """Names in `GPTModel.named_parameters()` of pipeline stage `stage`; layers from 0."""
-    return family_of(spec).parameter_names(spec, chunk_of(spec, layout, stage))
+def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
+    """Names in `GPTModel.named_parameters()` of the rank at `place`; layers from 0."""
+    return family_of(spec).parameter_names(spec, chunk_of(spec, layout, place))
 
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
-    coordinates = layout.coordinates(rank)
-    chunk = chunk_of(spec, layout, coordinates.pp)
-    return _weight_map(spec, chunk).pieces(coordinates.tp, layout.tp)
+    place = layout.coordinates(rank)
+    chunk = chunk_of(spec, layout, place)
+    weights = _weight_map(spec, chunk)
+    return weights.pieces((place.tp, layout.tp), (place.etp, layout.etp))
 
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
-    shapes = family_of(spec).tensor_shapes(spec)
-    pieces: list[Piece] = []
-    for name, cut in engine_cuts(spec, layout.place_in_replica(rank)).items():
-        pieces += pieces_of(name, cut.rule, shapes, cut.part, cut.parts)
-    return pieces
+    place = layout.place_in_replica(rank)
+    experts = experts_of(spec, place.ep, place.ep_rank)
+    weights = _engine_map(spec, experts)
+    return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp))
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ def engine_cuts(spec: ModelSpec, place: ReplicaPlace) -> dict[str, Cut]:
     Their rules are those of training, except that an engine may have more ranks than KV heads; its
     ranks then share them. Of the experts of a layer the rank has those of its place.
     """
+    experts = experts_of(spec, place.ep, place.ep_rank)
     cuts: dict[str, Cut] = {}
-    for name, rule in _engine_rules(spec, experts_of(spec, place.ep, place.ep_rank)).items():
+    for name, rule in _engine_map(spec, experts).rules.items():
         if rule.of_expert:
             cuts[name] = Cut(rule, place.etp_rank, place.etp)
         else:
@@ -111,11 +113,16 @@ class _WeightMap:
     rules: Mapping[str, Rule]
     shapes: Mapping[str, Shape]
 
-    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
-        """The pieces of one tensor-parallel rank, parameter by parameter."""
+    def pieces(self, tp: tuple[int, int], etp: tuple[int, int]) -> list[Piece]:
+        """The pieces of one rank, parameter by parameter.
+
+        Args:
+            tp: its place and the number of places along tensor parallelism.
+            etp: the same for experts.
+        """
         pieces: list[Piece] = []
         for name, rule in self.rules.items():
-            pieces += pieces_of(name, rule, self.shapes, tp_rank, tp_size)
+            pieces += pieces_of(name, rule, self.shapes, *(etp if rule.of_expert else tp))
         return pieces
 
 
@@ -125,15 +132,20 @@ def _weight_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
     family = family_of(spec)
     names = family.parameter_names(spec, chunk)
     rules = {name: family.rule_of(spec, chunk, name) for name in names}
-    return _WeightMap(rules, family.tensor_shapes(spec))
+    return _WeightMap(rules, _shapes(spec))
+
+
+@lru_cache(maxsize=4)
+def _shapes(spec: ModelSpec) -> Mapping[str, Shape]:
+    return family_of(spec).tensor_shapes(spec)
 
 
 @lru_cache(maxsize=64)
-def _engine_rules(spec: ModelSpec, experts: range) -> Mapping[str, Rule]:
+def _engine_map(spec: ModelSpec, experts: range) -> _WeightMap:
     whole = _weight_map(spec, Chunk(range(spec.num_layers), True, True, experts))
 
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():
         shares_heads = len(rule.names) > 1
         rules[name] = replace(rule, shared_kv_heads=rule.periods) if shares_heads else rule
-    return rules
+    return _WeightMap(rules, whole.shapes)

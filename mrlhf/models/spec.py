@@ -146,6 +146,15 @@ class ModelSpec:
         assert len(sizes) <= 1, f"windows of different sizes: {sizes}"
         return next(iter(sizes), None)
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of the layer with this number is a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether a layer has a dense MLP."""
+        return self.experts is None or not all(self.experts.layers)
+
     def padded_vocab(self, tp: int) -> int:
         """Embedding rows over all `tp` ranks, padding included."""
         return -(-self.vocab_size // tp) * tp

@@ -73,6 +73,7 @@ def _wanted(spec: ModelSpec) -> Wanted:
         shapes,
         may_lack=(family.scalar_head,) if spec.head == "scalar" else (),
         ignored=(family.language_head,),
+        ignored_prefixes=family.ignored_prefixes(spec),
         stand_ins={embedding: family.language_head} if spec.output_is_embedding else {},
     )
 

@@ -31,6 +31,8 @@ class RoleGroups:
         collection: the same groups under the names that megatron-core gives them.
         results: ranks with the tensor-parallel position of this one, over which the results of a
             batch are shared out.
+        first_copy: ranks that together hold the first copy of the model, experts included; None on
+            other ranks.
         machine: the ranks of this machine, which share memory.
     """
 
@@ -38,6 +40,7 @@ class RoleGroups:
     coordinates: Coordinates
     collection: ProcessGroupCollection
     results: Group
+    first_copy: Group | None
     machine: Machine
 
     @property
@@ -61,18 +64,13 @@ class RoleGroups:
         return self.collection.cp
 
     @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank is of the first copy of the model, experts aside."""
-        return self.coordinates.cp == self.coordinates.dp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank is of the pipeline stage that gives the model's output."""
         return self.coordinates.pp == self.layout.pp - 1
 
     @property
     def mp(self) -> Group:
-        """Ranks that together hold one copy of the model."""
+        """Ranks that together hold one copy of the model, experts aside."""
         return self.collection.mp
 
     @property
@@ -172,6 +170,7 @@ class GroupFactory:
             layout.coordinates(self._rank),
             collection,
             results=self._along(layout, "cp", "dp", "pp"),
+            first_copy=self._own_group_or_none([layout.first_copy]),
             machine=self.machine,
         )
 

@@ -38,21 +38,32 @@ class AxisSizes:
         tp: tensor-parallel size.
         cp: context-parallel size.
         pp: pipeline-parallel size.
+        ep: expert-parallel size.
+        etp: tensor-parallel size of an expert; None for tp without expert parallelism, else for 1.
     """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
         """Those of a role's section."""
-        return cls(tp=section.tp, pp=section.pp)
+        return cls(tp=section.tp, pp=section.pp, ep=section.ep, etp=section.etp)
 
     @property
     def ranks(self) -> int:
         """How many ranks hold one copy of the model, or share a sequence."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """The tensor-parallel size of an expert."""
+        if self.etp is not None:
+            return self.etp
+        return self.tp if self.ep == 1 else 1
 
     def dp(self, world_size: int) -> int:
         """The data-parallel size on so many ranks."""
@@ -61,11 +72,27 @@ class AxisSizes:
     def problem(self, role: str, world_size: int) -> str | None:
         """Why the sizes do not fit so many ranks, in one line; None if they do."""
         if world_size % self.ranks == 0:
-            return None
+            return self._expert_problem(role, world_size)
         keys = [f"{role}.{axis}" for axis in self._named]
         return (
             f"{role}: world size {world_size} is not divisible by {self.product(role='')}; start a "
             f"multiple of {self.ranks} processes or change {_one_of(keys)}"
+        )
+
+    def _expert_problem(self, role: str, world_size: int) -> str | None:
+        """Why the experts do not fit the ranks of a pipeline stage; None if they do."""
+        etp = self.expert_tp
+        if self.tp % etp:
+            fits = [str(size) for size in range(1, self.tp + 1) if self.tp % size == 0]
+            return f"{role}.etp {etp} does not divide {role}.tp {self.tp}; use {_one_of(fits)}"
+
+        ranks = world_size // self.pp
+        if ranks % (etp * self.ep) == 0:
+            return None
+        fits = [str(size) for size in range(1, ranks + 1) if ranks % (etp * size) == 0]
+        return (
+            f"{role}.ep {self.ep} x {role}.etp {etp} = {self.ep * etp} does not divide the {ranks} "
+            f"ranks of a pipeline stage; set {role}.ep to {_one_of(fits)}"
         )
 
     def product(self, role: str) -> str:
@@ -137,7 +164,14 @@ class ParallelLayout:
         problem = sizes.problem(role, world_size)
         if problem is not None:
             raise ConfigError(problem)
-        return cls(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=sizes.dp(world_size))
+        return cls(
+            tp=sizes.tp,
+            cp=sizes.cp,
+            pp=sizes.pp,
+            dp=sizes.dp(world_size),
+            ep=sizes.ep,
+            etp=sizes.expert_tp,
+        )
 
     @property
     def edp(self) -> int:
@@ -148,6 +182,13 @@ class ParallelLayout:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.group_size(*AXES)
+
+    @property
+    def first_copy(self) -> list[int]:
+        """The ranks that together hold the first copy of the model, experts included."""
+        in_stage = self.tp * self.cp * self.dp
+        held = range(max(self.tp, self.etp * self.ep))
+        return [stage * in_stage + rank for stage in range(self.pp) for rank in held]
 
     def size(self, axis: Axis) -> int:
         """Number of positions on `axis`."""
@@ -227,6 +268,8 @@ def _grid_of(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 def _one_of(words: Sequence[str]) -> str:
     *others, last = words
+    if not others:
+        return last
     return f"{', '.join(others)} or {last}"
 
 

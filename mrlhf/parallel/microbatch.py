@@ -113,6 +113,7 @@ def cut_mini_batches(
     dp: int,
     budget: int,
     together: int = 1,
+    in_step: bool = False,
 ) -> list[MiniBatch]:
     """Cut rows 0..len(lengths)-1, in order, into mini-batches and share each out over `dp` ranks.
 
@@ -128,6 +129,8 @@ def cut_mini_batches(
         budget: most tokens of a micro-batch.
         together: number of consecutive rows that must stay in one micro-batch, such as 2 for the
             two sides of a preference pair.
+        in_step: whether all ranks need the same number of micro-batches, since tokens travel
+            between them. Those that lack some then have empty ones at the end of a mini-batch.
     """
     assert len(lengths) % together == 0, (len(lengths), together)
     assert mini_batch_rows % together == 0, (mini_batch_rows, together)
@@ -147,5 +150,9 @@ def cut_mini_batches(
             for pack in pack_rows(lengths_here, costs_here, budget):
                 packed_units = [units[share[i]] for i in pack]
                 micro_batches[rank].append([row for unit in packed_units for row in unit])
+        if in_step:
+            most = max(map(len, micro_batches))
+            for share_of_rank in micro_batches:
+                share_of_rank += [[] for _ in range(most - len(share_of_rank))]
         mini_batches.append(MiniBatch(rows, micro_batches))
     return mini_batches

@@ -24,9 +24,11 @@ class PackedSequences(PackedSeqParams):
 
     Attributes:
         position_ids: int64 [tokens], from 0 in each sequence.
+        sequences: how many there are, without padding, which stands behind them.
     """
 
     position_ids: Tensor = field(kw_only=True)
+    sequences: int = field(kw_only=True)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
     )
@@ -41,6 +43,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=pack.longest,
             max_seqlen_kv=pack.longest,
             position_ids=pack.position_ids,
+            sequences=len(pack.rows),
         )
 
     @cached_property
@@ -48,6 +51,19 @@ class PackedSequences(PackedSeqParams):
         """Tokens of each sequence; on a GPU the first call waits for the device."""
         lengths: list[int] = self.cu_seqlens_q.diff().tolist()
         return lengths
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """The sequence that each token belongs to, int64 [tokens]; `sequences` for padding."""
+        lengths = self.cu_seqlens_q.diff()
+        numbers = torch.arange(len(lengths), device=lengths.device)
+        tokens = len(self.position_ids)
+        return numbers.repeat_interleave(lengths, output_size=tokens).clamp(max=self.sequences)
+
+    @cached_property
+    def sequence_lengths(self) -> Tensor:
+        """Tokens of each sequence, float32 [sequences]."""
+        return self.cu_seqlens_q.diff()[: self.sequences].float()
 
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
         """Cosines and sines of each token, float32 [tokens, len(frequencies)] each.

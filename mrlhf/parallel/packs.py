@@ -140,7 +140,7 @@ def make_packs(
 
     Args:
         sequences: of the whole batch.
-        packs: the rows of each pack; none is empty.
+        packs: the rows of each pack; a pack without rows stands for none, where another rank has one.
         select: "response": for each response token the position before it (where its log-prob and
             value come from), in tables as wide as `sequences.width`; "last": each sequence's last
             token, in tables of one column.
@@ -221,7 +221,8 @@ def _lay(sequences: Sequences, packs: Sequence[list[int]], multiple: int) -> _La
 
     lengths = sequences.lengths[rows]
     filled = torch.zeros_like(rows_in).index_add(0, pack_of, lengths)
-    padding = -filled % multiple
+    # A pack without rows is all padding.
+    padding = torch.where(filled == 0, multiple, -filled % multiple)
     padding_before = padding.cumsum(0) - padding
     return _Laid(
         rows=rows,

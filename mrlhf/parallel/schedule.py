@@ -58,7 +58,7 @@ class Pipeline:
         self._stops = stops or NeverStop()
         # What takes the place of the micro-batches after a stop: as little as goes through.
         multiple = groups.layout.tp if config.sequence_parallel else 1
-        [self._shortest] = make_packs(Sequences.of([[0]], [1]), [[0]], "last", multiple, device)
+        [self._shortest] = make_packs(Sequences.of([[0]], [1]), [[]], "last", multiple, device)
         self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
         self._communication = {}
         self.clock: StageClock | None = None
@@ -70,7 +70,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(
         self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]
-    ) -> list[Result]:
+    ) -> list[Result | None]:
         """Run the packs forward only; every rank of the run calls it.
 
         Args:
@@ -79,7 +79,8 @@ class Pipeline:
                 or [selected, 1], and the number of the pack.
 
         Returns:
-            On the last stage the results of `evaluate`, one for each pack; on other stages nothing.
+            On the last stage the results of `evaluate`, one for each pack, and None for a pack
+            without rows; on other stages nothing.
 
         Raises:
             Interrupted: the run stops here.
@@ -94,7 +95,7 @@ class Pipeline:
 
     def forward_backward(
         self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
-    ) -> list[Result]:
+    ) -> list[Result | None]:
         """Run the packs forward and backward, then reduce the gradients; every rank calls it.
 
         The gradient is that of the sum of all scalars that `loss` returns, over all packs of all
@@ -105,7 +106,8 @@ class Pipeline:
             loss: takes what `evaluate` takes in `forward`, and returns a scalar and a result.
 
         Returns:
-            On the last stage the results of `loss`, one for each pack; on other stages nothing.
+            On the last stage the results of `loss`, one for each pack, and None for a pack without
+            rows; on other stages nothing.
 
         Raises:
             Interrupted: the run stops here; the gradient is of no use.
@@ -139,6 +141,8 @@ class Pipeline:
                 # The stages wait for each other's micro-batches, so the schedule goes on to its
                 # end; all stages stop at the same micro-batch.
                 return self._forward_pack(model, self._shortest), _finish_nothing
+            if not pack.rows:  # other ranks have some, and send tokens to the experts of this one
+                return self._forward_pack(model, pack), _finish_nothing
             return self._forward_pack(model, pack), partial(finish, pack, number)
 
         return self._run(

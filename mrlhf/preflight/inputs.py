@@ -13,8 +13,8 @@ from typing import Literal, TypeVar
 
 from mrlhf.batch import Prompts
 from mrlhf.config.data import PromptDataSection, SupervisedDataSection
+from mrlhf.config.reward import RewardSection
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
-from mrlhf.config.sections import RewardSection
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows

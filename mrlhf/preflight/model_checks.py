@@ -28,7 +28,7 @@ from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
-from mrlhf.models.parallel_sizes import pp_problem, tp_problem
+from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.models.weight_files import check_weight_files
 from mrlhf.parallel.layout import AxisSizes
@@ -217,9 +217,10 @@ def _layout_problems(
         problems = (
             tp_problem(f"{name}.tp", role.tp, spec),
             pp_problem(f"{name}.pp", role.pp, spec),
+            ep_problem(name, AxisSizes.of(role), spec),
         )
         if name == "actor":
-            actor_fits = problems == (None, None)
+            actor_fits = not any(problems)
         yield from filter(None, problems)
 
     spec = specs.get("rollout")

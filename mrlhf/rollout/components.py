@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.config.algorithm import AlgorithmSection
-from mrlhf.config.sections import RewardSection
+from mrlhf.config.reward import RewardSection
 from mrlhf.errors import RewardError
 from mrlhf.rewards.term_names import term_names
 from mrlhf.rollout.scoring import Scores

@@ -21,6 +21,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mrlhf.batch import Sequences
+from mrlhf.config.router import RouterSection
 from mrlhf.config.sections import OptimSection, RoleSection
 from mrlhf.device import Device, resolve_dtype
 from mrlhf.metrics import Tally
@@ -37,6 +38,7 @@ from mrlhf.parallel.packs import Pack, Select, make_packs
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.training.data_parallel import data_parallel
+from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
@@ -68,12 +70,14 @@ class MiniBatchResult:
         numbers: this rank's part of the metrics, in the form of `Tally.to_vector`.
         kept: what the loss kept of each of this rank's packs; empty before the last stage.
         step: what became of the optimizer step; None if `stop` prevented it.
+        load: how evenly the experts were loaded; None for a dense model.
     """
 
     names: Sequence[str]
     numbers: Tensor
     kept: list[Tensor | None]
     step: OptimizerStep | None
+    load: ExpertLoad | None = None
 
 
 class ModelEngine:
@@ -125,6 +129,7 @@ class ModelEngine:
         self.chunks: list[Any] = [built.module]
         self.slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
         self.optimizer: ShardedOptimizer | None = None
+        self._routing: ExpertRouting | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, stops)
         self._set_training(False)
 
@@ -177,9 +182,9 @@ class ModelEngine:
 
         Every rank calls it.
         """
-        if self.groups.is_first_replica:
-            options = FileOptions(max_shard_bytes)
-            write_weights(path, self.slots, self._shapes, self.groups.mp, options)
+        writers = self.groups.first_copy
+        if writers is not None:
+            write_weights(path, self.slots, self._shapes, writers, FileOptions(max_shard_bytes))
 
     def cut(
         self,
@@ -208,6 +213,7 @@ class ModelEngine:
             layout.dp,
             self._section.micro_batch_tokens,
             together,
+            in_step=layout.ep > 1,
         )
 
         shares = [
@@ -248,7 +254,9 @@ class ModelEngine:
             float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
             nothing is selected.
         """
-        results = self._pipeline.forward(packs, evaluate)
+        results = [
+            result for result in self._pipeline.forward(packs, evaluate) if result is not None
+        ]
         table = self.groups.machine.table((channels, *shape), torch.float32)
 
         # Only the last stage has results, and its tensor-parallel peers have the same ones.
@@ -278,6 +286,10 @@ class ModelEngine:
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
         )
+
+        if self.spec.experts is not None:
+            assert isinstance(self._section, RouterSection), "a frozen model is not trained"
+            self._routing = ExpertRouting(self.chunks, self.groups, self._section, self.device)
 
         # With one chunk megatron-core wants a function, with several a list.
         no_sync = [chunk.no_sync for chunk in self.chunks]
@@ -321,11 +333,12 @@ class ModelEngine:
         results = self._forward_backward(packs, loss)
         tally = Tally()
         for result in results:
-            tally.merge(result.tally)
+            if result is not None:
+                tally.merge(result.tally)
 
-        outcome = MiniBatchResult(
-            names, tally.to_vector(names), [result.kept for result in results], step=None
-        )
+        kept = [None if result is None else result.kept for result in results]
+        load = None if self._routing is None else self._routing.load()
+        outcome = MiniBatchResult(names, tally.to_vector(names), kept, step=None, load=load)
         if stop is not None and stop(self.metrics_of([outcome])):
             return outcome
         return replace(outcome, step=self.optimizer.step())
@@ -360,6 +373,9 @@ class ModelEngine:
                 else:
                     tally = tally.finite()
                 tally.add("skipped", not result.step.taken, 1)
+            if result.load is not None:
+                tally.add("expert_load_max", result.load.largest, 1)
+                tally.add("expert_load_entropy", result.load.entropy, 1)
             merged.merge(tally)
         return merged
 
@@ -373,7 +389,9 @@ class ModelEngine:
 
         Returns:
             The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
-            `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps.
+            `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps;
+            with a mixture of experts also `expert_load_max` and `expert_load_entropy`, means over
+            the mini-batches of what `ExpertLoad` says.
             With several pipeline stages also `perf/bubble/<prefix>`, the time in which the stages
             stood idle over the time in which they computed.
         """
@@ -384,6 +402,9 @@ class ModelEngine:
         metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
         metrics[f"{prefix}/skipped_steps"] = skipped
         metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        for name in ("expert_load_max", "expert_load_entropy"):
+            if name in metrics:
+                metrics[f"{prefix}/{name}"] = metrics.pop(name)
         metrics |= self._bubble(prefix)
         self.optimizer.advance_schedule()
         return metrics
@@ -396,13 +417,15 @@ class ModelEngine:
             outputs = torch.ones_like(sequences.lengths)
         return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
 
-    def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult]:
+    def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult | None]:
         """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
         assert self.optimizer is not None
         self._set_training(True)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._routing is not None:
+            self._routing.begin(packs)
         try:
             return self._pipeline.forward_backward(packs, loss)
         finally:

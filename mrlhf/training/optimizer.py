@@ -168,8 +168,9 @@ class ShardedOptimizer:
         With the distributed optimizer, each data-parallel rank holds a range of its own.
         """
         held: list[OptimizedRange | None] = []
+        owners = self._owners()
         for parameter in parameters:
-            place = self._place(parameter)
+            place = self._place(parameter, owners)
             if place is None:
                 held.append(None)
                 continue
@@ -250,7 +251,17 @@ class ShardedOptimizer:
             self._wait_for_reader()
             self._wait_for_reader = None
 
-    def _place(self, parameter: Tensor) -> tuple[torch.optim.Optimizer, int, Tensor] | None:
+    def _owners(self) -> dict[int, torch.optim.Optimizer]:
+        """The inner optimizer of each main weight, by its id; experts have one of their own."""
+        owners: dict[int, torch.optim.Optimizer] = {}
+        for inner in self._inner_optimizers():
+            for group in inner.param_groups:
+                owners |= {id(main): inner for main in group["params"]}
+        return owners
+
+    def _place(
+        self, parameter: Tensor, owners: Mapping[int, torch.optim.Optimizer]
+    ) -> tuple[torch.optim.Optimizer, int, Tensor] | None:
         """The inner optimizer, first element and main weight of a parameter of the model."""
         for optimizer in self._megatron_optimizers():
             if isinstance(optimizer, DistributedOptimizer):
@@ -265,7 +276,8 @@ class ShardedOptimizer:
             main = parameter
             if parameter.dtype == torch.bfloat16:
                 main = vars(parameter)["main_param"]
-            return optimizer.optimizer, 0, main
+            if id(main) in owners:
+                return owners[id(main)], 0, main
         return None
 
     def _megatron_optimizers(self) -> list[MegatronOptimizer]:

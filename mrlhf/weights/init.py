@@ -51,7 +51,7 @@ def initialise(
 def _draw(name: str, shape: Shape, seed: int, std: float) -> Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=torch.float32, device="cpu")
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()

@@ -229,20 +229,8 @@ def pieces_of(
         if start < stop:
             valid = min(block, stop - start)
             period = sum(blocks)
-            pieces.append(
-                Piece(
-                    name,
-                    shape,
-                    rule.dim,
-                    start,
-                    stop,
-                    parameter,
-                    offset,
-                    valid,
-                    period,
-                    of_expert=rule.of_expert,
-                )  # fmt: skip
-            )
+            place_in = (parameter, offset, valid, period, rule.of_expert)
+            pieces.append(Piece(name, shape, rule.dim, start, stop, *place_in))
         offset += block
     return tuple(pieces)
 

@@ -75,12 +75,14 @@ class Wanted:
         shapes: name and full shape of every tensor of the model.
         may_lack: tensors that the directory need not have.
         ignored: tensors that the directory may have although the model does not.
+        ignored_prefixes: what the names of more such tensors begin with.
         stand_ins: a tensor, and the one that is read in its place where the directory lacks it.
     """
 
     shapes: Mapping[str, Shape]
     may_lack: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
     stand_ins: Mapping[str, str] | None = None
 
 
@@ -157,7 +159,7 @@ def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
             )
         if name in known:
             found[name] = tensor
-        elif not name.endswith(_BUFFER):
+        elif not name.endswith(_BUFFER) and not name.startswith(wanted.ignored_prefixes):
             unknown.append(tensor.name)
     _check_formats(stored)
 

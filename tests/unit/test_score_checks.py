@@ -7,7 +7,7 @@ import torch
 
 from mrlhf.batch import Prompts
 from mrlhf.config.algorithm import AlgorithmSection
-from mrlhf.config.sections import RewardSection
+from mrlhf.config.reward import RewardSection
 from mrlhf.errors import ConfigError, RewardError
 from mrlhf.roles.actor import Evaluation
 from mrlhf.rollout.collector import Collected

@@ -16,15 +16,19 @@ from transformers import AutoConfig
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.hub_files import read_object
 from mrlhf.models.families.base import Chunk, Family
+from mrlhf.models.families.glm4_moe import GLM4_MOE
 from mrlhf.models.families.granite import GRANITE
 from mrlhf.models.families.llama import LLAMA
 from mrlhf.models.families.ministral import MINISTRAL
 from mrlhf.models.families.mistral import MISTRAL
+from mrlhf.models.families.mixtral import MIXTRAL
 from mrlhf.models.families.olmo2 import OLMO2
 from mrlhf.models.families.olmo3 import OLMO3
 from mrlhf.models.families.phi3 import PHI3
 from mrlhf.models.families.qwen2 import QWEN2
+from mrlhf.models.families.qwen2_moe import QWEN2_MOE
 from mrlhf.models.families.qwen3 import QWEN3
+from mrlhf.models.families.qwen3_moe import QWEN3_MOE
 from mrlhf.models.families.seed_oss import SEED_OSS
 from mrlhf.models.families.smollm3 import SMOLLM3
 from mrlhf.models.families.values import check_values
@@ -47,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GRANITE, LLAMA, MINISTRAL, MISTRAL, OLMO2, OLMO3, PHI3),
         *(QWEN2, QWEN3, SEED_OSS, SMOLLM3),
+        *(GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
     )
 }
 
@@ -90,7 +95,7 @@ def stated_spec(path: str | Path, head: Head) -> ModelSpec:
     stated = read_object(file, ConfigError)
     family = _stated_family(file, stated)
     for key in family.required_keys:
-        if stated.get(key) is None:
+        if all(stated.get(name) is None for name in key.split(" or ")):
             raise ConfigError(f"{file}: no {key}; a {family.model_type} model must state it")
 
     try:

@@ -24,11 +24,13 @@ class Chunk:
         layers: the global numbers of its transformer layers.
         is_first: whether the model begins here, with the embedding.
         is_last: whether the model ends here, with the final norm and the output layer.
+        experts: the numbers of the experts that it holds of each mixture; empty in a dense model.
     """
 
     layers: range
     is_first: bool
     is_last: bool
+    experts: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Family:
         scalar_head: the tensor of a scalar model's output layer.
         required_keys: what a `config.json` of the family must state. transformers would replace a
             missing number by that of a model which the file does not describe.
+            A key that has two names is written "one or other".
         read_config: (config, head) -> the spec. `config` is the `config.json` as transformers
             completes it. Raises ConfigError if the model needs a feature that is not supported.
         megatron_options: (spec) -> the fields of megatron-core's TransformerConfig that depend on
@@ -56,6 +59,8 @@ class Family:
             is built without TransformerEngine, in that order. Layers are numbered from 0.
         rule_of: (spec, chunk, parameter name) -> the named tensors that the parameter holds. It
             knows the names of both builds, with and without TransformerEngine.
+        ignored_prefixes: (spec) -> what the names of tensors begin with that a checkpoint may hold
+            although the model has no place for them, such as the layers of a draft model.
     """
 
     model_type: str
@@ -70,6 +75,7 @@ class Family:
     tensor_shapes: Callable[[ModelSpec], dict[str, Shape]]
     parameter_names: Callable[[ModelSpec, Chunk], list[str]]
     rule_of: Callable[[ModelSpec, Chunk, str], Rule]
+    ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
 
     def class_name(self, head: Head) -> str:
         """The transformers class that loads an exported model with this head."""

@@ -1,6 +1,7 @@
-"""What all dense Llama-like families share: configuration and layers.
+"""What all Llama-like families share: configuration and layers.
 
-A family file adds the facts in which its models differ. This file knows no family by name.
+A family file adds the facts in which its models differ; `mixture` adds what those with experts
+share. This file knows no family by name.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mrlhf.models.spec import WHOLE_MODEL, Head, ModelSpec
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-_REQUIRED_KEYS = (
+REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -46,7 +47,7 @@ def dense_family(
         embedding=EMBEDDING,
         language_head=LANGUAGE_HEAD,
         scalar_head=SCALAR_HEAD,
-        required_keys=_REQUIRED_KEYS,
+        required_keys=REQUIRED_KEYS,
         read_config=read_config,
         megatron_options=megatron_options,
         decoder_spec=decoder_spec,
@@ -74,7 +75,7 @@ def dense_spec(config: dict[str, Any], head: Head, partial_rotary: bool = False)
             f"config.json has hidden_act={config['hidden_act']!r}; only silu is supported"
         )
 
-    for key in (*_REQUIRED_KEYS, "max_position_embeddings"):
+    for key in (*REQUIRED_KEYS, "max_position_embeddings"):
         if config[key] < 1:
             raise ConfigError(f"config.json has {key}={config[key]}; it must be at least 1")
     _check_completed(config)
@@ -206,9 +207,9 @@ def decoder_spec(
     """The layers of the chunk, and RMSNorm at the end."""
     # Imported here because megatron-core takes seconds to import, and a `config.json` can be read
     # without it.
-    from mrlhf.models.layers import dense_decoder
+    from mrlhf.models.layers import decoder
 
-    return dense_decoder(spec, chunk.layers, transformer_engine)
+    return decoder(spec, chunk.layers, transformer_engine)
 
 
 def _check_completed(config: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""The weight map of dense Llama-like models: named tensors, parameters, and how they correspond.
+"""The weight map of Llama-like models: named tensors, parameters, and how they correspond.
 
-Which tensors there are follows from the features that the spec states. This file knows no family by
-name and no ranks: `weights.shard` cuts the tensors.
+Which tensors there are follows from the features that the spec states; `expert_weights` knows those
+of a mixture of experts. This file knows no family by name and no ranks: `weights.shard` cuts the
+tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from mrlhf.models.families.base import Chunk
+from mrlhf.models.families.expert_weights import (
+    ExpertNames,
+    expert_parameters,
+    expert_rule,
+    expert_shapes,
+)
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
 
@@ -20,8 +27,13 @@ SCALAR_HEAD = "score.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Hugging Face name and full shape of every tensor of the model, in checkpoint order."""
+def tensor_shapes(spec: ModelSpec, names: ExpertNames | None = None) -> dict[str, Shape]:
+    """Hugging Face name and full shape of every tensor of the model, in checkpoint order.
+
+    Args:
+        spec: the model.
+        names: what the checkpoint calls the tensors of a mixture of experts; None: a dense model.
+    """
     hidden = spec.hidden_size
 
     shapes: dict[str, Shape] = {EMBEDDING: (spec.vocab_size, hidden)}
@@ -33,7 +45,11 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
         shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
         if spec.norms_after:
             shapes[prefix + "post_feedforward_layernorm.weight"] = (hidden,)
-        shapes.update(_mlp_shapes(spec, prefix + "mlp."))
+        if spec.has_experts(layer):
+            assert names is not None, "a mixture without names"
+            shapes.update(expert_shapes(spec, names, prefix))
+        else:
+            shapes.update(_mlp_shapes(spec, prefix + "mlp."))
 
     shapes["model.norm.weight"] = (hidden,)
     if spec.head == "scalar":
@@ -52,8 +68,13 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
     names = []
     if chunk.is_first:
         names.append("embedding.word_embeddings.weight")
-    for layer in range(len(chunk.layers)):
-        names += [f"decoder.layers.{layer}.{name}" for name in _layer_parameters(spec)]
+    for number, layer in enumerate(chunk.layers):
+        mlp = _mlp_parameters(spec)
+        if spec.has_experts(layer):
+            mlp = expert_parameters(spec, chunk.experts)
+        names += [
+            f"decoder.layers.{number}.{name}" for name in (*_attention_parameters(spec), *mlp)
+        ]
     if chunk.is_last:
         names.append("decoder.final_layernorm.weight")
         if not (spec.output_is_embedding and chunk.is_first):
@@ -61,19 +82,28 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
     return names
 
 
-def rule_of(spec: ModelSpec, chunk: Chunk, parameter: str) -> Rule:
+def rule_of(
+    spec: ModelSpec, chunk: Chunk, parameter: str, names: ExpertNames | None = None
+) -> Rule:
     """The named tensors that a chunk's parameter holds, and how they are cut.
 
     Args:
         spec: the model.
         chunk: the part of the model that the parameter belongs to.
         parameter: its name in `GPTModel.named_parameters()`, with the local layer number.
+        names: what the checkpoint calls the tensors of a mixture of experts; None: a dense model.
     """
     match = _LAYER.fullmatch(parameter)
     if match is None:
         return _outer_rules(spec)[parameter]
     layer = chunk.layers[int(match[1])]
-    return _layer_rules(spec, f"model.layers.{layer}.")[match[2]]
+    prefix = f"model.layers.{layer}."
+    if spec.has_experts(layer):
+        assert names is not None, "a mixture without names"
+        rule = expert_rule(names, prefix, match[2])
+        if rule is not None:
+            return rule
+    return _layer_rules(spec, prefix)[match[2]]
 
 
 def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
@@ -115,7 +145,8 @@ def _mlp_shapes(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Shape]]:
         yield prefix + "down_proj.bias", (spec.hidden_size,)
 
 
-def _layer_parameters(spec: ModelSpec) -> list[str]:
+def _attention_parameters(spec: ModelSpec) -> list[str]:
+    """Those of a layer before its MLP."""
     attention = ["linear_proj.weight"]
     if spec.norms_after:
         attention.append("linear_proj.output_norm.weight")
@@ -127,16 +158,20 @@ def _layer_parameters(spec: ModelSpec) -> list[str]:
     if spec.qk_norm != "none":
         attention += ["q_layernorm.weight", "k_layernorm.weight"]
 
+    names = [f"self_attention.{name}" for name in attention]
+    if not spec.norms_after:
+        names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
+    return names
+
+
+def _mlp_parameters(spec: ModelSpec) -> list[str]:
     mlp = ["linear_fc1.weight", "linear_fc2.weight"]
     if spec.mlp_bias:
         mlp = ["linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"]
 
     if spec.norms_after:
         mlp.append("linear_fc2.output_norm.weight")
-    names = [f"self_attention.{name}" for name in attention]
-    if not spec.norms_after:
-        names = ["input_layernorm.weight", *names, "pre_mlp_layernorm.weight"]
-    return [*names, *(f"mlp.{name}" for name in mlp)]
+    return [f"mlp.{name}" for name in mlp]
 
 
 def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:

@@ -78,6 +78,7 @@ _FLAGS = (
     "mlp_bias",
     "use_sliding_window",
     "use_qk_norm",
+    "norm_topk_prob",
     "qkv_bias",
 )
 _ROPE_NUMBERS = {

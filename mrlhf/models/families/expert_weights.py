@@ -1,0 +1,114 @@
+"""The weight map of a layer's mixture of experts: named tensors, parameters, how they correspond.
+
+Checkpoints name the same tensors differently; `ExpertNames` says how. This file knows no family by
+name and no ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Rule, Shape
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(linear_fc[12])\.weight")
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a checkpoint calls the tensors of a mixture, below `model.layers.<number>.`.
+
+    Attributes:
+        router: the matrix of the router.
+        correction: what is added to the scores for the choice.
+        experts: what the names of the experts' tensors begin with, before the number.
+        gate: the matrix of an expert that goes through the activation.
+        up: the matrix of an expert that is multiplied with it.
+        down: the matrix of an expert that gives its output.
+        shared: what the names of the shared expert's tensors begin with.
+        shared_gate: the matrix that the shared expert's gate comes from.
+    """
+
+    router: str = "mlp.gate.weight"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj.weight"
+    up: str = "up_proj.weight"
+    down: str = "down_proj.weight"
+    shared: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+
+
+def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[tuple[str, Shape]]:
+    """Name and full shape of every tensor of the mixture of the layer with this prefix."""
+    experts = spec.experts
+    assert experts is not None
+    hidden = spec.hidden_size
+
+    yield prefix + names.router, (experts.count, hidden)
+    if experts.has_correction:
+        yield prefix + names.correction, (experts.count,)
+    for number in range(experts.count):
+        expert = f"{prefix}{names.experts}.{number}."
+        yield expert + names.gate, (experts.ffn_size, hidden)
+        yield expert + names.up, (experts.ffn_size, hidden)
+        yield expert + names.down, (hidden, experts.ffn_size)
+
+    if experts.shared_ffn_size:
+        shared = f"{prefix}{names.shared}."
+        yield shared + "gate_proj.weight", (experts.shared_ffn_size, hidden)
+        yield shared + "up_proj.weight", (experts.shared_ffn_size, hidden)
+        yield shared + "down_proj.weight", (hidden, experts.shared_ffn_size)
+    if experts.shared_gate:
+        yield prefix + names.shared_gate, (1, hidden)
+
+
+def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
+    """The names of the parameters of a mixture, in the order of `named_parameters()`.
+
+    Args:
+        spec: the model.
+        held: the numbers of the experts that the rank holds.
+    """
+    experts = spec.experts
+    assert experts is not None
+    parameters = ["mlp.router.weight"]
+    if experts.has_correction:
+        parameters.append("mlp.router.correction")
+    for number in held:
+        parameters += [f"mlp.experts.{number}.linear_fc{part}.weight" for part in (1, 2)]
+
+    if experts.shared_ffn_size:
+        parameters += [f"mlp.shared.linear_fc{part}.weight" for part in (1, 2)]
+    if experts.shared_gate:
+        parameters.append("mlp.shared_gate.weight")
+    return parameters
+
+
+def expert_rule(names: ExpertNames, prefix: str, parameter: str) -> Rule | None:
+    """The named tensors that a parameter of the layer's mixture holds; None if it has no such one.
+
+    Args:
+        names: what the checkpoint calls the tensors.
+        prefix: of the layer's tensors.
+        parameter: its name below the layer.
+    """
+    match = _EXPERT.fullmatch(parameter)
+    if match is not None:
+        expert = f"{prefix}{names.experts}.{match[1]}."
+        if match[2] == "linear_fc1":
+            return Rule((expert + names.gate, expert + names.up), dim=0, of_expert=True)
+        return Rule((expert + names.down,), dim=1, of_expert=True)
+
+    shared = f"{prefix}{names.shared}."
+    gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
+    rules = {
+        "mlp.router.weight": Rule((prefix + names.router,), dim=None),
+        "mlp.router.correction": Rule((prefix + names.correction,), dim=None),
+        "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
+        "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),
+        "mlp.shared_gate.weight": Rule((prefix + names.shared_gate,), dim=None),
+    }
+    return rules.get(parameter)

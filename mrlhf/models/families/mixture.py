@@ -1,0 +1,98 @@
+"""What the families with mixtures of experts share: the parts of their configuration.
+
+A family file says which keys mean what. This file knows no family by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mrlhf.errors import ConfigError
+from mrlhf.models.families.base import Family
+from mrlhf.models.families.dense import REQUIRED_KEYS, dense_family
+from mrlhf.models.families.dense_weights import rule_of, tensor_shapes
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.spec import Experts, Head, ModelSpec
+
+_MOST_EXPERTS = 4096
+
+
+def mixture_family(
+    model_type: str,
+    class_stem: str,
+    read_config: Callable[[dict[str, Any], Head], ModelSpec],
+    names: ExpertNames,
+    required_keys: tuple[str, ...],
+) -> Family:
+    """A Llama-like family some of whose layers have a mixture of experts.
+
+    Args:
+        model_type: as for `Family`.
+        class_stem: as for `Family`.
+        read_config: as for `Family`.
+        names: what a checkpoint calls the tensors of a mixture.
+        required_keys: what a `config.json` must state beside the keys of a dense model.
+    """
+    return replace(
+        dense_family(model_type, class_stem, read_config),
+        required_keys=(*REQUIRED_KEYS, *required_keys),
+        tensor_shapes=partial(tensor_shapes, names=names),
+        rule_of=partial(rule_of, names=names),
+    )
+
+
+def with_experts(spec: ModelSpec, experts: Experts) -> ModelSpec:
+    """The model with these mixtures; a dense model if no layer has one.
+
+    Raises:
+        ConfigError: their numbers do not fit each other.
+    """
+    if not any(experts.layers):
+        return spec
+    if experts.per_token > experts.count:
+        raise ConfigError(
+            f"config.json has num_experts_per_tok={experts.per_token} of {experts.count} experts; "
+            "a token goes to each expert at most once"
+        )
+
+    if experts.count % experts.groups or experts.groups_per_token > experts.groups:
+        raise ConfigError(
+            f"config.json has {experts.groups} groups of {experts.count} experts, of which a token "
+            f"takes {experts.groups_per_token}; the groups must divide the experts"
+        )
+    in_groups = experts.count // experts.groups * experts.groups_per_token
+    if experts.groups > 1 and (experts.count < 2 * experts.groups or in_groups < experts.per_token):
+        raise ConfigError(
+            f"config.json has {experts.groups} groups of {experts.count // experts.groups} "
+            f"experts, of which a token takes {experts.groups_per_token}; a group needs 2 experts, "
+            f"and they together num_experts_per_tok={experts.per_token}"
+        )
+    return replace(spec, experts=experts)
+
+
+def sparse_layers(config: dict[str, Any]) -> tuple[bool, ...]:
+    """For each layer whether it has a mixture, by `decoder_sparse_step` and `mlp_only_layers`."""
+    step = count(config, "decoder_sparse_step")
+    dense = config["mlp_only_layers"] or ()
+    layers = range(config["num_hidden_layers"])
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in layers)
+
+
+def count(config: dict[str, Any], *names: str, least: int = 1) -> int:
+    """The number that stands under the first of these names that the `config.json` has.
+
+    Raises:
+        ConfigError: it is none, or too small or too large.
+    """
+    name = next((name for name in names if name in config), names[0])
+    value = config[name]
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or not least <= value <= _MOST_EXPERTS:
+        raise ConfigError(
+            f"config.json has {name}={value!r}; it must be an integer from {least} to "
+            f"{_MOST_EXPERTS:,}"
+        )
+    return int(value)

@@ -1,0 +1,51 @@
+"""Qwen3-MoE: as Qwen3, with a mixture of experts in most layers.
+
+This file knows only what its `config.json` may say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mrlhf.models.families.dense import dense_spec, with_window
+from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.mixture import count, mixture_family, sparse_layers, with_experts
+from mrlhf.models.spec import Experts, Head, ModelSpec
+
+
+def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
+    """The spec of a Qwen3-MoE `config.json`.
+
+    Raises:
+        ConfigError: a feature of it is not supported, or a number makes no sense.
+    """
+    bias = bool(config["attention_bias"])
+    # transformers puts the window on every layer, or on none.
+    spec = replace(
+        with_window(dense_spec(config, head)), qk_norm="head", qkv_bias=bias, o_bias=bias
+    )
+    experts = Experts(
+        count=count(config, "num_experts", "num_local_experts", least=2),
+        per_token=count(config, "num_experts_per_tok"),
+        ffn_size=count(config, "moe_intermediate_size"),
+        layers=sparse_layers(config),
+        scoring="softmax",
+        normalised=bool(config["norm_topk_prob"]),
+        scale=1.0,
+        groups=1,
+        groups_per_token=1,
+        has_correction=False,
+        shared_ffn_size=0,
+        shared_gate=False,
+    )
+    return with_experts(spec, experts)
+
+
+QWEN3_MOE = mixture_family(
+    "qwen3_moe",
+    "Qwen3Moe",
+    read_config,
+    ExpertNames(),
+    ("num_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+)

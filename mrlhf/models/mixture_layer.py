@@ -1,0 +1,77 @@
+"""A transformer layer whose MLP is a mixture of experts.
+
+It knows what stands around the mixture. It does not know how experts are chosen or shared out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from mrlhf.models.experts import Mixture
+from mrlhf.models.spec import Experts
+from mrlhf.parallel.packed_sequences import PackedSequences
+
+
+class MixtureLayer(TransformerLayer):
+    """megatron-core's layer with our mixture, for packed sequences alone.
+
+    megatron-core's own mixture routes by other rules than some families, adds the losses of a
+    micro-batch, which depend on the packing, and needs TransformerEngine for some layouts.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *,
+        experts: Experts,
+        shared: MLPSubmodules,
+        pg_collection: ProcessGroupCollection,
+        **options: Any,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            config: of the model.
+            submodules: those of a layer without its MLP.
+            experts: the mixture.
+            shared: what its shared expert is made of.
+            pg_collection: the process groups of the model.
+            options: what TransformerLayer takes beside these.
+        """
+        super().__init__(config, submodules, pg_collection=pg_collection, **options)
+        self.mlp = Mixture(config, experts, shared, pg_collection)
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As TransformerLayer.
+
+        Args:
+            hidden_states: [tokens, 1, hidden], or this rank's part of the tokens under sequence
+                parallelism.
+            packed_seq_params: the sequences.
+            options: what else TransformerLayer takes.
+        """
+        options.pop("dynamic_inference_decode_only", None)
+        hidden_states, context = self._forward_attention(
+            hidden_states, packed_seq_params=packed_seq_params, **options
+        )
+
+        def mixture(normed: Tensor) -> Tensor:
+            output, _ = self.mlp(normed, packed_seq_params)
+            return output
+
+        normed = self.pre_mlp_layernorm(hidden_states)
+        if self.recompute_mlp and self.training:
+            output = checkpoint(mixture, False, normed)
+        else:
+            output = mixture(normed)
+        return hidden_states + output, context
