@@ -54,10 +54,9 @@ def engine_ep_problem(ep: int, tp: int, spec: ModelSpec) -> str | None:
         None if they can.
     """
     experts = spec.experts
-    if ep == 1:
-        return None
     if experts is None:
-        return f"rollout.ep {ep}: the model has no experts; leave rollout.ep out"
+        none = f"rollout.ep {ep} does not fit a model without experts; leave it out"
+        return none if ep > 1 else None
     fits = [str(size) for size in _divisors(tp) if _experts(spec, tp, size) is None]
     if tp % ep == 0 and str(ep) in fits:
         return None

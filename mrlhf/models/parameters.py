@@ -36,7 +36,7 @@ def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
 
 
 def keeps_float32(parameter: str) -> bool:
-    """Whether a parameter is float32 whatever the model's dtype: rounded, it would choose others."""
+    """Whether a parameter is float32 in models of any dtype: rounded, it chooses other experts."""
     return parameter.endswith(".router.correction")
 
 

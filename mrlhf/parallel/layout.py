@@ -65,6 +65,11 @@ class AxisSizes:
             return self.etp
         return self.tp if self.ep == 1 else 1
 
+    @property
+    def shares_experts_across(self) -> bool:
+        """Whether the experts of a layer lie on more ranks than a copy of the dense weights."""
+        return self.tp * self.cp % (self.expert_tp * self.ep) != 0
+
     def dp(self, world_size: int) -> int:
         """The data-parallel size on so many ranks."""
         return world_size // self.ranks

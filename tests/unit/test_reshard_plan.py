@@ -214,7 +214,7 @@ def test_coinciding_layouts_share_everything() -> None:
         reshard_plan = plan_all(Planner(sides, 4), range(4))
         assert not reshard_plan.moves and not reshard_plan.copies
         assert reshard_plan.bytes_minimum == 0
-        names = parameter_names(spec, actor, 0)
+        names = parameter_names(spec, actor, actor.coordinates(0))
         assert [alias.parameter for alias in reshard_plan.plans[3].aliases] == names
 
 
@@ -230,7 +230,11 @@ def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
     assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
 
     own = [alias.parameter for alias in reshard_plan.plans[3].aliases]
-    names = [name for name in parameter_names(spec, actor, 0) if "linear_qkv" not in name]
+    names = [
+        name
+        for name in parameter_names(spec, actor, actor.coordinates(0))
+        if "linear_qkv" not in name
+    ]
     assert own == names
 
 
