@@ -179,7 +179,8 @@ def _rollout_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     if rollout.ep is not None and rollout.tp % rollout.ep:
         divisors = ", ".join(str(size) for size in _divisors(rollout.tp, most=rollout.tp))
         yield (
-            f"rollout.ep {rollout.ep} does not divide rollout.tp {rollout.tp}; use one of {divisors}"
+            f"rollout.ep {rollout.ep} does not divide rollout.tp {rollout.tp}; use one of "
+            f"{divisors}"
         )
 
     if rollout.kv_cache_mb is not None and rollout.gpu_memory_utilization != UTILIZATION:

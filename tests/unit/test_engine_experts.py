@@ -93,7 +93,7 @@ def test_the_ways_of_a_gpu_give_the_same(held: range) -> None:
 
 
 def test_one_expert_by_hand() -> None:
-    """silu(2 * 3) * (5 * 3) * 7, of which one half counts; the token's other expert is elsewhere."""
+    """silu(2 * 3) * (5 * 3) * 7, of which one half counts; the other expert is elsewhere."""
     weight = torch.tensor([[2.0], [5.0]])
     experts = make_experts(LocalExperts(4, [weight], [torch.tensor([[7.0]])]), torch.float32)
     out = experts(torch.tensor([[3.0]]), torch.tensor([[4, 1]]), torch.tensor([[0.5, 0.25]]))
