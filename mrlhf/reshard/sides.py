@@ -95,6 +95,9 @@ def sides_of_all(
         in_training: the pieces of a global rank in training.
         in_engine: those of a global rank in the engine.
     """
+    # Both kinds mostly look at the same ranks.
+    in_training = cache(in_training)
+    in_engine = cache(in_engine)
 
     def sides(of_expert: bool, replica_axes: tuple[Axis, ...]) -> Sides:
         return (
