@@ -23,8 +23,8 @@ from mrlhf.inference.stopping import Decode
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Slot
-from tests.expert_models import expert_configs, file_tensors
 from tests.feature_models import feature_configs
+from tests.mixture_models import as_in_files, mixture_configs
 
 VOCABULARY = 131  # divides over no tensor-parallel size: the last rank pads
 SIZES: dict[str, Any] = {
@@ -64,7 +64,7 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
         config = configs[name]()
     else:
         four = {**SIZES, "num_hidden_layers": 4}
-        config = (feature_configs(four) | expert_configs(four))[name]
+        config = (feature_configs(four) | mixture_configs(four))[name]
 
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
@@ -87,7 +87,7 @@ def spec_of(model: Any) -> ModelSpec:
 
 def fill(slots: list[Slot], model: Any) -> None:
     """Copy the model's tensors into the slots."""
-    state = file_tensors(model)
+    state = as_in_files(model.state_dict(), model.config.model_type)
     for slot in slots:
         piece = slot.piece
         slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))

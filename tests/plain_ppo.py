@@ -18,6 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests import rollouts
 from tests.feature_models import YARN
+from tests.mixture_models import as_in_files
 from tests.padding import pad_responses
 from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
 
@@ -110,6 +111,15 @@ def save_models(root: Path) -> None:
         ),
         "qwen2-tied": transformers.Qwen2Config(**one_kv_head, tie_word_embeddings=True),
         "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+        "qwen2-moe": transformers.Qwen2MoeConfig(
+            **SIZES,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=24,
+            norm_topk_prob=True,
+            mlp_only_layers=[0],
+        ),
     }
     generator = torch.Generator().manual_seed(4)
     for name, config in kinds.items():
@@ -400,7 +410,8 @@ def _train(
                 numbers.setdefault(name, []).extend(values)
 
     metrics = {name: sum(values) / len(values) for name, values in numbers.items()}
-    return Outcome(metrics, {name: p.detach().clone() for name, p in model.named_parameters()})
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Outcome(metrics, as_in_files(weights, model.config.model_type))
 
 
 def _make_optimizer(model: Any) -> torch.optim.Optimizer:

@@ -32,23 +32,24 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "seed_oss": {"tie_word_embeddings": False, "attention_out_bias": True, "mlp_bias": True},
 }
 MODELS = tuple(_FAMILY)
-_EXPERTS: dict[str, dict[str, Any]] = {
+_MIXTURE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "shared_expert_intermediate_size": 12,
-        "decoder_sparse_step": 2,
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
     },
     "glm4_moe": {
-        "head_dim": 6,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
         "moe_intermediate_size": 12,
         "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "head_dim": 4,
+        "pad_token_id": None,
     },
 }
-EXPERT_MODELS = tuple(_EXPERTS)
+MIXTURES = tuple(_MIXTURE)
 
 
 def tiny_config(model: str) -> PretrainedConfig:
@@ -68,8 +69,10 @@ def tiny_config(model: str) -> PretrainedConfig:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    own = (_FAMILY | _EXPERTS)[model]
-    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | own))
+    if model in _MIXTURE:
+        sizes |= {"num_experts_per_tok": 2, **_MIXTURE[model]}
+        return AutoConfig.for_model(model, **sizes)
+    return AutoConfig.for_model(model.removesuffix("_tied"), **(sizes | _FAMILY[model]))
 
 
 def tiny_spec(model: str, head: Head = "lm") -> ModelSpec:

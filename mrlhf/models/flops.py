@@ -1,11 +1,12 @@
 """Counts the floating-point operations that a forward pass and a training step of a model need.
 
 What counts is matrix products, with two operations for each multiplication and addition: every
-linear layer, of experts those that a token goes to, the output layer at the positions whose output is used, and attention between the
-pairs of positions that see each other. What does not count is the lookup of embeddings, norms,
-rotation and softmax, and whatever an implementation does twice (recomputed activations) or in vain
-(masked pairs, padding, outputs that nobody reads). Divided by time and by the peak of the device,
-this is the model FLOPs utilisation of https://arxiv.org/abs/2204.02311, appendix B.
+linear layer (of experts those that a token goes to), the output layer at the positions whose output
+is used, and attention between the pairs of positions that see each other. What does not count is
+the lookup of embeddings, norms, rotation and softmax, and whatever an implementation does twice
+(recomputed activations) or in vain (masked pairs, padding, outputs that nobody reads). Divided by
+time and by the peak of the device, this is the model FLOPs utilisation of
+https://arxiv.org/abs/2204.02311, appendix B.
 
 The counts are those of Llama-like models. This file knows neither devices nor layouts.
 """

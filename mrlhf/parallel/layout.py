@@ -70,6 +70,11 @@ class AxisSizes:
         """Whether the experts of a layer lie on more ranks than a copy of the dense weights."""
         return self.tp * self.cp % (self.expert_tp * self.ep) != 0
 
+    @property
+    def smallest_world(self) -> int:
+        """The fewest ranks on which the axes fit."""
+        return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
+
     def dp(self, world_size: int) -> int:
         """The data-parallel size on so many ranks."""
         return world_size // self.ranks
@@ -106,7 +111,10 @@ class AxisSizes:
         return f"{self._times(prefix)} = {self.ranks}"
 
     def __str__(self) -> str:
-        return self._times("")
+        dense = self._times("")
+        if self.ep == 1 and self.expert_tp == self.tp:
+            return dense
+        return f"{dense} (experts ep {self.ep} x etp {self.expert_tp})"
 
     def _times(self, prefix: str) -> str:
         return " x ".join(f"{prefix}{axis} {getattr(self, axis)}" for axis in self._named)

@@ -140,7 +140,7 @@ def make_packs(
 
     Args:
         sequences: of the whole batch.
-        packs: the rows of each pack; a pack without rows stands for none, where another rank has one.
+        packs: the rows of each pack. One without rows is all padding: other ranks have more packs.
         select: "response": for each response token the position before it (where its log-prob and
             value come from), in tables as wide as `sequences.width`; "last": each sequence's last
             token, in tables of one column.

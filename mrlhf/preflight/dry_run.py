@@ -35,7 +35,7 @@ _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 
 def smallest_world(config: AnyConfig) -> int:
     """The fewest ranks on which the layout of every role fits."""
-    return math.lcm(*(AxisSizes.of(role).ranks for role in config.roles().values()))
+    return math.lcm(*(AxisSizes.of(role).smallest_world for role in config.roles().values()))
 
 
 def dry_run(config: AnyConfig, world_size: int | None) -> str:

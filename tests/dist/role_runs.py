@@ -41,7 +41,7 @@ from tests.plain_ppo import Case
 Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
-MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3")
+MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", "qwen2-moe")
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2), (4, 1)]}
 """By world size: (tp, pp). The models have one or two KV heads, which two or four ranks share."""
 
@@ -110,7 +110,8 @@ class Setting:
     def name(self) -> str:
         """Layout and form in words."""
         layout = self.groups.layout
-        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp} {self.form.name}"
+        experts = "" if layout.ep == 1 else f"ep{layout.ep} etp{layout.etp} "
+        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp} {experts}{self.form.name}"
 
 
 def save_inputs(root: Path) -> None:
@@ -132,15 +133,18 @@ def load_experience(root: Path, case: Case) -> Experience:
     return experience
 
 
-def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Setting]:
-    """All layouts of the world size, each with the forms that it allows."""
+def settings(
+    root: Path,
+    world_size: int,
+    forms: Sequence[Form],
+    layouts: Sequence[AxisSizes] | None = None,
+) -> Iterator[Setting]:
+    """All layouts of the world size, or those given, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)
-    for tp, pp in LAYOUTS[world_size]:
-        groups = factory.role_groups(
-            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
-        )
+    for sizes in layouts or [AxisSizes(tp=tp, pp=pp) for tp, pp in LAYOUTS[world_size]]:
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for form in forms:
-            if tp > 1 or not form.sequence_parallel:
+            if sizes.tp > 1 or not form.sequence_parallel:
                 yield Setting(root, groups, form)
 
 
@@ -295,6 +299,8 @@ def _form_keys(setting: Setting) -> dict[str, Any]:
     return {
         "tp": setting.groups.layout.tp,
         "pp": setting.groups.layout.pp,
+        "ep": setting.groups.layout.ep,
+        "etp": setting.groups.layout.etp,
         "sequence_parallel": setting.form.sequence_parallel,
         "recompute": setting.form.recompute,
         "dtype": setting.form.dtype,

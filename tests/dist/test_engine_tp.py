@@ -19,8 +19,8 @@ from tests.engine_models import (
     make_engine,
     make_prompts,
 )
-from tests.expert_models import EXPERT_MODELS
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES
 from tests.ranks import run_ranks
 
 PROMPTS = make_prompts()
@@ -42,7 +42,7 @@ SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 # The first has two KV heads, the second a norm over the heads of all ranks.
 FEATURES_OF_FOUR = ("phi3", "olmo3")
 # Each expert split over all ranks, or whole on one of them, or both: over how many parts.
-MIXTURES_OF_TWO = [(name, ep) for name in EXPERT_MODELS for ep in (1, 2)]
+MIXTURES_OF_TWO = [(name, ep) for name in MIXTURES for ep in (1, 2)]
 MIXTURES_OF_FOUR = [("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)]
 # On the second of two ranks, and on the last of four, no column may be drawn.
 NEVER = (3, 20, *range(60, 131))
@@ -90,7 +90,7 @@ def _mixtures(
 
 def _assert_mixtures(results: dict[tuple[str, int], list[Sample]]) -> None:
     """As one rank gives them, which is as transformers does."""
-    alone = _mixtures(None, [(name, 1) for name in EXPERT_MODELS])
+    alone = _mixtures(None, [(name, 1) for name in MIXTURES])
     for (name, _), samples in results.items():
         assert_same(samples, alone[name, 1], tolerance=2e-5)
 

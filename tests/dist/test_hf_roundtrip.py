@@ -27,11 +27,21 @@ from mrlhf.training.engine import ModelEngine
 from mrlhf.weights.hf import FileOptions, read_weights, write_weights
 from mrlhf.weights.stored import Wanted
 from tests.ranks import run_ranks
-from tests.shards import MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
+from tests.shards import MIXTURES, MODELS, make_slots, tensor_shapes, tiny_config, tiny_spec
 
 LAYOUTS = [
     ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp))
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (4, 1))
+]
+MIXTURE_LAYOUTS = [
+    ParallelLayout.for_world("actor", 4, sizes)
+    for sizes in (
+        AxisSizes(ep=4),
+        AxisSizes(pp=2, ep=2),
+        AxisSizes(tp=2, ep=2),
+        AxisSizes(tp=2, ep=2, etp=2),
+        AxisSizes(tp=4),
+    )
 ]
 SHARD_BYTES = {"whole": 10**9, "few": 25_000, "many": 4_000}
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -58,9 +68,23 @@ def _body(rank: int, world_size: int, root: str) -> None:
                     directory = Path(root) / _name(model, layout, cut)
                     write_weights(directory, slots, shapes, writers, FileOptions(size))
 
+    _mixtures(rank, Path(root))
     _overwrite_and_cast(rank, Path(root))
     _incomplete(rank, Path(root))
     _engine_passes_over_a_copy_of_the_embedding(Path(root))
+
+
+def _mixtures(rank: int, root: Path) -> None:
+    for number, layout in enumerate(MIXTURE_LAYOUTS):
+        writers = dist.new_group(layout.first_copy)
+        for model in MIXTURES:
+            spec = tiny_spec(model)
+            shapes = tensor_shapes(spec)
+            slots = make_slots(role_pieces(spec, layout, rank))
+            read_weights(root / model, slots, Wanted(shapes))
+            if rank in layout.first_copy:
+                options = FileOptions(SHARD_BYTES["few"])
+                write_weights(root / f"{model}-{number}", slots, shapes, writers, options)
 
 
 def _overwrite_and_cast(rank: int, root: Path) -> None:
@@ -138,7 +162,7 @@ def _copy_embedding(source: Path, target: Path) -> None:
 @pytest.mark.timeout(280)
 def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(11)
-    for model in MODELS:
+    for model in (*MODELS, *MIXTURES):
         theirs = AutoModelForCausalLM.from_config(tiny_config(model))
         theirs.to(DTYPES.get(model, torch.float32)).save_pretrained(tmp_path / model)
     _copy_embedding(tmp_path / "qwen2_tied", tmp_path / "copied")
@@ -153,7 +177,15 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
                 _assert_same(directory, expected)
                 if cut != "whole":
                     _assert_files_in_order(directory, names, size)
-    _check_transformers_reads_it(tmp_path, "qwen2_tied")
+    _check_transformers_reads_it(
+        tmp_path, "qwen2_tied", tmp_path / _name("qwen2_tied", LAYOUTS[3], "many")
+    )
+
+    for model in MIXTURES:
+        expected = load_file(tmp_path / model / "model.safetensors")
+        for number in range(len(MIXTURE_LAYOUTS)):
+            _assert_same(tmp_path / f"{model}-{number}", expected)
+        _check_transformers_reads_it(tmp_path, model, tmp_path / f"{model}-0")
 
     again = load_file(tmp_path / "qwen3" / "model.safetensors")
     cast = {name: tensor.to(torch.bfloat16) for name, tensor in again.items()}
@@ -167,8 +199,7 @@ def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
     assert not (tmp_path / "holes").exists()
 
 
-def _check_transformers_reads_it(root: Path, model: str) -> None:
-    directory = root / _name(model, LAYOUTS[3], "many")
+def _check_transformers_reads_it(root: Path, model: str, directory: Path) -> None:
     tiny_config(model).save_pretrained(directory)
     ours, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

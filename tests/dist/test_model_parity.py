@@ -27,6 +27,7 @@ from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packs import make_packs
 from mrlhf.weights.shard import Slot
 from tests.feature_models import YARN, YARN_IN_FULL, feature_configs
+from tests.mixture_models import MIXTURES, as_in_files, mixture_configs
 from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -88,6 +89,33 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
     }
 
 
+# What is recomputed in the mixtures.
+MIXTURE_RECOMPUTE: dict[str, Recompute] = {
+    "qwen3-moe": "mlp",
+    "mixtral": "core_attn",
+    "qwen2-moe": "none",
+    "glm4-moe": "full",
+}
+# By world size; experts lie on ranks of data parallelism, of tensor parallelism, or of both.
+MIXTURE_LAYOUTS = {
+    1: [AxisSizes()],
+    2: [
+        AxisSizes(tp=2),
+        AxisSizes(tp=2, etp=1),
+        AxisSizes(pp=2),
+        AxisSizes(ep=2),
+        AxisSizes(tp=2, ep=2),
+    ],
+    4: [
+        AxisSizes(tp=2, pp=2),
+        AxisSizes(pp=2, ep=2),
+        AxisSizes(tp=2, ep=2),
+        AxisSizes(tp=2, ep=2, etp=2),
+        AxisSizes(tp=2, ep=4),
+    ],
+}
+
+
 def _sequences() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
@@ -102,7 +130,7 @@ def _weights(columns: int) -> Tensor:
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For each model its config.json, its weights, and what transformers computes from them."""
     root = tmp_path_factory.mktemp("references")
-    for name, config in _configs().items():
+    for name, config in (_configs() | mixture_configs(SIZES)).items():
         scalar = name == "scalar"
         auto = transformers.AutoModelForCausalLM
         if scalar:
@@ -114,15 +142,20 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.data = 1 + 0.1 * noise if "norm" in parameter_name else 0.08 * noise
         if scalar:
             model.score.bias.data.zero_()
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
 
         outputs = [model(sequence[None]).logits[0] for sequence in _sequences()]
         (torch.cat(outputs) * _weights(outputs[0].shape[1])).sum().backward()
 
         config.save_pretrained(root / name)
         reference = {
-            "weights": model.state_dict(),
+            "weights": as_in_files(model.state_dict(), config.model_type),
             "outputs": [output.detach() for output in outputs],
-            "gradients": {n: parameter.grad for n, parameter in model.named_parameters()},
+            "gradients": as_in_files(
+                {n: parameter.grad for n, parameter in model.named_parameters()}, config.model_type
+            ),
         }
         torch.save(reference, root / name / "reference.pt")
     return root
@@ -244,6 +277,8 @@ def _worst_gradient(
 
     worst = 0.0
     for slot in slots_of(module, spec, layout, coordinates):
+        if not slot.parameter.requires_grad:
+            continue
         gradient = replace(slot, parameter=slot.parameter.main_grad).load()
         deviation = (gradient - _named_slice(expected, slot)).abs().max()
         worst = max(worst, (deviation / expected[slot.piece.name].abs().max()).item())
@@ -281,7 +316,7 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
 
             slots = slots_of(model.module, spec, layout, groups.coordinates)
             names = [parameter for parameter, _ in model.module.named_parameters()]
-            assert names == parameter_names(spec, layout, groups.coordinates.pp)
+            assert names == parameter_names(spec, layout, groups.coordinates)
             assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
             _fill(slots, reference["weights"])
 
@@ -300,6 +335,54 @@ def test_packed_outputs_and_gradients_equal_transformers(
 ) -> None:
     for worst in run_ranks(tp * pp, _parity, tp, pp, str(references)):
         assert len(worst) == (len(_names(tp)) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
+        assert max(worst.values()) < 1e-4, worst
+
+
+def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
+    factory = GroupFactory(timeout_s=120.0)
+    worst = {}
+    for sizes in MIXTURE_LAYOUTS[world_size]:
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
+        for name in MIXTURES:
+            spec = load_spec(Path(root) / name, head="lm")
+            reference = torch.load(Path(root) / name / "reference.pt")
+            for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
+                worst |= _compared(f"{name} {sizes}", spec, groups, sequence_parallel, reference)
+    return worst
+
+
+def _compared(
+    label: str,
+    spec: ModelSpec,
+    groups: RoleGroups,
+    sequence_parallel: bool,
+    reference: dict[str, Any],
+) -> dict[str, float]:
+    """The largest deviations of outputs and gradients of one model in one layout."""
+    model = build_model(
+        spec,
+        groups,
+        dtype=torch.float32,
+        device=CPU,
+        sequence_parallel=sequence_parallel,
+        recompute=MIXTURE_RECOMPUTE[label.split()[0]],
+    )
+    slots = slots_of(model.module, spec, groups.layout, groups.coordinates)
+    names = [parameter for parameter, _ in model.module.named_parameters()]
+    assert names == parameter_names(spec, groups.layout, groups.coordinates)
+    assert [slot.piece for slot in slots] == role_pieces(spec, groups.layout, dist.get_rank())
+    _fill(slots, reference["weights"])
+
+    label += " sp" if sequence_parallel else ""
+    return {
+        label: _worst_output(model, spec, groups, reference["outputs"]),
+        f"{label} gradient": _worst_gradient(model, spec, groups, reference["gradients"]),
+    }
+
+
+@pytest.mark.parametrize("world_size", MIXTURE_LAYOUTS)
+def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
+    for worst in run_ranks(world_size, _mixture_parity, str(references)):
         assert max(worst.values()) < 1e-4, worst
 
 

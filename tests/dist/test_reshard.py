@@ -37,7 +37,7 @@ from mrlhf.reshard.sides import sides_around, sides_of_all
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 from tests.ranks import run_ranks
-from tests.shards import EXPERT_MODELS, fill, full_tensors, make_slots, stored, tiny_spec
+from tests.shards import MIXTURES, fill, full_tensors, make_slots, stored, tiny_spec
 
 CASES = [
     (tp, pp, engine_tp)
@@ -47,7 +47,7 @@ CASES = [
 ]
 # tp, pp, ep and etp of four ranks, then tp and ep of the engine: experts in one model-parallel
 # group or across several, whole or split, and replicas inside a group or across groups.
-MIXTURES = [
+EXPERT_LAYOUTS = [
     ((2, 1, 1, 2), (2, 1)),
     ((2, 1, 2, 1), (2, 2)),
     ((2, 1, 4, 1), (2, 2)),
@@ -353,9 +353,9 @@ def _two_kv_heads_on_four_ranks(full: dict[str, Tensor], prefix: str, rank: int)
 
 def _mixtures_of_experts(rank: int) -> None:
     """Experts reach every replica over the ranks that exchange, in the layouts that have them."""
-    for name in EXPERT_MODELS:
+    for name in MIXTURES:
         spec = tiny_spec(name)
-        for number, ((tp, pp, ep, etp), (engine_tp, engine_ep)) in enumerate(MIXTURES):
+        for number, ((tp, pp, ep, etp), (engine_tp, engine_ep)) in enumerate(EXPERT_LAYOUTS):
             sizes = AxisSizes(tp=tp, pp=pp, ep=ep, etp=etp)
             actor = ParallelLayout.for_world("actor", 4, sizes)
             engines = EngineLayout.closest(actor, engine_tp, engine_ep)

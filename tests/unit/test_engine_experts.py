@@ -21,7 +21,7 @@ from mrlhf.inference.native.experts import (
 )
 from mrlhf.inference.native.router import Router
 from tests.engine_models import hf_model, spec_of
-from tests.expert_models import EXPERT_MODELS, file_tensors
+from tests.mixture_models import MIXTURES, as_in_files
 
 COUNT = 7
 PER_TOKEN = 3
@@ -127,7 +127,7 @@ def test_weights_in_a_row_are_stacked_where_they_are() -> None:
     assert torch.equal(stacked([whole[1], whole[0]]), whole[[1, 0]])
 
 
-@pytest.mark.parametrize("name", EXPERT_MODELS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_routers_choose_as_transformers(name: str) -> None:
     model = hf_model(name)
     experts = spec_of(model).experts
@@ -150,7 +150,7 @@ def test_routers_choose_as_transformers(name: str) -> None:
 
 def _router_tensors(model: Any, layer: int) -> tuple[Tensor, Tensor | None]:
     """Weight and correction of one router."""
-    tensors = file_tensors(model)
+    tensors = as_in_files(model.state_dict(), model.config.model_type)
     names = [name for name in tensors if f".layers.{layer}." in name and ".gate." in name]
     (weight,) = (tensors[name] for name in names if name.endswith("gate.weight"))
     corrections = [tensors[name] for name in names if "correction" in name]

@@ -33,8 +33,8 @@ from tests.engine_models import (
     make_prompts,
     tight,
 )
-from tests.expert_models import EXPERT_MODELS
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
@@ -60,7 +60,7 @@ def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS, *EXPERT_MODELS))
+@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS, *MIXTURES))
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)

@@ -129,6 +129,7 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "layers that do not rotate": None in spec.ropes,
         "heads that rotate in part": spec.rotary_dim != spec.head_dim,
         "a window on some layers only": len(set(spec.windows)) > 1,
+        "a mixture of experts": spec.experts is not None,
     }
 
     return next((feature for feature, is_there in features.items() if is_there), None)

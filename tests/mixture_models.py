@@ -1,0 +1,96 @@
+"""Tiny transformers configurations of the families with mixtures of experts.
+
+Each family is there, and each feature of its mixtures. transformers keeps all experts of a layer in
+two tensors and writes them to files one by one; so does `as_in_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    Glm4MoeConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
+
+
+def mixture_configs(sizes: dict[str, Any]) -> dict[str, PreTrainedConfig]:
+    """The configurations by name; `sizes` has 2 layers or more."""
+    return {
+        "qwen3-moe": Qwen3MoeConfig(
+            **sizes,
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            tie_word_embeddings=True,
+        ),
+        "mixtral": MixtralConfig(
+            **sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+        ),
+        "qwen2-moe": Qwen2MoeConfig(
+            **sizes,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            norm_topk_prob=False,
+        ),
+        # With two pipeline stages the first one has no experts.
+        "glm4-moe": Glm4MoeConfig(
+            **sizes,
+            head_dim=16,
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=sizes["num_hidden_layers"] // 2,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            pad_token_id=None,
+        ),
+    }
+
+
+def as_in_files(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Tensors under the names, and in the parts, in which transformers writes them to files."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            named[name] = tensor
+            continue
+        for number, expert in enumerate(tensor):
+            if last == "gate_up_proj":
+                gate, up = expert.chunk(2)
+                named[f"{prefix}.{number}.gate_proj.weight"] = gate
+                named[f"{prefix}.{number}.up_proj.weight"] = up
+            else:
+                named[f"{prefix}.{number}.down_proj.weight"] = expert
+
+    if model_type != "mixtral":
+        return named
+    changes = {
+        ".mlp.": ".block_sparse_moe.",
+        ".gate_proj.": ".w1.",
+        ".up_proj.": ".w3.",
+        ".down_proj.": ".w2.",
+    }
+    renamed = {}
+    for name, tensor in named.items():
+        for old, new in changes.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    return renamed
