@@ -21,6 +21,7 @@ from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
 from tests.engine_models import hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES
 from tests.plans import check_agreement
 from tests.shards import full_tensors, tiny_spec
 
@@ -132,7 +133,7 @@ def test_what_does_not_divide_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", FEATURE_MODELS)
+@pytest.mark.parametrize("name", (*FEATURE_MODELS, *MIXTURES))
 def test_a_model_with_other_features_is_refused(name: str) -> None:
     spec = spec_of(hf_model(name))
     assert unsupported_feature(spec) is not None
