@@ -316,26 +316,9 @@ def _patch_linear(module: Any) -> None:
     module._grad_accum_fusion_available = True
 
 
-def _patch_moe(module: Any) -> None:
-    """Define what the router and the dispatcher of experts need on a CPU.
-
-    The router reads a name that only TransformerEngine defines; the dispatcher needs split sizes as
-    numbers.
-    """
-
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if as_numpy and isinstance(tensor, torch.Tensor):
-            return tensor.numpy()
-        return tensor
-
-    module.__dict__.setdefault("te_general_gemm", None)
-    module.maybe_move_tensor_to_cpu = to_host
-
-
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "megatron.core.tensor_parallel.layers": _patch_linear,
     "megatron.core.tensor_parallel.random": _patch_random,
-    "megatron.core.transformer.moe.moe_utils": _patch_moe,
 }
 
 

@@ -1,43 +1,32 @@
-"""A mixture of experts: MLPs of which each token goes to those that the router chooses.
+"""The experts of a mixture on one rank, and how tokens get to those of other ranks.
 
-The experts of a layer are shared out over the expert-parallel ranks, and each may be split over
-expert tensor-parallel ranks, which are neighbours among the tensor-parallel ranks. Tokens travel to
-the ranks of their experts and back; none is dropped. This file does not know how experts are chosen
-nor what stands around a mixture.
+The experts of a layer are shared out over the expert-parallel ranks. Rows travel to the ranks of
+their experts and back with two all-to-all exchanges; none is dropped. This file does not know how
+experts are chosen, nor how tokens are shared out over tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import (
-    all_to_all,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrlhf.models.grouped_products import grouped_products, has_kernel
 from mrlhf.models.kernels import gated
-from mrlhf.models.router import Router, Routing
+from mrlhf.models.router import Routing
 from mrlhf.models.spec import Experts
-from mrlhf.parallel.packed_sequences import PackedSequences
 
 
-class ExpertLinear(torch.nn.Module):
+class ExpertMatrix(torch.nn.Module):
     """One matrix of one expert, or this rank's slice of it.
 
     Attributes:
@@ -57,17 +46,21 @@ class ExpertLinear(torch.nn.Module):
         """
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(rows, columns, dtype=config.params_dtype))
-        # It is no other tensor-parallel rank's, so it counts in the norm of the gradient.
+        # No other tensor-parallel rank counts it in the norm of the gradient.
         set_tensor_model_parallel_attributes(self.weight, True, split, 1)
         # Its replicas are those of the expert, also where there is no expert parallelism.
         self.weight.allreduce = False  # type: ignore[attr-defined]
         self.gradient_accumulation_fusion = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
+        """The matrix. Whoever has to wait for a weight does so before this is called."""
+        return self.weight
+
+    def product(self, x: Tensor) -> Tensor:
         """x [tokens, columns] to [tokens, rows]."""
         output: Tensor = linear_with_grad_accumulation_and_async_allreduce(
             x,
-            self.weight,
+            self(),
             bias=None,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             allreduce_dgrad=False,
@@ -82,193 +75,104 @@ class Expert(torch.nn.Module):
     def __init__(self, config: TransformerConfig, ffn_size: int) -> None:
         """Make an expert of this width on this rank."""
         super().__init__()
-        self.linear_fc1 = ExpertLinear(2 * ffn_size, config.hidden_size, 0, config)
-        self.linear_fc2 = ExpertLinear(config.hidden_size, ffn_size, 1, config)
+        self.linear_fc1 = ExpertMatrix(2 * ffn_size, config.hidden_size, 0, config)
+        self.linear_fc2 = ExpertMatrix(config.hidden_size, ffn_size, 1, config)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] to [tokens, hidden]."""
-        output: Tensor = self.linear_fc2(gated(self.linear_fc1(x)))
-        return output
+        return self.linear_fc2.product(gated(self.linear_fc1.product(x)))
 
 
-class SharedGate(torch.nn.Module):
-    """The sigmoid of a linear layer with one row."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] to [..., 1]."""
-        return F.linear(x, self.weight).sigmoid()
-
-
-class Mixture(torch.nn.Module):
-    """The MLP of a layer with experts.
-
-    Attributes:
-        router: chooses.
-        experts: those of this rank, by their numbers.
-        shared: the expert that all tokens go to; None: there is none.
-        shared_gate: what its output is multiplied by; None: nothing.
-    """
+class RoutedExperts(torch.nn.ModuleDict):
+    """The experts of this rank, by their numbers in the mixture."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        experts: Experts,
-        shared: MLPSubmodules,
-        groups: ProcessGroupCollection,
+        self, config: TransformerConfig, experts: Experts, groups: ProcessGroupCollection
     ) -> None:
-        """Make a mixture of zeros.
+        """Make experts of zeros.
 
         Args:
             config: of the model.
             experts: the mixture.
-            shared: what the shared expert is made of.
             groups: the process groups of the model.
         """
-        super().__init__()
-        self._groups = groups
-        self._experts = experts
-        self._sequence_parallel = config.sequence_parallel
-        self.router = Router(config, experts, groups)
-
         held = experts.count // groups.ep.size()
         first = held * groups.ep.rank()
         ffn_size = experts.ffn_size // groups.expt_tp.size()
-        self.experts = torch.nn.ModuleDict(
+        super().__init__(
             {str(number): Expert(config, ffn_size) for number in range(first, first + held)}
         )
+        self._count = experts.count
+        self._group = groups.ep
 
-        self.shared: torch.nn.Module | None = None
-        if experts.shared_ffn_size:
-            # The second linear layer takes its width from the configuration.
-            wide = copy(config)
-            wide.ffn_hidden_size = experts.shared_ffn_size
-            self.shared = MLP(
-                wide, shared, ffn_hidden_size=wide.ffn_hidden_size, tp_group=groups.tp
-            )
-        self.shared_gate = SharedGate(config) if experts.shared_gate else None
-
-    def forward(self, hidden: Tensor, packed: PackedSequences) -> tuple[Tensor, None]:
-        """What the experts give, as megatron-core's MLP returns it: with no bias.
+    def forward(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of what the chosen experts give, [tokens, hidden].
 
         Args:
-            hidden: [tokens, 1, hidden], or this rank's part of the tokens under sequence
-                parallelism.
-            packed: the sequences of the pack.
+            tokens: [tokens, hidden].
+            routing: of these tokens.
         """
-        tokens = hidden.squeeze(1)
-        routing = self.router(tokens, packed)
-        if self._sequence_parallel:
-            output = self._of_parts(tokens, routing)
-        elif self._groups.tp.size() > 1:
-            output = self._of_copies(tokens, routing)
-        else:
-            output = self._routed(tokens, routing)
-
-        output = output.unsqueeze(1)
-        if self.shared is not None:
-            shared, _ = self.shared(hidden)
-            if self.shared_gate is not None:
-                shared = self.shared_gate(hidden) * shared
-            output = output + shared
-        return output, None
-
-    def _of_parts(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The output for this rank's part of the tokens, as every tensor-parallel rank has one.
-
-        The ranks that split an expert work on all of their parts.
-        """
-        group = self._groups.expt_tp
-        if group.size() == 1:
-            return self._routed(tokens, routing)
-        tokens, experts, weights = (
-            gather_from_sequence_parallel_region(part, group=group) for part in (tokens, *routing)
-        )
-        output = self._routed(tokens, Routing(experts, weights))
-        return reduce_scatter_to_sequence_parallel_region(output, group=group)
-
-    def _of_copies(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The output for the tokens that all tensor-parallel ranks have.
-
-        The ranks share them out, except that those that split an expert work on the same ones.
-        """
-        group = self._groups.tp
-        split = self._groups.expt_tp.size()
-        shares = group.size() // split
-        share = group.rank() // split
-        count = len(tokens)
-        begin = count * share // shares
-        end = count * (share + 1) // shares
-
-        tokens = copy_to_tensor_model_parallel_region(tokens, group=group)
-        weights = copy_to_tensor_model_parallel_region(routing.weights, group=group)
-        own = Routing(routing.experts[begin:end], weights[begin:end])
-        output = self._routed(tokens[begin:end], own)
-        output = F.pad(output, (0, 0, begin, count - end))
-        return reduce_from_tensor_model_parallel_region(output, group=group)
-
-    def _routed(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """The weighted sum of what the chosen experts give, [tokens, hidden]."""
         flat = routing.experts.flatten()
         order = flat.argsort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        counts = flat.bincount(minlength=self._experts.count)
+        counts = flat.bincount(minlength=self._count)
 
         rows = _Copies.apply(tokens, order, places)
-        if self._groups.ep.size() == 1:
-            rows = self._compute(rows, counts.tolist())
+        if self._group.size() == 1:
+            rows = self._compute(rows, counts)
         else:
-            rows = self._travel(rows, counts)
+            rows = self._compute_where_experts_are(rows, counts)
 
         outputs = _Permuted.apply(rows, places, order)
         outputs = outputs.view(*routing.experts.shape, tokens.shape[1])
         weights = routing.weights.to(outputs.dtype).unsqueeze(1)
         return torch.bmm(weights, outputs).squeeze(1)
 
-    def _travel(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows to the ranks of their experts, and get the outputs back.
+    def _compute_where_experts_are(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Send rows to the ranks of their experts, and get the outputs back in their order.
 
         Args:
-            rows: [rows, hidden], in the order of the experts.
+            rows: [rows, hidden], in the order of all experts.
             counts: int64 [experts], how many rows each expert gets from here.
         """
-        group = self._groups.ep
-        ranks = group.size()
+        ranks = self._group.size()
         arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=group)
-        # [rank that they come from][expert of this rank]
-        sizes = arriving.view(ranks, -1)
+        dist.all_to_all_single(arriving, counts, group=self._group)
+        sizes = arriving.view(ranks, -1)  # [rank that they come from, expert of this rank]
         sent = counts.view(ranks, -1).sum(dim=1).tolist()
         received = sizes.sum(dim=1).tolist()
 
-        rows = all_to_all(group, rows, received, sent)
+        rows = all_to_all(self._group, rows, received, sent)
         rows = _regrouped(rows, sizes)
-        rows = self._compute(rows, sizes.sum(dim=0).tolist())
+        rows = self._compute(rows, sizes.sum(dim=0))
         rows = _regrouped(rows, sizes.t())
-        return all_to_all(group, rows, sent, received)
+        back: Tensor = all_to_all(self._group, rows, sent, received)
+        return back
 
-    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Give each of this rank's experts its rows, which follow each other.
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Give each expert its rows, which follow each other; `counts` says how many.
 
         An expert without rows takes part, so that its gradients are there too.
         """
-        parts = zip(self.experts.values(), rows.split(list(counts)), strict=True)
+        experts: list[Expert] = list(self.values())  # type: ignore[arg-type]
+        width, hidden = experts[0].linear_fc1.weight.shape
+        if has_kernel(rows, hidden, width // 2):
+            ends = counts.cumsum(dim=0).int()
+            inner = grouped_products(rows, ends, [expert.linear_fc1() for expert in experts])
+            outer = [expert.linear_fc2() for expert in experts]
+            return grouped_products(gated(inner), ends, outer)
+
+        parts = zip(experts, rows.split(counts.tolist()), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
 
 def _regrouped(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Rows that stand in the order of the rows of `sizes`, in the order of its columns.
+    """Parts that stand in the order of the rows of a table, in the order of its columns.
 
     Args:
         rows: [sum of sizes, hidden].
-        sizes: how many rows each part has.
+        sizes: the table: how many rows each part has.
     """
     parts = rows.split(sizes.flatten().tolist())
     numbers = torch.arange(len(parts)).view(sizes.shape).t().flatten().tolist()
@@ -283,28 +187,26 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        copies = len(order) // max(len(rows), 1)
         context.save_for_backward(places)
-        context.rows = len(rows)
-        copies = len(order) // len(rows) if len(rows) else 1
-        return rows.index_select(0, order // copies)
+        context.shape = (len(rows), copies, rows.shape[1])
+        return rows.index_select(0, order // max(copies, 1))
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,) = context.saved_tensors
-        in_order = grad.index_select(0, places)
-        copies = len(places) // context.rows if context.rows else 1
-        return in_order.view(context.rows, copies, grad.shape[1]).sum(dim=1), None, None
+        return grad.index_select(0, places).view(context.shape).sum(dim=1), None, None
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order."""
+    """Rows in another order; `back` is the order that undoes it."""
 
     @staticmethod
-    def forward(context: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        context.save_for_backward(places)
+    def forward(context: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        context.save_for_backward(back)
         return rows.index_select(0, order)
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = context.saved_tensors
-        return grad.index_select(0, places), None, None
+        (back,) = context.saved_tensors
+        return grad.index_select(0, back), None, None

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from mrlhf.models.experts import Mixture
+from mrlhf.models.mixture import Mixture
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.packed_sequences import PackedSequences
 
@@ -66,7 +66,7 @@ class MixtureLayer(TransformerLayer):
         )
 
         def mixture(normed: Tensor) -> Tensor:
-            output, _ = self.mlp(normed, packed_seq_params)
+            output: Tensor = self.mlp(normed, packed_seq_params)
             return output
 
         normed = self.pre_mlp_layernorm(hidden_states)

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.router import RouterSection
+from mrlhf.config.sections import RoleSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
@@ -222,10 +224,20 @@ def _layout_problems(
         if name == "actor":
             actor_fits = not any(problems)
         yield from filter(None, problems)
+        yield from _router_problems(name, role, spec)
 
     spec = specs.get("rollout")
     if isinstance(config, PPOConfig) and spec is not None:
         yield from _engine_problems(config, spec, actor_fits)
+
+
+def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[str]:
+    """Losses of routers that the model does not have."""
+    if spec.experts is not None or not isinstance(role, RouterSection):
+        return
+    for key in RouterSection.model_fields:
+        if vars(role)[key]:
+            yield f"{name}.{key} does not fit a model without experts; set it to 0"
 
 
 def _is_as_actor(config: PPOConfig) -> bool:

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrlhf.models.experts import ExpertLinear
+from mrlhf.models.experts import ExpertMatrix
 from mrlhf.parallel.groups import RoleGroups
 
 
@@ -46,5 +46,5 @@ def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:
     stands in for Apex's kernel.
     """
     for layer in wrapped.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertLinear)):
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ExpertMatrix)):
             layer.gradient_accumulation_fusion = True

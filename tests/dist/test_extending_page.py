@@ -22,7 +22,7 @@ from torch import Tensor
 from mrlhf.config import PPOConfig, load_config, parse_args
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
 from mrlhf.device import Device
-from mrlhf.errors import ConfigError, EngineError
+from mrlhf.errors import EngineError
 from mrlhf.inference.base import (
     EngineLimits,
     EngineStats,
@@ -32,7 +32,6 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.methods import find_method
-from mrlhf.models.families import Family, load_spec
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.preflight import dry_run, read_ppo_inputs
 from mrlhf.rewards.custom import load_custom
@@ -51,7 +50,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extending.md"
-NOT_ON_THE_PAGE = {"class_name", "version"}
+NOT_ON_THE_PAGE = {"version"}
 WORLD_SIZE = 2
 VOCABULARY = 8  # of the page's engine
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -281,21 +280,6 @@ def test_the_reward_prefers_a_right_and_a_short_answer(references: dict[str, str
     ]
 
 
-def test_the_family_reads_a_configuration(root: Path) -> None:
-    example: dict[str, Any] = {}
-    exec(_code_block("MY_MODEL ="), example)
-    family = example["MY_MODEL"]
-    assert (family.model_type, family.class_name("lm")) == ("my_model", "MyModelForCausalLM")
-
-    llama = load_spec(root / "llama", "lm")
-    config = {**llama.hf_config, "model_type": "my_model"}
-    spec = family.read_config(config, "lm")
-    assert spec.qkv_bias and not llama.qkv_bias
-    assert "model.layers.0.self_attn.q_proj.bias" in family.tensor_shapes(spec)
-    with pytest.raises(ConfigError, match="use_sliding_window"):
-        family.read_config({**config, "use_sliding_window": True}, "lm")
-
-
 def _my_engine(likeliest: int) -> InferenceEngine:
     """The page's engine, with weights under which `likeliest` is drawn."""
     example: dict[str, Any] = {}
@@ -369,7 +353,6 @@ def test_the_page_names_files_fields_and_methods_that_exist() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for path in re.findall(r"`((?:mrlhf|tests)/[\w/.]+)`", page):
         assert (ROOT / path).exists(), path
-    for kind in (Family, InferenceEngine):
-        names = {name for name in vars(kind) if not name.startswith("_")}
-        names |= set(kind.__annotations__)
-        assert not [name for name in names - NOT_ON_THE_PAGE if f"`{name}`" not in page], kind
+    names = {name for name in vars(InferenceEngine) if not name.startswith("_")}
+    names |= set(InferenceEngine.__annotations__)
+    assert not [name for name in names - NOT_ON_THE_PAGE if f"`{name}`" not in page]

@@ -24,6 +24,7 @@ def _packed(device: torch.device) -> PackedSequences:
         max_seqlen_q=max(LENGTHS),
         max_seqlen_kv=max(LENGTHS),
         position_ids=torch.cat([torch.arange(length) for length in LENGTHS]).to(device),
+        sequences=len(LENGTHS),
     )
 
 

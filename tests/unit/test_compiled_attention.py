@@ -20,6 +20,7 @@ def packed(lengths):
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        sequences=len(lengths),
     )
 
 

@@ -20,7 +20,7 @@ from mrlhf.models.parameters import role_pieces
 from mrlhf.parallel.layout import ParallelLayout
 from tests.engine_models import hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
-from tests.shards import MODELS, tiny_config, tiny_spec
+from tests.shards import MIXTURES, MODELS, tiny_config, tiny_spec
 
 LEFT_OUT = object()
 SIZES = (
@@ -46,7 +46,7 @@ def _refusal(directory: Path) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", (*MODELS, *MIXTURES))
 def test_reads_what_transformers_saved(model: str, tmp_path: Path) -> None:
     tiny_config(model).save_pretrained(tmp_path)
     assert load_spec(tmp_path, "lm") == tiny_spec(model)
@@ -191,18 +191,21 @@ def test_families_are_those_of_transformers(model_type: str) -> None:
         (transformers.AutoModelForCausalLM, "lm"),
         (transformers.AutoModelForSequenceClassification, "scalar"),
     ):
-        if (model_type, head) == ("granite", "scalar"):
+        if model_type in ("granite", "glm4_moe") and head == "scalar":
             continue  # transformers has none; see below
         classes = auto._model_mapping[type(transformers.AutoConfig.for_model(model_type))]
         assert classes.__name__ == family.class_name(head)
 
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", (*MODELS, *MIXTURES))
 def test_parameters_hold_every_tensor_once(model: str, head: Any) -> None:
+    if (model, head) == ("glm4_moe", "scalar"):
+        pytest.skip("transformers has no such class")
     spec = tiny_spec(model, head)
     family = family_of(spec)
-    whole = Chunk(range(spec.num_layers), is_first=True, is_last=True)
+    experts = range(4 if model in MIXTURES else 0)
+    whole = Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
 
     held: list[str] = []
     for name in family.parameter_names(spec, whole):
@@ -299,10 +302,83 @@ def test_what_transformers_cannot_build_is_refused(
     assert "\n" not in refusal
 
 
-def test_a_granite_model_with_a_scalar_head_is_refused(tmp_path: Path) -> None:
-    transformers.GraniteConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="transformers has no GraniteForSequenceClassification"):
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (transformers.GraniteConfig(), "GraniteForSequenceClassification"),
+        (tiny_config("glm4_moe"), "Glm4MoeForSequenceClassification"),
+    ],
+)
+def test_a_scalar_head_that_transformers_has_no_class_for_is_refused(
+    config: transformers.PretrainedConfig, name: str, tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"transformers has no {name}"):
         load_spec(tmp_path, "scalar")
+
+
+def _mixture(tmp_path: Path, model: str, **changes: Any) -> None:
+    """The `config.json` of a tiny mixture, with some keys changed or left out."""
+    config = json.loads(tiny_config(model).to_json_string(use_diff=False))
+    config = {key: value for key, value in config.items() if changes.get(key) is not LEFT_OUT}
+    config |= {key: value for key, value in changes.items() if value is not LEFT_OUT}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("mixtral", {"num_local_experts": LEFT_OUT}, "no num_local_experts; a mixtral model must"),
+        ("mixtral", {"num_experts_per_tok": 5}, "has num_experts_per_tok=5 of 4 experts; a token"),
+        ("mixtral", {"num_local_experts": 1}, "has num_local_experts=1; it must be an integer fro"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1, which is not support"),
+        ("qwen3_moe", {"moe_intermediate_size": LEFT_OUT}, "no moe_intermediate_size; a qwen3_moe"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0; it must be an integer"),
+        ("qwen3_moe", {"norm_topk_prob": "no"}, "norm_topk_prob is 'no'; it must be true or false"),
+        ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0.0; it must be a num"),
+        (
+            "glm4_moe",
+            {"n_group": 3},
+            "has 3 groups of 4 experts, of which a token takes 1; the",
+        ),
+        (
+            "glm4_moe",
+            {"n_group": 2, "topk_group": 3},
+            "has 2 groups of 4 experts, of which a to",
+        ),
+        (
+            "glm4_moe",
+            {"n_group": 4},
+            "has 4 groups of 1 experts, of which a token takes 1; a g",
+        ),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(
+    model: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _mixture(tmp_path, model, **changes)
+    refusal = _refusal(tmp_path)
+    assert message in refusal and "\n" not in refusal
+
+
+def test_which_layers_are_mixtures(tmp_path: Path) -> None:
+    def layers(model: str, **changes: Any) -> tuple[bool, ...]:
+        _mixture(tmp_path, model, **changes)
+        experts = load_spec(tmp_path, "lm").experts
+        assert experts is not None
+        return experts.layers
+
+    assert layers("qwen3_moe", mlp_only_layers=[2]) == (True, True, False, True)
+    assert layers("qwen2_moe", decoder_sparse_step=2) == (False, True, False, True)
+    assert layers("glm4_moe", first_k_dense_replace=3) == (False, False, False, True)
+    assert layers("mixtral") == (True,) * 4
+    _mixture(tmp_path, "qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
+    assert load_spec(tmp_path, "lm").experts is None
+
+
+def test_the_layers_of_a_draft_model_are_passed_over() -> None:
+    spec = tiny_spec("glm4_moe")
+    assert family_of(spec).ignored_prefixes(spec) == ("model.layers.4.",)
 
 
 @pytest.mark.parametrize("name", FEATURE_MODELS)

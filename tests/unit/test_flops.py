@@ -7,12 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
+from mrlhf.models.families import spec_of as spec_of_config
 from mrlhf.models.flops import forward_flops, sequence_flops, training_flops, visible_pairs
 from tests.engine_models import MODELS, hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES, mixture_configs
 
 LENGTH = 23
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def pairs_by_loop(length: int, window: int | None) -> int:
@@ -64,3 +76,16 @@ def test_literal_numbers() -> None:
     assert training_flops(spec, []) == 0.0
     wanted = [forward_flops(spec, 9, 4), forward_flops(spec, 3, 3), forward_flops(spec, 9, 1)]
     assert sequence_flops(spec, [9, 3, 9], [4, 3, 1]) == wanted
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_counts_the_experts_that_a_token_goes_to(name: str) -> None:
+    config = mixture_configs(SIZES)[name]
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    spec = spec_of_config(config.to_dict(), "lm")
+    with FlopCounterMode(display=False) as forward:
+        model(torch.arange(LENGTH)[None])
+    seen = sum(pairs_by_loop(LENGTH, window) for window in spec.windows)
+    unseen = 4 * spec.num_heads * spec.head_dim * (spec.num_layers * LENGTH * LENGTH - seen)
+    assert forward_flops(spec, LENGTH, LENGTH) == forward.get_total_flops() - unseen

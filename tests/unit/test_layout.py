@@ -106,7 +106,7 @@ def test_axes_of_two_grids_make_no_group() -> None:
 
 def test_data_parallelism_takes_what_is_left() -> None:
     layout = ParallelLayout.for_world("actor", 24, AxisSizes(tp=2, pp=3))
-    assert layout == ParallelLayout(tp=2, pp=3, dp=4)
+    assert layout == ParallelLayout(tp=2, pp=3, dp=4, etp=2)
     assert AxisSizes(tp=2, cp=2, pp=3).dp(24) == 2
 
 
@@ -124,6 +124,69 @@ def test_a_world_that_does_not_divide_names_every_axis_that_is_used() -> None:
         "actor: world size 6 is not divisible by tp 2 x cp 2 x pp 1 = 4; start a multiple of 4 "
         "processes or change actor.tp, actor.cp or actor.pp"
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "etp"),
+    [
+        (AxisSizes(tp=4), 4),
+        (AxisSizes(tp=4, etp=2), 2),
+        (AxisSizes(tp=4, ep=2), 1),
+        (AxisSizes(tp=4, ep=2, etp=4), 4),
+    ],
+)
+def test_an_expert_is_split_as_dense_layers_are_unless_experts_are_shared_out(
+    sizes: AxisSizes, etp: int
+) -> None:
+    assert ParallelLayout.for_world("actor", 8, sizes).etp == etp
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (AxisSizes(tp=4, etp=3), "actor.etp 3 does not divide actor.tp 4; use 1, 2 or 4"),
+        (AxisSizes(tp=1, etp=2), "actor.etp 2 does not divide actor.tp 1; use 1"),
+        (
+            AxisSizes(pp=2, ep=3),
+            "actor.ep 3 x actor.etp 1 = 3 does not divide the 4 ranks of a pipeline stage; set "
+            "actor.ep to 1, 2 or 4",
+        ),
+        (
+            AxisSizes(tp=2, ep=8, etp=2),
+            "actor.ep 8 x actor.etp 2 = 16 does not divide the 8 ranks of a pipeline stage; set "
+            "actor.ep to 1, 2 or 4",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_the_ranks(sizes: AxisSizes, message: str) -> None:
+    assert sizes.problem("actor", 8) == message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world"),
+    [
+        (AxisSizes(tp=2, pp=3), 6),
+        (AxisSizes(ep=4), 4),
+        (AxisSizes(tp=2, pp=2, ep=3), 12),
+        (AxisSizes(tp=2, ep=4, etp=2), 8),
+    ],
+)
+def test_the_smallest_world(sizes: AxisSizes, world: int) -> None:
+    assert sizes.smallest_world == world
+    fits = [size for size in range(1, world + 1) if sizes.problem("actor", size) is None]
+    assert fits == [world]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERT_LAYOUTS], ids=str)
+def test_the_first_copy_holds_everything(layout: ParallelLayout) -> None:
+    def held(ranks: list[int]) -> set[tuple[int, ...]]:
+        places = [layout.coordinates(rank) for rank in ranks]
+        dense = {(place.pp, place.tp) for place in places}
+        return dense | {(place.pp, place.etp, place.ep) for place in places}
+
+    assert held(layout.first_copy) == held(list(range(layout.world_size)))
+    if layout.etp == layout.ep == 1:
+        assert len(layout.first_copy) == layout.tp * layout.pp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

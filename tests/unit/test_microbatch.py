@@ -104,3 +104,15 @@ def test_a_mini_batch_counts_the_rows_of_its_packs_from_its_first() -> None:
     assert [pack.places.tolist() for pack in mini_batch.local_packs] == [[0], [2, 3]]
     cut = BatchCut([mini_batch, PackedMiniBatch([3], [])], Balance(1.0, 1.0))
     assert cut.packs == packs
+
+
+def test_ranks_in_step_have_equally_many_micro_batches() -> None:
+    for lengths in BATCHES:
+        for dp, budget in itertools.product((1, 2, 4), (1, 50, 10**6)):
+            plain = cut_mini_batches(lengths, lengths, 8, dp, budget)
+            in_step = cut_mini_batches(lengths, lengths, 8, dp, budget, in_step=True)
+            for own, padded in zip(plain, in_step, strict=True):
+                most = max(map(len, own.micro_batches))
+                for share, others in zip(own.micro_batches, padded.micro_batches, strict=True):
+                    assert others == share + [[]] * (most - len(share))
+            assert balance_of(in_step, lengths).imbalance == balance_of(plain, lengths).imbalance

@@ -15,6 +15,7 @@ from mrlhf.models.families import load_spec
 from mrlhf.preflight import check_models, dry_run
 from mrlhf.preflight.model_checks import cache_needs
 from tests.engine_models import hf_model
+from tests.shards import tiny_config
 from tests.unit.configurations import ppo, problems, supervised
 
 FACTS = {
@@ -253,3 +254,23 @@ def test_the_cache_is_what_the_engine_takes_on_this_machine(
         ("float32", "native"): 4,
         ("float32", "vllm"): 4,
     }
+
+
+def test_experts_are_shared_out_as_the_model_allows(tmp_path):
+    tiny_config("mixtral").save_pretrained(tmp_path / "mixture")
+    tiny_config("llama").save_pretrained(tmp_path / "dense")
+    mixture = {"model__path": str(tmp_path / "mixture"), "data__max_length": 32}
+    dense = {"model__path": str(tmp_path / "dense"), "data__max_length": 32}
+
+    check_models(supervised(SFTConfig, **mixture, model__ep=2, model__router_z_coef=1e-3))
+    for keys, message in (
+        (mixture | {"model__ep": 3}, "model.ep 3 does not fit the model's 4 experts; use one of"),
+        (dense | {"model__ep": 2}, "model.ep 2 does not fit a model without experts; set model."),
+        (
+            dense | {"model__router_balance_coef": 0.1},
+            "model.router_balance_coef does not fit a model without experts; set it to 0",
+        ),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            check_models(supervised(SFTConfig, **keys))
+        assert str(refusal.value).startswith(message)

@@ -150,3 +150,13 @@ def test_numbers_of_some_rows_of_a_pack_are_laid_out_as_a_table() -> None:
 
 def test_no_rows_make_no_packs() -> None:
     assert make_packs(SEQUENCES, [], "response", 1, CPU) == []
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_pack_without_rows_is_all_padding(multiple: int) -> None:
+    first, empty = make_packs(SEQUENCES, [[1, 0], []], "response", multiple, CPU)
+    assert empty.rows == [] and empty.token_ids.tolist() == [0] * multiple
+    assert empty.boundaries.tolist() == [0, multiple] and empty.longest == multiple
+    assert empty.select.tolist() == [] and empty.counts.tolist() == []
+    [alone] = make_packs(SEQUENCES, [[1, 0]], "response", multiple, CPU)
+    assert _numbers(first) == _numbers(alone)

@@ -10,10 +10,10 @@ import pytest
 from mrlhf.errors import WeightError
 from mrlhf.inference.engine_sizes import engine_tp_problem
 from mrlhf.inference.vllm.pieces import parameter_pieces
-from mrlhf.models.parallel_sizes import pp_problem, tp_problem
+from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from tests.shards import tiny_spec
 
 
@@ -127,3 +127,43 @@ def test_a_norm_over_all_heads_does_not_share_a_head(whole_kv_heads: bool) -> No
         "tp 8 does not fit the model's 4 key and value heads (which share one norm); use one of "
         "1, 2, 4"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        ("llama", AxisSizes(), None),
+        ("llama", AxisSizes(tp=2), None),
+        ("llama", AxisSizes(ep=2), "actor.ep 2 does not fit a model without experts; set actor.ep"),
+        (
+            "llama",
+            AxisSizes(tp=2, etp=1),
+            "actor.etp 1 does not fit a model without experts; lea",
+        ),
+        ("mixtral", AxisSizes(ep=4), None),
+        ("mixtral", AxisSizes(tp=8, etp=8), None),
+        (
+            "mixtral",
+            AxisSizes(ep=3),
+            "actor.ep 3 does not fit the model's 4 experts; use one of 1",
+        ),
+        (
+            "qwen2_moe",
+            AxisSizes(tp=8, ep=2, etp=8),
+            "actor.etp 8 does not fit the experts' intermediate size 12; set actor.etp to a",
+        ),
+    ],
+)
+def test_sizes_of_expert_parallelism(model: str, sizes: AxisSizes, message: str | None) -> None:
+    problem = ep_problem("actor", sizes, tiny_spec(model))
+    assert problem == message or (message is not None and str(problem).startswith(message))
+
+
+def test_tensor_parallelism_splits_dense_layers_and_shared_experts_alone() -> None:
+    spec = tiny_spec("qwen2_moe")
+    assert spec.experts is not None
+    assert tp_problem("actor.tp", 4, spec) is None
+    wide = replace(spec, experts=replace(spec.experts, shared_ffn_size=18))
+    assert "shared expert of intermediate size 18" in str(tp_problem("actor.tp", 4, wide))
+    # No layer is dense, so that their width does not matter.
+    assert tp_problem("actor.tp", 4, replace(spec, ffn_size=7)) is None

@@ -23,6 +23,11 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     Raises:
         ConfigError: a feature of it is not supported, or a number makes no sense.
     """
+    if head == "scalar":
+        raise ConfigError(
+            "a critic or reward model cannot be a glm4_moe model, because transformers has no "
+            "Glm4MoeForSequenceClassification; use a model of another family"
+        )
     scale = config["routed_scaling_factor"]
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not 0 < scale < math.inf:

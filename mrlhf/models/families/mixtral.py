@@ -25,6 +25,9 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
             f"config.json has router_jitter_noise={config['router_jitter_noise']}, which is not "
             "supported: old and current log-probabilities would differ; set it to 0"
         )
+    if config.get("head_dim") is None:  # as transformers takes it then
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        config = {**config, "head_dim": head_dim}
     experts = Experts(
         count=count(config, "num_local_experts", least=2),
         per_token=count(config, "num_experts_per_tok"),

@@ -1,0 +1,147 @@
+"""The MLP of a layer with experts: a router, experts, and an expert that all tokens go to.
+
+It shares tokens out over the tensor-parallel ranks. Ranks that split an expert are neighbours among
+these, and work on the same tokens. This file does not know how experts are chosen, nor how tokens
+get to experts on other ranks.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mrlhf.models.experts import RoutedExperts
+from mrlhf.models.router import Router, Routing
+from mrlhf.models.spec import Experts
+from mrlhf.parallel.packed_sequences import PackedSequences
+
+
+class SharedGate(torch.nn.Module):
+    """The sigmoid of a linear layer with one row."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
+        # As in the router.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] to [..., 1]."""
+        return F.linear(x, self.weight).sigmoid()
+
+
+class Mixture(torch.nn.Module):
+    """The MLP of a layer with experts.
+
+    Attributes:
+        router: chooses.
+        experts: those of this rank.
+        shared: the expert that all tokens go to; None: there is none.
+        shared_gate: what its output is multiplied by; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        experts: Experts,
+        shared: MLPSubmodules,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        """Make a mixture of zeros.
+
+        Args:
+            config: of the model.
+            experts: the mixture.
+            shared: what the shared expert is made of.
+            groups: the process groups of the model.
+        """
+        super().__init__()
+        self._tp_group = groups.tp
+        self._split_group = groups.expt_tp
+        self._sequence_parallel = config.sequence_parallel
+
+        self.router = Router(config, experts, groups)
+        self.experts = RoutedExperts(config, experts, groups)
+        self.shared: torch.nn.Module | None = None
+        if experts.shared_ffn_size:
+            # The second linear layer takes its width from the configuration.
+            wide = copy(config)
+            wide.ffn_hidden_size = experts.shared_ffn_size
+            self.shared = MLP(
+                wide, shared, ffn_hidden_size=wide.ffn_hidden_size, tp_group=groups.tp
+            )
+        self.shared_gate = SharedGate(config) if experts.shared_gate else None
+
+    def forward(self, hidden: Tensor, packed: PackedSequences) -> Tensor:
+        """The output for each token, in the form of `hidden`.
+
+        Args:
+            hidden: [tokens, 1, hidden], or this rank's part of the tokens under sequence
+                parallelism.
+            packed: the sequences of the pack.
+        """
+        tokens = hidden.squeeze(1)
+        routing = self.router(tokens, packed)
+        if self._sequence_parallel:
+            output = self._of_parts(tokens, routing)
+        elif self._tp_group.size() > 1:
+            output = self._of_copies(tokens, routing)
+        else:
+            output = self.experts(tokens, routing)
+
+        output = output.unsqueeze(1)
+        if self.shared is None:
+            return output
+        shared, _ = self.shared(hidden)
+        if self.shared_gate is not None:
+            shared = self.shared_gate(hidden) * shared
+        return output + shared
+
+    def _of_parts(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """The output for this rank's part of the tokens, as every tensor-parallel rank has one.
+
+        The ranks that split an expert work on all of their parts.
+        """
+        group = self._split_group
+        if group.size() == 1:
+            output: Tensor = self.experts(tokens, routing)
+            return output
+
+        tokens, experts, weights = (
+            gather_from_sequence_parallel_region(part, group=group) for part in (tokens, *routing)
+        )
+        output = self.experts(tokens, Routing(experts, weights))
+        return reduce_scatter_to_sequence_parallel_region(output, group=group)
+
+    def _of_copies(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """The output for the tokens that all tensor-parallel ranks have.
+
+        The ranks share them out, except that those that split an expert work on the same ones.
+        """
+        group = self._tp_group
+        split = self._split_group.size()
+        shares = group.size() // split
+        share = group.rank() // split
+        begin = len(tokens) * share // shares
+        end = len(tokens) * (share + 1) // shares
+
+        copied = copy_to_tensor_model_parallel_region(tokens, group=group)
+        weights = copy_to_tensor_model_parallel_region(routing.weights, group=group)
+        own = Routing(routing.experts[begin:end], weights[begin:end])
+        output = self.experts(copied[begin:end], own)
+        output = F.pad(output, (0, 0, begin, len(tokens) - end))
+        return reduce_from_tensor_model_parallel_region(output, group=group)
