@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.models.grouped_products import has_kernel
 
 SOURCE = Path(__file__).with_name("experts.cpp")
 _SIGNATURE = "pppppp iiiiii n"
@@ -121,7 +122,7 @@ class TorchExperts:
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum over the chosen experts of share * expert(x), as `Experts` says."""
-        if x.is_cuda and _groups_on_gpu(self._stack):
+        if has_kernel(x, *self._stack.fc1.shape[1:], self._stack.fc2.shape[-1]):
             return grouped(self._stack, x, chosen, shares)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return all_at_once(self._stack, x, chosen, shares)
@@ -199,14 +200,6 @@ def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> 
     by_token[order] = outputs
     by_token = by_token.masked_fill(~is_here[:, None], 0).view(*chosen.shape, -1)
     return (by_token.float() * shares[..., None]).sum(dim=1).to(x.dtype)
-
-
-def _groups_on_gpu(experts: ExpertStack) -> bool:
-    """Whether torch has grouped products for these weights on this GPU."""
-    aligned = experts.fc1.shape[-1] % 8 == 0 and experts.fc2.shape[-1] % 8 == 0  # 16 bytes
-    if not hasattr(F, "grouped_mm") or experts.fc1.dtype != torch.bfloat16 or not aligned:
-        return False
-    return torch.cuda.get_device_capability(experts.fc1.device) >= (8, 0)
 
 
 def _gated(gate_up: Tensor) -> Tensor:
