@@ -113,20 +113,17 @@ def sides_around(
 ) -> list[Sides]:
     """The same, as far as weights can come to or from global rank `rank`.
 
-    If each replica lies inside one model-parallel group of the actor, dense weights come from the
-    ranks of that group alone. Experts come from all ranks of the groups that hold them together.
+    If each replica lies inside one model-parallel group of the actor, weights come from the ranks
+    of that group and of those that hold all experts together with it.
     """
-    dense, experts = sides_of_all(engines, in_training, in_engine)
+    kinds = sides_of_all(engines, in_training, in_engine)
     if not engines.is_inside:
-        return [dense, experts]
+        return kinds
 
     actor = engines.actor
-    group = actor.coordinates(rank).dp
     together = engines.copies_together
-    return [
-        _part(dense, group, actor.dp),
-        _part(experts, group // together, actor.dp // together),
-    ]
+    exchange = actor.coordinates(rank).dp // together
+    return [_part(sides, exchange, actor.dp // together) for sides in kinds]
 
 
 def _of_kind(pieces_of_rank: PiecesOfRank, of_expert: bool) -> PiecesOfRank:

@@ -416,14 +416,19 @@ def test_replicas_get_all_experts_from_the_ranks_that_exchange(case: Case) -> No
     def near(rank: int) -> list[int]:
         return [other for other in case.near(rank) if other < actor.world_size]
 
-    plans = {}
+    planners = {}
     for rank in ranks.source:
         sides = sides_around(rank, engines, ranks.source.__getitem__, ranks.target.__getitem__)
-        plans[rank] = Planner(sides, 4, near).plan(rank)
+        planners[rank] = Planner(sides, 4, near)
+    plans = {rank: planner.plan(rank) for rank, planner in planners.items()}
     check_agreement(plans)
     _check(ranks, WholePlan(plans))
 
+    # A rank knows what each rank that it may get weights from sends, and in which order.
     exchanges = {rank: group for group in engines.exchanges for rank in group}
+    for rank, planner in list(planners.items())[:3]:
+        for other in exchanges[rank]:
+            assert planner.sends(other) == plans[other].sends
     for move in WholePlan(plans).moves:
         assert exchanges[move.source_rank] is exchanges[move.target_rank]
 
