@@ -136,7 +136,7 @@ def with_layer_types(spec: ModelSpec) -> ModelSpec:
             f"config.json has {len(types)} layer_types and num_hidden_layers={spec.num_layers}; "
             f"give one for each layer"
         )
-    if window is None and "sliding_attention" in types:
+    if not window and "sliding_attention" in types:
         raise ConfigError(
             "config.json has layers of sliding_attention and no sliding_window; set it"
         )
@@ -147,8 +147,15 @@ def with_layer_types(spec: ModelSpec) -> ModelSpec:
 
 
 def with_window(spec: ModelSpec) -> ModelSpec:
-    """The model, with `sliding_window` of its `config.json` on every layer."""
-    return replace(spec, windows=(spec.hf_config.get("sliding_window"),) * spec.num_layers)
+    """The model, with `sliding_window` of its `config.json` on every layer.
+
+    Raises:
+        ConfigError: no token would see another.
+    """
+    window = spec.hf_config.get("sliding_window")
+    if window == 0:
+        raise ConfigError("config.json has sliding_window=0; set it to null for no window")
+    return replace(spec, windows=(window,) * spec.num_layers)
 
 
 def check_rotations(spec: ModelSpec) -> None:

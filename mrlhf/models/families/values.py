@@ -66,7 +66,7 @@ _NUMBERS = {
     "initializer_range": _Range(0, 1e3, whole=False),
     "rope_theta": _POSITIVE,
     "partial_rotary_factor": _SHARE,
-    "sliding_window": _COUNT,
+    "sliding_window": _Range(0, _MANY),  # 0 in a file of a Qwen2-MoE model without windows
     "pad_token_id": _TOKEN,
     "bos_token_id": _TOKEN,
     "num_labels": _COUNT,
