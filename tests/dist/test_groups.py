@@ -22,7 +22,7 @@ def _memberships(rank: int, world_size: int) -> dict[str, Any]:
     again = factory.role_groups(ParallelLayout(tp=2, pp=2, dp=1))
     assert all(
         getattr(actor, axis) is getattr(again, axis)
-        for axis in ("tp", "dp", "pp", "mp", "world", "dp_pp")
+        for axis in ("tp", "dp", "pp", "mp", "world", "results")
     )
 
     deep = factory.role_groups(ParallelLayout(tp=1, pp=4, dp=1))
@@ -32,11 +32,11 @@ def _memberships(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "actor": [
             _ranks(group)
-            for group in (actor.tp, actor.dp, actor.pp, actor.mp, actor.world, actor.dp_pp)
+            for group in (actor.tp, actor.dp, actor.pp, actor.mp, actor.world, actor.results)
         ],
         "embedding": (_ranks(actor.collection.embd), _ranks(deep.collection.embd)),
         "optimizer": (_ranks(wide.collection.intra_dist_opt), _ranks(wide.collection.tp_dp_cp)),
-        "wide": [_ranks(group) for group in (wide.dp, wide.pp, wide.dp_pp, wide.collection.cp)],
+        "wide": [_ranks(group) for group in (wide.dp, wide.pp, wide.results, wide.collection.cp)],
         "engine": (engine.replica, engine.tp_rank, _ranks(engine.tp), _ranks(engine.replicas)),
     }
 

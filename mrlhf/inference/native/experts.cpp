@@ -28,6 +28,27 @@ inline float total(Lanes lanes) {
     return ((parts[0] + parts[4]) + (parts[2] + parts[6])) + ((parts[1] + parts[5]) + (parts[3] + parts[7]));
 }
 
+// The totals of kC vectors.
+template <int kC>
+inline void totals(const Lanes* lanes, float* out) {
+    for (int c = 0; c < kC; ++c) out[c] = total(lanes[c]);
+}
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+template <>
+inline void totals<4>(const Lanes* lanes, float* out) {  // neighbours are added, four vectors at once
+    const Lanes a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];
+    const Lanes ab = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
+                     __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    const Lanes cd = __builtin_shufflevector(c, d, 0, 8, 2, 10, 4, 12, 6, 14) +
+                     __builtin_shufflevector(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+    const Lanes halves = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
+                         __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    for (int i = 0; i < 4; ++i) out[i] = halves[i] + halves[i + 4];
+}
+#endif
+#endif
+
 // out[r][c] = x[r] . w[c], where the columns of the product are the rows of w [columns, size]. Each
 // sum has the same order whatever kR and kC are.
 template <typename W, int kR, int kC>
@@ -45,12 +66,12 @@ inline void tile(const float* const* x, const W* w, int64_t size, float* out) {
             for (int r = 0; r < kR; ++r) sums[r][c] += rows[r] * column;
         }
     }
-    for (int r = 0; r < kR; ++r)
-        for (int c = 0; c < kC; ++c) {
-            float sum = total(sums[r][c]);
-            for (int64_t j = i; j < size; ++j) sum = __builtin_fmaf(x[r][j], widen(w[c * size + j]), sum);
-            out[r * kC + c] = sum;
-        }
+    for (int r = 0; r < kR; ++r) {
+        totals<kC>(sums[r], out + r * kC);
+        for (int64_t j = i; j < size; ++j)
+            for (int c = 0; c < kC; ++c)
+                out[r * kC + c] = __builtin_fmaf(x[r][j], widen(w[c * size + j]), out[r * kC + c]);
+    }
 }
 
 // Calls emit(row, column, x[row] . w[column]) for all rows and kC columns.
@@ -116,17 +137,21 @@ inline float gated_number(float gate, float up) {
 template <typename T, typename W>
 void enter_expert(const float* const* x, int64_t rows, const W* weight, float* inner, int64_t hidden, int64_t width,
                   int64_t low, int64_t high) {
-    float gates[kRowBlock * kColumns];
+    float gates[kRowBlock * kBlock], ups[kRowBlock * kBlock];
     for (int64_t first = 0; first < rows; first += kRowBlock) {
         const int64_t count = std::min(kRowBlock, rows - first);
         for (int64_t c = low; c < high; c += kColumns) {
             const int64_t columns = std::min<int64_t>(kColumns, high - c);
             columns_of(x + first, count, weight + c * hidden, columns, hidden,
-                       [&](int64_t r, int64_t j, float sum) { gates[r * kColumns + j] = sum; });
+                       [&](int64_t r, int64_t j, float sum) { gates[r * kBlock + c - low + j] = sum; });
             columns_of(x + first, count, weight + (width + c) * hidden, columns, hidden,
-                       [&](int64_t r, int64_t j, float sum) {
-                           inner[(first + r) * width + c + j] = gated_number<T>(gates[r * kColumns + j], sum);
-                       });
+                       [&](int64_t r, int64_t j, float sum) { ups[r * kBlock + c - low + j] = sum; });
+        }
+        for (int64_t r = 0; r < count; ++r) {
+            float* out = inner + (first + r) * width + low;
+#pragma omp simd
+            for (int64_t i = 0; i < high - low; ++i)
+                out[i] = gated_number<T>(gates[r * kBlock + i], ups[r * kBlock + i]);
         }
     }
 }
