@@ -262,7 +262,7 @@ def _megatron(case: Case, factory: GroupFactory) -> Callable[[], None]:
     groups = factory.role_groups(ParallelLayout(tp=tp, pp=1, dp=dist.get_world_size() // tp))
     built = new_model(case.spec, groups, case.device, case.dtype)
     source = unwrap_model(case.module)
-    target = unwrap_model(built.module)
+    target = unwrap_model(built.chunks[0])
     backend = "nccl" if case.device.kind == "cuda" else "gloo"
     return lambda: swap_model_weights(source, target, backend)
 

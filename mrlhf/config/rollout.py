@@ -17,7 +17,9 @@ class RolloutSection(Section):
     engine: Literal["native", "vllm"] = Field(
         "native", description="inference engine; vllm needs its package"
     )
-    tp: Ranks = Field(1, description="ranks of one engine replica; divides actor.tp x actor.pp")
+    tp: Ranks = Field(
+        1, description="ranks of one engine replica; divides actor.tp x actor.cp x actor.pp"
+    )
     ep: Ranks | None = Field(
         None,
         description="over how many parts of a replica the experts of a mixture are shared out; the "

@@ -100,7 +100,7 @@ class ActorOptimSection(OptimSection):
 
 
 class RoleSection(Section):
-    """A model and its layout over the ranks; data parallelism takes what tp x pp leaves."""
+    """A model and its layout over the ranks; data parallelism takes what tp x cp x pp leaves."""
 
     path: PathText = Field(
         description="Hugging Face directory: config.json and safetensors; with init: random, "
@@ -110,6 +110,11 @@ class RoleSection(Section):
         1,
         description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
         "its KV heads or is a multiple of them",
+    )
+    cp: Ranks = Field(
+        1,
+        description="context-parallel size, ranks that share each sequence; for sequences too long "
+        "for one rank's memory",
     )
     pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
     ep: Ranks = Field(
@@ -121,6 +126,16 @@ class RoleSection(Section):
         None,
         description="tensor-parallel size of an expert, ranks; divides tp; null: tp if ep is 1, "
         "else 1",
+    )
+    vpp: Count = Field(
+        1,
+        description="virtual stages of each pipeline rank, whose schedule is then interleaved; "
+        "above 1 it needs pp > 1",
+    )
+    pp_layers: Annotated[list[CountOrZero], Field(min_length=1)] | None = Field(
+        None,
+        description="layers of each virtual stage in the order of the model, pp x vpp numbers; "
+        "null: equal numbers, or one less in the first and the last stage if only that divides",
     )
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"
@@ -135,7 +150,9 @@ class RoleSection(Section):
         description="activations that are computed again in the backward pass instead of kept",
     )
     micro_batch_tokens: Count = Field(
-        16384, description="most tokens in one packed micro-batch on a rank"
+        16384,
+        description="most tokens in one packed micro-batch; of its tokens each of cp "
+        "context-parallel ranks holds an equal part",
     )
 
 

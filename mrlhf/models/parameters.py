@@ -17,14 +17,16 @@ from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout, Rep
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
-def chunk_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> Chunk:
-    """The part of the model on the rank at `place`."""
-    return Chunk(
-        layers=layout.stage_layers(place.pp, spec.num_layers),
-        is_first=place.pp == 0,
-        is_last=place.pp == layout.pp - 1,
-        experts=experts_of(spec, layout.ep, place.ep),
-    )
+def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
+    """The parts of the model on the rank at `place`, one for each virtual stage."""
+    stages = layout.stages
+    experts = experts_of(spec, layout.ep, place.ep)
+    chunks = []
+    for number in stages.numbers_on(place.pp):
+        layers = stages.layers(number, spec.num_layers)
+        is_last = number == stages.count - 1
+        chunks.append(Chunk(layers, number == 0, is_last, experts))
+    return chunks
 
 
 def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
@@ -55,16 +57,33 @@ def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
 
 
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
-    """Names in `GPTModel.named_parameters()` of the rank at `place`; layers from 0."""
-    return family_of(spec).parameter_names(spec, chunk_of(spec, layout, place))
+    """Names of all parameters of the rank at `place`, chunk by chunk.
+
+    They are those in `GPTModel.named_parameters()`, with layers from 0 in each chunk, behind the
+    prefix of the chunk.
+    """
+    names = []
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
+        prefix = chunk_prefix(layout, number)
+        names += [prefix + name for name in family_of(spec).parameter_names(spec, chunk)]
+    return names
+
+
+def chunk_prefix(layout: ParallelLayout, number: int) -> str:
+    """What tells the parameters of a rank's chunk from those of its others; "" if it has one."""
+    return "" if layout.vpp == 1 else f"{number}."
 
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
     place = layout.coordinates(rank)
-    chunk = chunk_of(spec, layout, place)
-    weights = _weight_map(spec, chunk)
-    return weights.pieces((place.tp, layout.tp), (place.etp, layout.etp))
+    pieces: list[Piece] = []
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
+        prefix = chunk_prefix(layout, number)
+        pieces += _weight_map(spec, chunk).pieces(
+            (place.tp, layout.tp), (place.etp, layout.etp), prefix
+        )
+    return pieces
 
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
@@ -113,16 +132,18 @@ class _WeightMap:
     rules: Mapping[str, Rule]
     shapes: Mapping[str, Shape]
 
-    def pieces(self, tp: tuple[int, int], etp: tuple[int, int]) -> list[Piece]:
+    def pieces(self, tp: tuple[int, int], etp: tuple[int, int], prefix: str = "") -> list[Piece]:
         """The pieces of one rank, parameter by parameter.
 
         Args:
             tp: its place and the number of places along tensor parallelism.
             etp: the same for experts.
+            prefix: goes before the name of each parameter.
         """
         pieces: list[Piece] = []
         for name, rule in self.rules.items():
-            pieces += pieces_of(name, rule, self.shapes, *(etp if rule.of_expert else tp))
+            place = etp if rule.of_expert else tp
+            pieces += pieces_of(prefix + name, rule, self.shapes, *place)
         return pieces
 
 

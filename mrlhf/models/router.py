@@ -114,7 +114,7 @@ class Router(torch.nn.Module):
         # With recomputation a pass without gradients comes first, which does not count.
         if self.training and torch.is_grad_enabled():
             owners = self._own_part(packed.owners)
-            counts = self._count(chosen, owners, packed.sequences)
+            counts = self._count(chosen, owners, len(packed.lengths))
             if self.losses is not None:
                 loss = self._loss(self.losses, packed, owners, counts, logits, scores)
                 weights = _WithLoss.apply(weights, loss)
@@ -189,11 +189,12 @@ class Router(torch.nn.Module):
             dist.all_reduce(counts, group=self._sequence_group)
         # A sequence counts as much as any other, so its tokens count less the more there are;
         # padding does not count.
-        per_token = F.pad(losses.share / packed.sequence_lengths, (0, 1))[owners]
+        lengths = packed.lengths.float()
+        per_token = F.pad(losses.share / lengths, (0, 1))[owners]
 
         loss = losses.z * (logits.logsumexp(dim=-1).square() * per_token).sum()
         if losses.balance:
-            tokens = F.pad(packed.sequence_lengths, (0, 1), value=1.0).unsqueeze(-1)
+            tokens = F.pad(lengths, (0, 1), value=1.0).unsqueeze(-1)
             loads = counts * self._experts.count / (self._experts.per_token * tokens)
             if self._experts.scoring == "sigmoid":
                 scores = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)

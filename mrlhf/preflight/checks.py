@@ -17,6 +17,8 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.parallel.segments import Segments
+from mrlhf.parallel.stages import Stages
 from mrlhf.preflight.method_checks import in_yaml, method_problems
 from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
@@ -54,18 +56,22 @@ def check(config: AnyConfig, world_size: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def longest_unit(config: AnyConfig) -> int:
-    """Tokens of the longest unit that one micro-batch must hold: a sequence, or a pair of them."""
-    if isinstance(config, RewardModelConfig):
-        return 2 * config.data.max_length
-    return config.data.max_length
+def longest_unit(config: AnyConfig, cp: int = 1) -> int:
+    """Tokens of the longest unit that one micro-batch must hold: a sequence, or a pair of them.
+
+    Args:
+        config: says which unit it is.
+        cp: how many context-parallel ranks share a sequence, which is padded for them.
+    """
+    longest = Segments(size=cp).padded(config.data.max_length)
+    return 2 * longest if isinstance(config, RewardModelConfig) else longest
 
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
     for name, role in config.roles().items():
         problem = AxisSizes.of(role).problem(name, world_size)
-        if problem is not None and not _is_inherited(config, name, ("tp", "pp")):
+        if problem is not None and not _is_inherited(config, name, ("tp", "cp", "pp")):
             yield problem
 
 
@@ -82,19 +88,51 @@ def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
 def _role_problems(config: AnyConfig) -> Iterator[str]:
     """Layouts and micro-batches that contradict each other, whatever the ranks."""
     too_small = []
-    longest = longest_unit(config)
+    needed = longest_unit(config)
+    padded_for = ""
     for name, role in config.roles().items():
         if role.sequence_parallel and role.tp == 1:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
-        if role.micro_batch_tokens < longest:
+        if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
+            yield from _stage_problems(name, AxisSizes.of(role).stages)
+        with_padding = longest_unit(config, role.cp)
+        if role.micro_batch_tokens < with_padding:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
+            if with_padding > needed:
+                needed = with_padding
+                padded_for = f", padded to {needed} for {name}.cp {role.cp}"
 
     if too_small:
         unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
         verb = "is" if len(too_small) == 1 else "are"
         yield (
             f"{_joined(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
-            f"tokens; raise micro_batch_tokens to at least {longest} or lower the length"
+            f"tokens{padded_for}; raise micro_batch_tokens to at least {needed} or lower the length"
+        )
+
+
+def _stage_problems(name: str, stages: Stages) -> Iterator[str]:
+    """Stages of a pipeline that contradict each other, whatever the model."""
+    if stages.vpp > 1 and stages.pp == 1:
+        yield (
+            f"{name}.vpp {stages.vpp} takes turns between ranks of a pipeline, but {name}.pp is 1; "
+            f"raise {name}.pp or leave {name}.vpp at 1"
+        )
+        return
+
+    layers = stages.pp_layers
+    if layers is None:
+        return
+    if len(layers) != stages.count:
+        yield (
+            f"{name}.pp_layers {list(layers)} has {len(layers)} numbers, but {name}.pp {stages.pp} "
+            f"x {name}.vpp {stages.vpp} = {stages.count}; give one for each virtual stage"
+        )
+    elif 0 in layers[1:-1]:
+        yield (
+            f"{name}.pp_layers {list(layers)} leaves virtual stage {layers.index(0, 1)} nothing to "
+            "do; only the first and the last, which have the embedding and the output layer, may "
+            "have 0 layers"
         )
 
 
@@ -204,11 +242,11 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     if not config.needs_full_kl:
         return
     sizes = {"reference": AxisSizes.of(reference), "actor": AxisSizes.of(actor)}
-    if sizes["reference"] != sizes["actor"]:
+    if not sizes["reference"].has_ranks_of(sizes["actor"]):
         yield (
             "KL 'full' compares whole distributions rank by rank, but reference is "
-            f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp and reference.pp "
-            "out"
+            f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp, reference.cp "
+            "and reference.pp out"
         )
     if reference.sequence_parallel and not actor.sequence_parallel:
         yield (

@@ -6,7 +6,7 @@ stands in this file, which starts no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,8 +42,30 @@ Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", "qwen2-moe")
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2), (4, 1)]}
-"""By world size: (tp, pp). The models have one or two KV heads, which two or four ranks share."""
+LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2), AxisSizes()],
+    4: [
+        AxisSizes(tp=2, pp=2),
+        AxisSizes(tp=2),
+        AxisSizes(pp=2),
+        AxisSizes(tp=4),
+        AxisSizes(tp=2, cp=2),
+        AxisSizes(cp=2, pp=2),
+    ],
+}
+"""By world size. The models have one or two KV heads, which two or four ranks share."""
+STAGED_LAYOUTS = {
+    2: [AxisSizes(pp=2, vpp=2), AxisSizes(pp=2, pp_layers=(3, 1))],
+    4: [
+        AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(cp=2, pp=2, vpp=2),
+        AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
+        AxisSizes(pp=4),
+        AxisSizes(pp=4, pp_layers=(1, 1, 2, 0)),
+    ],
+}
+"""By world size, for the models of four layers: virtual stages, and stages of unequal layers."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,
@@ -101,17 +123,27 @@ class Setting:
     device: Device = CPU
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """World size, tp, pp."""
+    def layout(self) -> tuple[int, AxisSizes]:
+        """World size, and the sizes that the role asks for."""
         layout = self.groups.layout
-        return layout.world_size, layout.tp, layout.pp
+        return layout.world_size, AxisSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp)
 
     @property
     def name(self) -> str:
         """Layout and form in words."""
         layout = self.groups.layout
-        experts = "" if layout.ep == 1 else f"ep{layout.ep} etp{layout.etp} "
-        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp} {experts}{self.form.name}"
+        experts = "" if layout.ep == 1 else f" ep{layout.ep} etp{layout.etp}"
+        stages = ""
+        if self.is_staged:
+            stages = f" vpp{layout.vpp} layers {'-'.join(map(str, layout.pp_layers or ()))}"
+        sizes = f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp}"
+        return f"{sizes}{stages}{experts} {self.form.name}"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it is one of `STAGED_LAYOUTS`, which only the models of four layers fit."""
+        layout = self.groups.layout
+        return layout.stages.count == 4 or layout.pp_layers is not None
 
 
 def save_inputs(root: Path) -> None:
@@ -137,11 +169,11 @@ def settings(
     root: Path,
     world_size: int,
     forms: Sequence[Form],
-    layouts: Sequence[AxisSizes] | None = None,
+    layouts: Mapping[int, Sequence[AxisSizes]] = LAYOUTS,
 ) -> Iterator[Setting]:
-    """All layouts of the world size, or those given, each with the forms that it allows."""
+    """All layouts of the world size, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)
-    for sizes in layouts or [AxisSizes(tp=tp, pp=pp) for tp, pp in LAYOUTS[world_size]]:
+    for sizes in layouts.get(world_size, ()):
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for form in forms:
             if sizes.tp > 1 or not form.sequence_parallel:
@@ -296,11 +328,15 @@ def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
 
 
 def _form_keys(setting: Setting) -> dict[str, Any]:
+    layout = setting.groups.layout
     return {
-        "tp": setting.groups.layout.tp,
-        "pp": setting.groups.layout.pp,
-        "ep": setting.groups.layout.ep,
-        "etp": setting.groups.layout.etp,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "vpp": layout.vpp,
+        "pp_layers": None if layout.pp_layers is None else list(layout.pp_layers),
         "sequence_parallel": setting.form.sequence_parallel,
         "recompute": setting.form.recompute,
         "dtype": setting.form.dtype,

@@ -38,7 +38,7 @@ FORMS = (MANY_PACKS, ONE_PACK, SEQUENCE_PARALLEL)
 # the ranks of tensor parallelism have replicas of them.
 LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(ep=2), AxisSizes(tp=2, ep=2), AxisSizes(tp=2, etp=1), AxisSizes(tp=2)],
+    2: [AxisSizes(ep=2), AxisSizes(tp=2, ep=2), AxisSizes(tp=2, etp=1), AxisSizes(cp=2, ep=2)],
     4: [
         AxisSizes(ep=2),
         AxisSizes(pp=2, ep=2),
@@ -46,6 +46,7 @@ LAYOUTS = {
         AxisSizes(tp=2, ep=2, etp=2),
         AxisSizes(tp=2, ep=4),
         AxisSizes(tp=2, pp=2, ep=2),
+        AxisSizes(tp=2, cp=2, ep=2),
     ],
 }
 
@@ -74,7 +75,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> Results:
     torch.set_num_threads(1)
     out = Path(root) / f"out{world_size}"
     results = {}
-    for setting in settings(Path(root), world_size, FORMS, LAYOUTS[world_size]):
+    for setting in settings(Path(root), world_size, FORMS, LAYOUTS):
         label = f"{setting.name}{setting.groups.layout.etp}"
         results[label] = train(setting, CASE, out / label)
     return results
@@ -108,8 +109,8 @@ def test_updates_equal_the_plain_loop(
 def _first_ratio(rank: int, world_size: int, root: str) -> list[float]:
     """What updates that change nothing call the KL between old and current policy."""
     kls = []
-    layouts = LAYOUTS[world_size]
-    for setting in settings(Path(root), world_size, (MANY_PACKS, SEQUENCE_PARALLEL), layouts):
+
+    for setting in settings(Path(root), world_size, (MANY_PACKS, SEQUENCE_PARALLEL), LAYOUTS):
         experience = load_experience(setting.root, CASE)
         optim = actor_optim(setting, CASE).model_copy(update={"lr": 0.0})
         actor = build_actor(setting, CASE, optim=optim)

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.device import Device
+from mrlhf.models import attention
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
-from mrlhf.models.parameters import parameter_names, role_pieces
+from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.packed_sequences import PackedSequences
-from mrlhf.parallel.packs import make_packs
+from mrlhf.parallel.packs import Pack, make_packs
 from mrlhf.weights.shard import Slot
 from tests.feature_models import YARN, YARN_IN_FULL, feature_configs
 from tests.mixture_models import MIXTURES, as_in_files, mixture_configs
@@ -109,6 +110,7 @@ MIXTURE_LAYOUTS = {
     4: [
         AxisSizes(tp=2, pp=2),
         AxisSizes(pp=2, ep=2),
+        AxisSizes(pp=2, vpp=2, ep=2),
         AxisSizes(tp=2, ep=2),
         AxisSizes(tp=2, ep=2, etp=2),
         AxisSizes(tp=2, ep=4),
@@ -171,6 +173,21 @@ def _fill(slots: list[Slot], tensors: dict[str, Tensor]) -> None:
         slot.store(_named_slice(tensors, slot))
 
 
+def _pack(rows: list[list[int]], groups: RoleGroups) -> Pack:
+    """All rows in one pack, as this rank holds them."""
+    sequences = Sequences.of(rows, [1] * len(rows))
+    order = list(range(len(rows)))
+    tp = groups.layout.tp
+    [pack] = make_packs(sequences, [order], "last", tp, CPU.torch_device, groups.segments)
+    return pack
+
+
+def _numbers_of_tokens(groups: RoleGroups) -> Tensor:
+    """For each of this rank's tokens its number among those of all sequences; -1: padding."""
+    rows = torch.arange(1, sum(LENGTHS) + 1).split(list(LENGTHS))
+    return _pack([row.tolist() for row in rows], groups).token_ids.long() - 1
+
+
 def _run(
     model: BuiltModel, groups: RoleGroups, finish: Callable[..., Any], forward_only: bool
 ) -> list[Any]:
@@ -180,30 +197,25 @@ def _run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    packs = make_packs(
-        Sequences.of([sequence.tolist() for sequence in _sequences()], [1] * len(LENGTHS)),
-        [list(range(len(LENGTHS)))],
-        "last",
-        1,
-        CPU.torch_device,
-    )
-    packed = PackedSequences.of_pack(packs[0])
-    tokens = packs[0].token_ids.long()[None]
+    pack = _pack([sequence.tolist() for sequence in _sequences()], groups)
+    packed = PackedSequences.of_pack(pack, groups.cp)
+    tokens = pack.token_ids.long()[None]
     positions = packed.position_ids[None]
 
     def step(_: Any, module: torch.nn.Module) -> Any:
         return module(tokens, positions, None, packed_seq_params=packed), finish
 
+    layout = groups.layout
     communication = (
-        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)}
-        if groups.layout.pp > 1
-        else {}
+        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if layout.pp > 1 else {}
     )
-    return get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)(
+    vp_size = layout.vpp if layout.vpp > 1 else None
+    return get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)(
         forward_step_func=step,
-        data_iterator=iter([]),
-        model=model.module,
-        num_microbatches=1,
+        data_iterator=[iter([]) for _ in model.chunks],
+        model=model.chunks,
+        # The same pack each time, so that the mean gradient is that of one.
+        num_microbatches=layout.pp if layout.vpp > 1 else 1,
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -229,7 +241,7 @@ def _worst_output(
         results = _run(
             model,
             groups,
-            lambda output, non_loss_data: _outputs(model.module, spec, output)[0].float(),
+            lambda output, non_loss_data: _outputs(model.chunks[-1], spec, output)[0].float(),
             forward_only=True,
         )
     if groups.coordinates.pp < groups.layout.pp - 1:
@@ -240,7 +252,9 @@ def _worst_output(
         shards = [torch.empty_like(whole) for _ in range(groups.layout.tp)]
         dist.all_gather(shards, whole, group=groups.tp)
         whole = torch.cat(shards, dim=-1)[:, :VOCABULARY]
-    return (whole - torch.cat(expected)).abs().max().item()
+    numbers = _numbers_of_tokens(groups)
+    wanted = torch.cat(expected)[numbers]
+    return (whole - wanted)[numbers >= 0].abs().max().item()
 
 
 def _worst_gradient(
@@ -257,10 +271,12 @@ def _worst_gradient(
     coordinates = groups.coordinates
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model.config.finalize_model_grads_func = finalize_model_grads
-    module = DistributedDataParallel(
-        model.config, settings, model.module, pg_collection=groups.collection
-    )
-    module.zero_grad_buffer()
+    chunks = []
+    for chunk in model.chunks:
+        chunks.append(
+            DistributedDataParallel(model.config, settings, chunk, pg_collection=groups.collection)
+        )
+        chunks[-1].zero_grad_buffer()
 
     weights = _weights(1)
     if spec.head == "lm":
@@ -268,15 +284,17 @@ def _worst_gradient(
             _weights(VOCABULARY), (0, spec.padded_vocab(layout.tp) - VOCABULARY)
         )
         weights = padded.chunk(layout.tp, dim=1)[coordinates.tp]
+    numbers = _numbers_of_tokens(groups)
+    weights = weights[numbers] * (numbers >= 0)[:, None]
     _run(
-        model._replace(module=module),
+        model._replace(chunks=chunks),
         groups,
-        lambda output: ((_outputs(module, spec, output)[0] * weights).sum(), {}),
+        lambda output: ((_outputs(chunks[-1], spec, output)[0] * weights).sum(), {}),
         forward_only=False,
     )
 
     worst = 0.0
-    for slot in slots_of(module, spec, layout, coordinates):
+    for slot in slots_of(chunks, spec, layout, coordinates):
         if not slot.parameter.requires_grad:
             continue
         gradient = replace(slot, parameter=slot.parameter.main_grad).load()
@@ -285,26 +303,31 @@ def _worst_gradient(
     return worst
 
 
-def _sequence_parallel(tp: int, pp: int) -> tuple[bool, ...]:
+def _sequence_parallel(sizes: AxisSizes) -> tuple[bool, ...]:
     """What each layout is built with: both where it is quick, and nothing that has no effect."""
-    if tp == 1:
+    if sizes.tp == 1:
         return (False,)
-    return (False, True) if pp == 1 else (True,)
+    return (False, True) if sizes.ranks == sizes.tp else (True,)
 
 
-def _names(tp: int) -> list[str]:
-    """The models of a layout; four ranks have the few in which all that matters to them differs."""
-    return list(GRADIENTS) if tp == 4 else list(_configs())
+def _names(sizes: AxisSizes) -> list[str]:
+    """The models of a layout; others have the few in which all that matters to them differs."""
+    many = sizes in (AxisSizes(), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(tp=2, pp=2))
+    return list(_configs()) if many else list(GRADIENTS)
 
 
-def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str, float]:
-    layout = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
+def _parity(
+    rank: int, world_size: int, sizes: AxisSizes, root: str, compiled: bool
+) -> dict[str, float]:
+    if not compiled:
+        attention.compiled_attention.is_available = lambda dtype: False  # type: ignore[assignment]
+    layout = ParallelLayout.for_world("actor", world_size, sizes)
     groups = GroupFactory(timeout_s=120.0).role_groups(layout)
     worst = {}
-    for name in _names(tp):
+    for name in _names(sizes):
         spec = load_spec(Path(root) / name, head="scalar" if name == "scalar" else "lm")
         reference = torch.load(Path(root) / name / "reference.pt")
-        for sequence_parallel in _sequence_parallel(tp, pp):
+        for sequence_parallel in _sequence_parallel(sizes):
             model = build_model(
                 spec,
                 groups,
@@ -314,8 +337,11 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
                 recompute=GRADIENTS.get(name, "none"),
             )
 
-            slots = slots_of(model.module, spec, layout, groups.coordinates)
-            names = [parameter for parameter, _ in model.module.named_parameters()]
+            slots = slots_of(model.chunks, spec, layout, groups.coordinates)
+            names = []
+            for number, chunk in enumerate(model.chunks):
+                prefix = chunk_prefix(layout, number)
+                names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
             assert names == parameter_names(spec, layout, groups.coordinates)
             assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
             _fill(slots, reference["weights"])
@@ -329,12 +355,29 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
     return worst
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+SIZES_OF_LAYOUTS = [
+    AxisSizes(),
+    AxisSizes(tp=2),
+    AxisSizes(pp=2),
+    AxisSizes(cp=2),
+    AxisSizes(tp=2, pp=2),
+    AxisSizes(tp=4),
+    AxisSizes(cp=4),
+    AxisSizes(tp=2, cp=2),
+    AxisSizes(cp=2, pp=2, vpp=2),
+    AxisSizes(pp=2, vpp=2),
+    AxisSizes(tp=2, pp=2, vpp=2),
+    AxisSizes(pp=2, vpp=3, pp_layers=(0, 1, 1, 1, 1, 0)),
+    AxisSizes(pp=4, pp_layers=(1, 2, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_LAYOUTS, ids=str)
 def test_packed_outputs_and_gradients_equal_transformers(
-    references: Path, tp: int, pp: int
+    references: Path, sizes: AxisSizes
 ) -> None:
-    for worst in run_ranks(tp * pp, _parity, tp, pp, str(references)):
-        assert len(worst) == (len(_names(tp)) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
+    for worst in run_ranks(sizes.ranks, _parity, sizes, str(references), True):
+        assert len(worst) == (len(_names(sizes)) + len(GRADIENTS)) * len(_sequence_parallel(sizes))
         assert max(worst.values()) < 1e-4, worst
 
 
@@ -347,7 +390,8 @@ def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
             spec = load_spec(Path(root) / name, head="lm")
             reference = torch.load(Path(root) / name / "reference.pt")
             for sequence_parallel in (False, True) if sizes.tp > 1 else (False,):
-                worst |= _compared(f"{name} {sizes}", spec, groups, sequence_parallel, reference)
+                label = f"{name} {sizes} vpp {sizes.vpp}"
+                worst |= _compared(label, spec, groups, sequence_parallel, reference)
     return worst
 
 
@@ -367,8 +411,11 @@ def _compared(
         sequence_parallel=sequence_parallel,
         recompute=MIXTURE_RECOMPUTE[label.split()[0]],
     )
-    slots = slots_of(model.module, spec, groups.layout, groups.coordinates)
-    names = [parameter for parameter, _ in model.module.named_parameters()]
+    slots = slots_of(model.chunks, spec, groups.layout, groups.coordinates)
+    names = []
+    for number, chunk in enumerate(model.chunks):
+        prefix = chunk_prefix(groups.layout, number)
+        names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
     assert names == parameter_names(spec, groups.layout, groups.coordinates)
     assert [slot.piece for slot in slots] == role_pieces(spec, groups.layout, dist.get_rank())
     _fill(slots, reference["weights"])
@@ -386,6 +433,11 @@ def test_mixtures_equal_transformers(references: Path, world_size: int) -> None:
         assert max(worst.values()) < 1e-4, worst
 
 
+def test_ranks_share_sequences_without_compiled_attention(references: Path) -> None:
+    for worst in run_ranks(2, _parity, AxisSizes(cp=2), str(references), False):
+        assert max(worst.values()) < 1e-4, worst
+
+
 def _bfloat16(rank: int, world_size: int, root: str) -> float:
     """Deviation of the outputs of two stages in bfloat16."""
     path = Path(root) / "qwen3-tied"
@@ -396,8 +448,8 @@ def _bfloat16(rank: int, world_size: int, root: str) -> float:
     groups = factory.role_groups(ParallelLayout(tp=1, pp=world_size, dp=1))
     options: dict[str, Any] = {"device": CPU, "sequence_parallel": True, "recompute": "none"}
     model = build_model(spec, groups, dtype=torch.bfloat16, **options)
-    _fill(slots_of(model.module, spec, groups.layout, groups.coordinates), reference["weights"])
-    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    _fill(slots_of(model.chunks, spec, groups.layout, groups.coordinates), reference["weights"])
+    assert {parameter.dtype for parameter in model.chunks[0].parameters()} == {torch.bfloat16}
     return _worst_output(model, spec, groups, reference["outputs"])
 
 

@@ -25,7 +25,17 @@ from tests.dist.ppo_runs import (
     assert_same_on_every_layout,
 )
 
-DEEP = Scenario("tp2 pp2", [*TP2_PP2, "critic.tp=4", "rollout.tp=2", "rollout.verify_reshard=true"])
+DEEP = Scenario(
+    "tp2 pp2",
+    [
+        *TP2_PP2,
+        "actor.vpp=2",
+        "actor.pp_layers=[0, 1, 1, 0]",
+        "critic.tp=4",
+        "rollout.tp=2",
+        "rollout.verify_reshard=true",
+    ],
+)
 WIDE = Scenario("dp4", DP4)
 MIXED = Scenario(
     "tp2 dp2",
@@ -34,16 +44,30 @@ MIXED = Scenario(
         "actor.sequence_parallel=true",
         "actor.micro_batch_tokens=16",
         "reward_model.pp=2",
+        "reward_model.vpp=2",
+    ],
+)
+SHARED = Scenario(
+    "tp2 cp2",
+    [
+        "actor.tp=2",
+        "actor.cp=2",
+        "actor.sequence_parallel=true",
+        "critic.cp=4",
+        "critic.micro_batch_tokens=40",
+        "reward_model.cp=2",
+        "rollout.tp=4",
+        "rollout.verify_reshard=true",
     ],
 )
 
 
 def test_a_step_is_the_same_on_every_layout(runs: Runs) -> None:
-    assert_same_on_every_layout(runs, DEEP, WIDE, MIXED)
+    assert_same_on_every_layout(runs, DEEP, WIDE, MIXED, SHARED)
 
 
 def test_all_ranks_tell_the_same(runs: Runs) -> None:
-    for scenario in (DEEP, WIDE, MIXED):
+    for scenario in (DEEP, WIDE, MIXED, SHARED):
         for rank in range(1, WORLD_SIZE):
             pairs = zip(runs.steps(scenario, rank), runs.steps(scenario), strict=True)
             for step, wanted in pairs:

@@ -35,7 +35,7 @@ EXPERTS = 8
 PER_TOKEN = 3
 LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(ep=2), AxisSizes(tp=2, ep=2), AxisSizes(tp=2)],
+    2: [AxisSizes(ep=2), AxisSizes(tp=2, ep=2), AxisSizes(tp=2), AxisSizes(cp=2, ep=2)],
     4: [AxisSizes(pp=2, ep=2), AxisSizes(tp=2, ep=2, etp=2), AxisSizes(tp=2, pp=2)],
 }
 
@@ -122,6 +122,7 @@ def _in_ranks(rank: int, world_size: int, path: str, expected: dict[str, Any]) -
                 path=path,
                 dtype="float32",
                 tp=sizes.tp,
+                cp=sizes.cp,
                 pp=sizes.pp,
                 ep=sizes.ep,
                 etp=sizes.etp,

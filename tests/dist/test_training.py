@@ -6,6 +6,7 @@ Metrics, gradient norms and updated weights of actor and critic are compared wit
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.rl.names import PolicyLossName
 from tests import plain_losses, plain_ppo
 from tests.dist.role_runs import (
@@ -20,6 +22,7 @@ from tests.dist.role_runs import (
     MANY_PACKS,
     ONE_PACK,
     SEQUENCE_PARALLEL,
+    STAGED_LAYOUTS,
     Setting,
     assert_near,
     load_experience,
@@ -27,7 +30,7 @@ from tests.dist.role_runs import (
     settings,
     train,
 )
-from tests.plain_ppo import Case, Outcome
+from tests.plain_ppo import DEEP, Case, Outcome
 from tests.ranks import run_ranks
 
 NEAR = {
@@ -94,9 +97,16 @@ FORM_CASES = {
     SEQUENCE_PARALLEL: ["clipped gradient", "full KL", "entropy"],
 }
 KV_HEADS_OF_OLMO2 = 2
-# World size, tp and pp. The others train the basic cases alone, since building models takes the
-# time: in four ranks the other cases run on the deepest layout.
-FULL_LAYOUTS = ((1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2))
+# By world size. The others train the basic cases alone, since building models takes the time: in
+# four ranks the other cases run on the deepest layout.
+FULL_LAYOUTS = (
+    (1, AxisSizes()),
+    (2, AxisSizes(tp=2)),
+    (2, AxisSizes(pp=2)),
+    (2, AxisSizes(cp=2)),
+    (2, AxisSizes()),
+    (4, AxisSizes(tp=2, pp=2)),
+)
 
 Metrics = dict[str, dict[str, float]]
 """By layout, form and case: the metrics of the update."""
@@ -133,7 +143,9 @@ def _in_ranks(rank: int, world_size: int, root: str) -> Metrics:
     torch.set_num_threads(1)
     out = Path(root) / str(world_size)
     metrics = {}
-    for setting in settings(Path(root), world_size, tuple(FORM_CASES)):
+    everywhere = settings(Path(root), world_size, tuple(FORM_CASES))
+    staged = settings(Path(root), world_size, tuple(FORM_CASES), STAGED_LAYOUTS)
+    for setting in chain(everywhere, staged):
         for case in _cases_of(setting):
             label = f"{setting.name}, {case}"
             metrics[label] = train(setting, CASES[case], out / label)
@@ -144,6 +156,8 @@ def _cases_of(setting: Setting) -> list[str]:
     cases = FORM_CASES[setting.form]
     if setting.groups.layout.tp > KV_HEADS_OF_OLMO2:  # its ranks must not share a head
         cases = [case for case in cases if CASES[case].model != "olmo2"]
+    if setting.is_staged:
+        return [case for case in cases if case in BASIC_CASES and CASES[case].model in DEEP]
     if setting.layout in FULL_LAYOUTS:
         return cases
     return [case for case in cases if case in BASIC_CASES]
