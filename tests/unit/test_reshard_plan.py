@@ -270,7 +270,7 @@ def test_layers_of_every_chunk_are_shared() -> None:
     """Chunks have layers of the same local numbers, which are other layers of the model."""
     actor = ParallelLayout(tp=2, pp=2, vpp=2, dp=1)
     engine = EngineLayout.inside(actor, 2)
-    reshard_plan = plan_all(Planner(*_sides(tiny_spec("llama"), engine), 4), range(4))
+    reshard_plan = plan_all(Planner(_sides(tiny_spec("llama"), engine), 4), range(4))
     shared = {alias.parameter for alias in reshard_plan.plans[0].aliases}
     assert {f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 2)} <= shared
     assert "decoder.layers.1.mlp.linear_fc1.weight" not in shared
