@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run: the small model, float32, little work"
     )
-    parser.add_argument("--sizes", default="3M,110M")
+    parser.add_argument("--sizes", default="3M,110M,13M-MoE,110M-MoE")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--threads", default="1,2", help="on a GPU: 1")
     parser.add_argument("--contenders", default=",".join(NAMES))

@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from generation_contenders import CONTENDERS, Contender, Setting
 from generation_limits import gemm_flops, read_bandwidth, work
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from mrlhf.inference.base import SamplingParams
 
@@ -32,6 +37,17 @@ SIZES: dict[str, dict[str, int]] = {
     "110M": {
         "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
         "num_attention_heads": 12, "num_key_value_heads": 4,
+    },
+    # Qwen3-MoE in all its layers; a token goes through 4 of 16 experts.
+    "13M-MoE": {
+        "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_experts": 16,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 256,
+    },
+    "110M-MoE": {
+        "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 256,
     },
 }  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -81,7 +97,7 @@ def _measure(case: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     return {
         **case,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "parameters": sum(p.numel() for p in LlamaForCausalLM(config).parameters()),
+        "parameters": sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()),
         "limits": limits,
         "failed": failed,
         "greedy_agreement": agreement,
@@ -102,9 +118,10 @@ def _build(names: list[str], setting: Setting) -> tuple[dict[str, Contender], di
     return contenders, failed
 
 
-def _write_model(size: str, dtype: torch.dtype, directory: Path) -> LlamaConfig:
+def _write_model(size: str, dtype: torch.dtype, directory: Path) -> PreTrainedConfig:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    kind = Qwen3MoeConfig if "num_experts" in SIZES[size] else LlamaConfig
+    config = kind(
         **SIZES[size],
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
@@ -114,18 +131,18 @@ def _write_model(size: str, dtype: torch.dtype, directory: Path) -> LlamaConfig:
         dtype=dtype,
     )
 
-    LlamaForCausalLM(config).to(dtype).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(directory)
     return config
 
 
-def _prompts(workload: Mapping[str, Any], config: LlamaConfig) -> list[list[int]]:
+def _prompts(workload: Mapping[str, Any], config: PreTrainedConfig) -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     shape = (workload["prompts"], workload["prompt_length"])
     rows: list[list[int]] = torch.randint(1, config.vocab_size, shape, generator=generator).tolist()
     return rows
 
 
-def _sampling(workload: Mapping[str, Any], config: LlamaConfig) -> SamplingParams:
+def _sampling(workload: Mapping[str, Any], config: PreTrainedConfig) -> SamplingParams:
     """Temperature 1, and stop tokens that end responses at the workload's mean length.
 
     There are as many stop tokens as make each drawn token one of them with probability 1 / mean.
@@ -141,7 +158,7 @@ def _sampling(workload: Mapping[str, Any], config: LlamaConfig) -> SamplingParam
 
 
 def _agreement(
-    contenders: Mapping[str, Contender], workload: Mapping[str, Any], config: LlamaConfig
+    contenders: Mapping[str, Contender], workload: Mapping[str, Any], config: PreTrainedConfig
 ) -> dict[str, float]:
     """Share of the greedy tokens before a response first differs from that of transformers."""
     prompts = _prompts(workload, config)
@@ -173,7 +190,7 @@ def _common(one: list[int], other: list[int]) -> float:
 def _compare(
     contenders: Mapping[str, Contender],
     workload: Mapping[str, Any],
-    config: LlamaConfig,
+    config: PreTrainedConfig,
     limits: Mapping[str, float],
     repeats: int,
 ) -> dict[str, Any]:
@@ -215,7 +232,7 @@ def _summary(
     lengths: list[int],
     seconds: float,
     workload: Mapping[str, Any],
-    config: LlamaConfig,
+    config: PreTrainedConfig,
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
     itemsize = DTYPES[str(config.dtype).removeprefix("torch.")].itemsize

@@ -57,10 +57,10 @@ def work(
     """
     head_dim = config.hidden_size // config.num_attention_heads
     kv_width = config.num_key_value_heads * head_dim
-    layer = config.hidden_size * (
-        2 * config.hidden_size + 2 * kv_width + 3 * config.intermediate_size
-    )
-    body = config.num_hidden_layers * layer
+    attention = 2 * config.hidden_size + 2 * kv_width
+    computed, stored = _mlp_widths(config)
+    body = config.num_hidden_layers * config.hidden_size * (attention + 3 * computed)
+    weights = config.num_hidden_layers * config.hidden_size * (attention + 3 * stored)
     output = config.vocab_size * config.hidden_size
 
     operations = 0.0
@@ -74,7 +74,18 @@ def work(
         decoded = seen - prompt_length * (prompt_length + 1) / 2
         read += 2 * config.num_hidden_layers * kv_width * itemsize * decoded
 
-    return operations, read + max(responses) * (body + output) * itemsize
+    return operations, read + max(responses) * (weights + output) * itemsize
+
+
+def _mlp_widths(config: PretrainedConfig) -> tuple[int, int]:
+    """The width of the MLPs that a token goes through, and of those that all tokens together do.
+
+    With so many tokens that each expert has some, all experts are read.
+    """
+    if not hasattr(config, "num_experts"):
+        return config.intermediate_size, config.intermediate_size
+    width = config.moe_intermediate_size
+    return config.num_experts_per_tok * width, config.num_experts * width
 
 
 def _fastest(call: Callable[[], Tensor], device: torch.device) -> float:

@@ -80,7 +80,7 @@ def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
     for first in range(0, engines.actor.world_size, RANKS_PER_MACHINE):
         machine = range(first, first + RANKS_PER_MACHINE)
         machines |= dict.fromkeys(machine, machine)
-    return Planner(*sides, BYTES_OF_A_NUMBER, machines.__getitem__).plan(rank)
+    return Planner(sides, BYTES_OF_A_NUMBER, machines.__getitem__).plan(rank)
 
 
 def _measure(engines: EngineLayout, contexts: Iterator[int]) -> dict[str, Any]:

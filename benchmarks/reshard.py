@@ -92,7 +92,7 @@ def _make_case(
         lambda rank: role_pieces(spec, layout, rank),
         lambda rank: engine_pieces(spec, engines, rank),
     )
-    planner = Planner(*sides, dtype.itemsize)
+    planner = Planner(sides, dtype.itemsize)
     return Case(spec, device, dtype, rank, groups, engines, module, source, planner)
 
 

@@ -177,7 +177,8 @@ class FullGather:
                 shards = [torch.empty_like(shard) for _ in range(tp)]
                 dist.all_gather(shards, shard, group=self._groups.tp)
 
-            views = Views([Slot(piece, shards[int(piece.parameter)]) for piece in pieces], {})
+            slots = [Slot(piece, shards[int(piece.parameter)]) for piece in pieces]
+            views = Views(slots, {}, like.dtype)
             for copy in copies:
                 view = self._target[copy.target.key].view(copy.start, copy.stop)
                 view.copy_(views(copy.source, copy.start, copy.stop).reshape(view.shape))
@@ -214,7 +215,7 @@ def _copies(needed: list[Piece], held: list[Piece], rank: int) -> list[Move]:
     names = {piece.name for piece in held}
     wanted = [piece for piece in needed if piece.name in names]
     sides = (side_of_ranks({rank: held}), side_of_ranks({rank: wanted}))
-    local_plan = Planner(*sides, itemsize=1).plan(rank)
+    local_plan = Planner([sides], itemsize=1).plan(rank)
 
     copies = list(local_plan.copies)
     for alias in local_plan.aliases:

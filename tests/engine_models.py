@@ -24,6 +24,7 @@ from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Slot
 from tests.feature_models import feature_configs
+from tests.mixture_models import as_in_files, mixture_configs
 
 VOCABULARY = 131  # divides over no tensor-parallel size: the last rank pads
 SIZES: dict[str, Any] = {
@@ -62,7 +63,8 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
     if name in configs:
         config = configs[name]()
     else:
-        config = feature_configs({**SIZES, "num_hidden_layers": 4})[name]
+        four = {**SIZES, "num_hidden_layers": 4}
+        config = (feature_configs(four) | mixture_configs(four))[name]
 
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
@@ -72,6 +74,9 @@ def hf_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> An
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
+    for key, buffer in model.named_buffers():
+        if "correction" in key:
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
 
     return model.to(dtype)
 
@@ -82,7 +87,7 @@ def spec_of(model: Any) -> ModelSpec:
 
 def fill(slots: list[Slot], model: Any) -> None:
     """Copy the model's tensors into the slots."""
-    state = model.state_dict()
+    state = as_in_files(model.state_dict(), model.config.model_type)
     for slot in slots:
         piece = slot.piece
         slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))
@@ -94,11 +99,19 @@ def empty_engine(
     dtype: torch.dtype = torch.float32,
     decode: Decode | None = None,
     never: Sequence[int] = (),
+    ep: int = 1,
     **limits: Any,
 ) -> NativeEngine:
     limits = {"max_num_seqs": 64, "max_length": 64, "max_prefill_tokens": 512, **limits}
     return NativeEngine(
-        spec_of(model), group, torch.device("cpu"), dtype, EngineLimits(**limits), decode, never
+        spec_of(model),
+        group,
+        torch.device("cpu"),
+        dtype,
+        EngineLimits(**limits),
+        decode,
+        never,
+        ep,
     )
 
 

@@ -20,6 +20,11 @@ class RolloutSection(Section):
     tp: Ranks = Field(
         1, description="ranks of one engine replica; divides actor.tp x actor.cp x actor.pp"
     )
+    ep: Ranks | None = Field(
+        None,
+        description="over how many parts of a replica the experts of a mixture are shared out; the "
+        "ranks of a part split each of theirs; null: as in training where that fits",
+    )
     n: Count = Field(1, description="samples of each prompt")
     temperature: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="divisor of the logits, in the engine and in training"

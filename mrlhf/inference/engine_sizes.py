@@ -1,4 +1,4 @@
-"""Which tensor-parallel sizes of an engine fit a model.
+"""Which tensor-parallel sizes of an engine fit a model, and how its experts are shared out.
 
 Both engines use it, and so do the checks before a run. It is arithmetic on a model's spec, and
 knows no tensors.
@@ -15,7 +15,11 @@ VLLM_VOCABULARY_UNIT = 64
 
 
 def engine_tp_problem(
-    engine: Literal["native", "vllm"], tp: int, spec: ModelSpec, ranks: int | None = None
+    engine: Literal["native", "vllm"],
+    tp: int,
+    spec: ModelSpec,
+    ranks: int | None = None,
+    ep: int | None = None,
 ) -> str | None:
     """Why an engine of `tp` ranks does not fit a model, and which sizes do, in one line.
 
@@ -24,14 +28,64 @@ def engine_tp_problem(
         tp: ranks of one replica.
         spec: a language model.
         ranks: the sizes that are named divide it; None: any size.
+        ep: over how many parts of a replica the experts are shared out; None: over any that fits.
 
     Returns:
         None if the size fits.
     """
-    vocabulary = _vllm_vocabulary if engine == "vllm" else _native_vocabulary
+
+    def native_misfit(spec: ModelSpec, tp: int) -> str | None:
+        return _native_vocabulary(spec, tp) or _experts(spec, tp, ep)
+
     return tp_problem(
-        "rollout.tp", tp, spec, whole_kv_heads=True, vocabulary=vocabulary, ranks=ranks
+        "rollout.tp",
+        tp,
+        spec,
+        whole_kv_heads=True,
+        vocabulary=_vllm_vocabulary if engine == "vllm" else native_misfit,
+        ranks=ranks,
     )
+
+
+def engine_ep_problem(ep: int, tp: int, spec: ModelSpec) -> str | None:
+    """Why experts cannot be shared out over `ep` parts of a replica, in one line.
+
+    Returns:
+        None if they can.
+    """
+    experts = spec.experts
+    if experts is None:
+        none = f"rollout.ep {ep} does not fit a model without experts; leave it out"
+        return none if ep > 1 else None
+    fits = [str(size) for size in _divisors(tp) if _experts(spec, tp, size) is None]
+    if tp % ep == 0 and str(ep) in fits:
+        return None
+    remedy = f"use one of {', '.join(fits)}" if fits else "use another rollout.tp"
+    return (
+        f"rollout.ep {ep} does not fit rollout.tp {tp} and the model's {experts.count} experts of "
+        f"width {experts.ffn_size}; {remedy}"
+    )
+
+
+def engine_ep(wanted: int | None, tp: int, actor_etp: int, spec: ModelSpec) -> int:
+    """Over how many parts of a replica the experts of a layer are shared out.
+
+    If it is left open, an expert is split over as many ranks as in training where that fits: a rank
+    that has the same experts on both sides then shares their memory. Otherwise it is split over
+    all ranks of the replica, which gives all of them equal work, or else over the most that fit.
+
+    Args:
+        wanted: `rollout.ep`; None leaves it open.
+        tp: ranks of one replica.
+        actor_etp: over how many ranks training splits an expert.
+        spec: the model.
+    """
+    if wanted is not None or spec.experts is None:
+        return wanted or 1
+    sizes = _divisors(tp)
+    if tp % actor_etp == 0:
+        sizes.insert(0, tp // actor_etp)
+    return next((size for size in sizes if _experts(spec, tp, size) is None), 1)
 
 
 def vllm_vocabulary(rows: int) -> int:
@@ -51,3 +105,19 @@ def _native_vocabulary(spec: ModelSpec, tp: int) -> str | None:
     if (tp - 1) * rows < spec.vocab_size:
         return None
     return f"vocabulary {spec.vocab_size} (in parts of {rows}, the last rank would have none)"
+
+
+def _experts(spec: ModelSpec, tp: int, ep: int | None) -> str | None:
+    """What of the experts does not divide over `ep` parts of `tp` ranks, in words."""
+    experts = spec.experts
+    if experts is None:
+        return None
+    for size in _divisors(tp) if ep is None else [ep]:
+        divides = tp % size == 0 and experts.count % size == 0
+        if divides and experts.ffn_size % (tp // size) == 0:
+            return None
+    return f"{experts.count} experts of width {experts.ffn_size}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -7,13 +7,13 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout, ReplicaPlace
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
@@ -35,6 +35,25 @@ def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
         return range(0)
     held = spec.experts.count // ep
     return range(ep_rank * held, (ep_rank + 1) * held)
+
+
+def keeps_float32(parameter: str) -> bool:
+    """Whether a parameter is float32 in models of any dtype: rounded, it chooses other experts."""
+    return parameter.endswith(".router.correction")
+
+
+def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
+    """Pieces as they travel in numbers of `itemsize` bytes.
+
+    A tensor that stays float32 has one dimension more: the numbers that each of its own becomes.
+    """
+    words = 4 // itemsize
+    carried: list[Piece] = []
+    for piece in pieces:
+        if words > 1 and keeps_float32(piece.parameter):
+            piece = replace(piece, full_shape=(*piece.full_shape, words))
+        carried.append(piece)
+    return carried
 
 
 def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
@@ -69,17 +88,41 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
-    _, tp_rank = layout.place(rank)
-    return _engine_map(spec).pieces((tp_rank, layout.tp), (tp_rank, layout.tp))
+    place = layout.place_in_replica(rank)
+    experts = experts_of(spec, place.ep, place.ep_rank)
+    weights = _engine_map(spec, experts)
+    return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp))
 
 
-def engine_rules(spec: ModelSpec) -> Mapping[str, Rule]:
-    """The rule of each parameter of an inference engine, which has one pipeline stage.
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter a rank holds.
 
-    They are training's, except that an engine may have more ranks than KV heads; its ranks then
-    share them.
+    Attributes:
+        rule: how the parameter is made of named tensors.
+        part: the number of the part.
+        parts: how many parts there are.
     """
-    return _engine_map(spec).rules
+
+    rule: Rule
+    part: int
+    parts: int
+
+
+def engine_cuts(spec: ModelSpec, place: ReplicaPlace) -> dict[str, Cut]:
+    """The parameters of one rank of an inference replica, which has one pipeline stage.
+
+    Their rules are those of training, except that an engine may have more ranks than KV heads; its
+    ranks then share them. Of the experts of a layer the rank has those of its place.
+    """
+    experts = experts_of(spec, place.ep, place.ep_rank)
+    cuts: dict[str, Cut] = {}
+    for name, rule in _engine_map(spec, experts).rules.items():
+        if rule.of_expert:
+            cuts[name] = Cut(rule, place.etp_rank, place.etp)
+        else:
+            cuts[name] = Cut(rule, place.tp_rank, place.tp)
+    return cuts
 
 
 @dataclass(frozen=True)
@@ -110,12 +153,16 @@ def _weight_map(spec: ModelSpec, chunk: Chunk) -> _WeightMap:
     family = family_of(spec)
     names = family.parameter_names(spec, chunk)
     rules = {name: family.rule_of(spec, chunk, name) for name in names}
-    return _WeightMap(rules, family.tensor_shapes(spec))
+    return _WeightMap(rules, _shapes(spec))
 
 
 @lru_cache(maxsize=4)
-def _engine_map(spec: ModelSpec) -> _WeightMap:
-    experts = experts_of(spec, ep=1, ep_rank=0)
+def _shapes(spec: ModelSpec) -> Mapping[str, Shape]:
+    return family_of(spec).tensor_shapes(spec)
+
+
+@lru_cache(maxsize=64)
+def _engine_map(spec: ModelSpec, experts: range) -> _WeightMap:
     whole = _weight_map(spec, Chunk(range(spec.num_layers), True, True, experts))
 
     rules: dict[str, Rule] = {}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.layout import MODEL_AXES, Axis, Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
 from mrlhf.parallel.machine import Machine, name_of_this_machine
 from mrlhf.parallel.segments import Segments
 
@@ -30,8 +30,6 @@ class RoleGroups:
         layout: sizes of the role's axes.
         coordinates: the position of this rank on the axes.
         collection: the same groups under the names that megatron-core gives them.
-        share: ranks that work on one share of a batch, and pass weights on to the inference
-            replicas that they form.
         results: ranks with the tensor-parallel position of this one, over which the results of a
             batch are shared out.
         first_copy: ranks that together hold the first copy of the model, experts included; None on
@@ -42,7 +40,6 @@ class RoleGroups:
     layout: ParallelLayout
     coordinates: Coordinates
     collection: ProcessGroupCollection
-    share: Group
     results: Group
     first_copy: Group | None
     machine: Machine
@@ -98,6 +95,7 @@ class EngineGroups:
         tp_rank: the position of this rank in its replica.
         tp: ranks of this replica.
         replicas: ranks with this `tp_rank`, one of each replica, ascending.
+        exchange: ranks that pass weights on to each other, and so fill the replicas they form.
         machine: the ranks of this machine, which share memory.
     """
 
@@ -106,6 +104,7 @@ class EngineGroups:
     tp_rank: int
     tp: Group
     replicas: Group
+    exchange: Group
     machine: Machine
 
 
@@ -176,7 +175,6 @@ class GroupFactory:
             layout,
             layout.coordinates(self._rank),
             collection,
-            share=self._along(layout, *MODEL_AXES),
             results=self._along(layout, "cp", "dp", "pp"),
             first_copy=self._own_group_or_none([layout.first_copy]),
             machine=self.machine,
@@ -188,8 +186,15 @@ class GroupFactory:
         tp = self._own_group(layout.replicas)
         same_tp_rank = [[ranks[place] for ranks in layout.replicas] for place in range(layout.tp)]
         replicas = self._own_group(same_tp_rank)
+        exchange = self._own_group(layout.exchanges)
         return EngineGroups(
-            layout, replica, tp_rank, tp=tp, replicas=replicas, machine=self.machine
+            layout,
+            replica,
+            tp_rank,
+            tp=tp,
+            replicas=replicas,
+            exchange=exchange,
+            machine=self.machine,
         )
 
     def _machine(self, name: str) -> Machine:

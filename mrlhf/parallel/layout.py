@@ -27,6 +27,8 @@ EXPERT_AXES: tuple[Axis, ...] = ("etp", "ep", "edp", "pp")
 MODEL_AXES: tuple[Axis, ...] = ("tp", "cp", "pp")
 # Ranks that differ along these axes hold the same weights, experts aside.
 REPLICA_AXES: tuple[Axis, ...] = ("cp", "dp")
+# Ranks that differ along these axes hold the same experts.
+EXPERT_REPLICA_AXES: tuple[Axis, ...] = ("edp",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,11 @@ class AxisSizes:
         if self.etp is not None:
             return self.etp
         return self.tp if self.ep == 1 else 1
+
+    @property
+    def shares_experts_across(self) -> bool:
+        """Whether the experts of a layer lie on more ranks than a copy of the dense weights."""
+        return self.tp * self.cp % (self.expert_tp * self.ep) != 0
 
     @property
     def smallest_world(self) -> int:
@@ -320,6 +327,39 @@ def _one_of(words: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
+class ReplicaPlace:
+    """Where a rank stands in its inference replica.
+
+    The experts of a layer are shared out over `ep` ranks or groups of ranks; the `etp` ranks of a
+    group, which are neighbours, split each of their experts.
+
+    Attributes:
+        tp_rank: the position of the rank.
+        tp: the ranks of the replica.
+        ep: over how many parts of the replica the experts are shared out; divides tp.
+    """
+
+    tp_rank: int
+    tp: int
+    ep: int = 1
+
+    @property
+    def etp(self) -> int:
+        """How many ranks split an expert."""
+        return self.tp // self.ep
+
+    @property
+    def etp_rank(self) -> int:
+        """The position of the rank among those that split its experts."""
+        return self.tp_rank % self.etp
+
+    @property
+    def ep_rank(self) -> int:
+        """The number of the part of the replica that the rank belongs to."""
+        return self.tp_rank // self.etp
+
+
+@dataclass(frozen=True)
 class EngineLayout:
     """Which ranks form the inference replicas, `tp` ranks each.
 
@@ -330,14 +370,16 @@ class EngineLayout:
         tp: tensor-parallel size of the engine.
         actor: the layout of the role whose ranks the replicas share.
         axes: the axes along which the ranks of a replica may differ.
+        ep: over how many parts of a replica the experts of a layer are shared out; divides tp.
     """
 
     tp: int
     actor: ParallelLayout
     axes: tuple[Axis, ...]
+    ep: int = 1
 
     @classmethod
-    def inside(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
+    def inside(cls, actor: ParallelLayout, tp: int, ep: int = 1) -> EngineLayout:
         """Cut each model-parallel group of `actor` into replicas of `tp` consecutive ranks.
 
         Raises:
@@ -348,10 +390,10 @@ class EngineLayout:
             raise ConfigError(
                 f"rollout.tp {tp} does not divide {sizes.product('actor')}; choose a divisor of it"
             )
-        return cls(tp, actor, MODEL_AXES)
+        return cls(tp, actor, MODEL_AXES, ep)
 
     @classmethod
-    def consecutive(cls, actor: ParallelLayout, tp: int) -> EngineLayout:
+    def consecutive(cls, actor: ParallelLayout, tp: int, ep: int = 1) -> EngineLayout:
         """Cut the ranks of the job into replicas of `tp` consecutive ones, across actor groups.
 
         Raises:
@@ -366,13 +408,47 @@ class EngineLayout:
 
         # Ranks that follow each other differ along the first axis first.
         if actor.group_size("tp", "cp") % tp == 0 or actor.dp == 1:
-            return cls(tp, actor, MODEL_AXES)
-        return cls(tp, actor, AXES)
+            return cls(tp, actor, MODEL_AXES, ep)
+        return cls(tp, actor, AXES, ep)
+
+    @classmethod
+    def closest(cls, actor: ParallelLayout, tp: int, ep: int = 1) -> EngineLayout:
+        """Replicas inside model-parallel groups, or across those that share experts anyway.
+
+        Raises:
+            ConfigError: tp divides neither such a group nor, where experts are shared, the world.
+        """
+        inside_groups = cls(tp, actor, MODEL_AXES, ep)
+        fits = actor.group_size(*MODEL_AXES) % tp == 0
+        if fits or inside_groups.copies_together == 1:
+            return cls.inside(actor, tp, ep)
+        return cls.consecutive(actor, tp, ep)
 
     @property
     def is_inside(self) -> bool:
         """Whether each replica lies in one model-parallel group of the actor."""
         return self.axes == MODEL_AXES
+
+    @property
+    def copies_together(self) -> int:
+        """How many neighbouring model-parallel groups of the actor hold all experts together.
+
+        One where each of them holds all; the dense weights are in each of them.
+        """
+        dense = self.actor.group_size("tp", "cp")
+        return math.lcm(dense, self.actor.group_size("etp", "ep")) // dense
+
+    @property
+    def exchanges(self) -> list[list[int]]:
+        """The lists of ranks that pass weights on to each other, each rank in one of them."""
+        if not self.is_inside:
+            return [list(range(self.actor.world_size))]
+        groups = self.actor.groups(*MODEL_AXES)
+        together = self.copies_together
+        return [
+            sorted(rank for group in groups[first : first + together] for rank in group)
+            for first in range(0, len(groups), together)
+        ]
 
     @property
     def num_replicas(self) -> int:
@@ -393,6 +469,11 @@ class EngineLayout:
         group, position = self.actor.place(rank, *self.axes)
         number, tp_rank = divmod(position, self.tp)
         return group * self._per_group + number, tp_rank
+
+    def place_in_replica(self, rank: int) -> ReplicaPlace:
+        """Where global rank `rank` stands in its replica."""
+        _, tp_rank = self.place(rank)
+        return ReplicaPlace(tp_rank, self.tp, self.ep)
 
     def rank_at(self, replica: int, tp_rank: int) -> int:
         """The global rank that stands at `tp_rank` of replica number `replica`."""

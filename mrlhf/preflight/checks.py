@@ -42,7 +42,7 @@ def check(config: AnyConfig, world_size: int) -> None:
         problems += _batch_problems(config)
         if fits:
             problems += _share_problems(config, world_size)
-        problems += _rollout_problems(config)
+        problems += _rollout_problems(config, world_size)
         problems += _full_kl_problems(config)
         problems += method_problems(config)
         problems += _reward_problems(config)
@@ -203,14 +203,21 @@ def _share_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
             )
 
 
-def _rollout_problems(config: PPOConfig) -> Iterator[str]:
+def _rollout_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     rollout = config.rollout
     sizes = AxisSizes.of(config.actor)
     ranks = sizes.ranks
-    if ranks % rollout.tp:
+    fits_across = sizes.shares_experts_across and world_size % rollout.tp == 0
+    if ranks % rollout.tp and not fits_across:
         divisors = ", ".join(str(divisor) for divisor in _divisors(ranks, most=ranks))
         yield (
             f"rollout.tp {rollout.tp} does not divide {sizes.product('actor')}; use one of "
+            f"{divisors}"
+        )
+    if rollout.ep is not None and rollout.tp % rollout.ep:
+        divisors = ", ".join(str(size) for size in _divisors(rollout.tp, most=rollout.tp))
+        yield (
+            f"rollout.ep {rollout.ep} does not divide rollout.tp {rollout.tp}; use one of "
             f"{divisors}"
         )
 

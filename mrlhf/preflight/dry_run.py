@@ -142,7 +142,8 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
     if isinstance(config, PPOConfig):
         rollout = config.rollout
         replicas = _count(world_size // rollout.tp, "replica")
-        yield f"  {'rollout':<12} tp {rollout.tp} x {replicas}, {rollout.engine} engine"
+        axes = f"tp {rollout.tp}" if rollout.ep is None else f"tp {rollout.tp}, ep {rollout.ep}"
+        yield f"  {'rollout':<12} {axes} x {replicas}, {rollout.engine} engine"
 
 
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:

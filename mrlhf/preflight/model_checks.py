@@ -26,7 +26,7 @@ from mrlhf.inference.cache_size import (
     vllm_cpu_block,
     vllm_gpu_block,
 )
-from mrlhf.inference.engine_sizes import engine_tp_problem
+from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
 from mrlhf.inference.vllm.pieces import unsupported_feature
 from mrlhf.models.families import load_spec
@@ -250,9 +250,13 @@ def _is_as_actor(config: PPOConfig) -> bool:
 def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
     """An engine that does not fit the actor's model, or else whose KV cache does not."""
     # The replicas lie on the actor's ranks; if their number must change, it excludes no size.
-    ranks = AxisSizes.of(config.actor).ranks if actor_fits else None
-    problem = engine_tp_problem(config.rollout.engine, config.rollout.tp, spec, ranks)
-    feature = unsupported_feature(spec) if config.rollout.engine == "vllm" else None
+    sizes = AxisSizes.of(config.actor)
+    excludes = actor_fits and not sizes.shares_experts_across
+    rollout = config.rollout
+    problem = engine_tp_problem(rollout.engine, rollout.tp, spec, sizes.ranks if excludes else None)
+    if problem is None and rollout.ep is not None:
+        problem = engine_ep_problem(rollout.ep, rollout.tp, spec)
+    feature = unsupported_feature(spec) if rollout.engine == "vllm" else None
     if feature is not None:
         yield (
             f"rollout.engine is vllm, which is not supported for a model with {feature}; set "

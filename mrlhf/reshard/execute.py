@@ -26,7 +26,7 @@ from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.shared_memory import SharedRings
 from mrlhf.reshard.views import Places, Views
-from mrlhf.weights.shard import Piece, Slot
+from mrlhf.weights.shard import Key, Piece, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -126,15 +126,13 @@ class Resharder:
         self._device = source_slots[0].parameter.device
         plan = planner.plan(rank)
         assert self._dtype.itemsize == plan.itemsize, "the plan is of another dtype"
-        assert all(slot.parameter.dtype == self._dtype for slot in source_slots), (
-            "the parameters have several dtypes"
-        )
+        assert _fit(source_slots, self._dtype), "the parameters have several dtypes"
 
         self._engine = engine
         pieces = engine.parameter_pieces()
-        assert all(pieces[alias.parameter] == alias.pieces for alias in plan.aliases), (
-            "the plan is of another engine"
-        )
+        assert all(
+            _keys(pieces[alias.parameter]) == _keys(alias.pieces) for alias in plan.aliases
+        ), "the plan is of another engine"
 
         self._plan = plan
         self._source_places: Places = {}
@@ -164,11 +162,9 @@ class Resharder:
         for alias in self._plan.aliases:
             self._engine.bind(alias.parameter, self._parameters[alias.pieces[0].key].detach())
         slots = self._engine.weight_slots()
-        assert all(slot.parameter.dtype == self._dtype for slot in slots), (
-            "the engine has another dtype"
-        )
-        source = Views(self._source_slots, self._source_places)
-        target = Views(slots, self._target_places)
+        assert _fit(slots, self._dtype), "the engine has another dtype"
+        source = Views(self._source_slots, self._source_places, self._dtype)
+        target = Views(slots, self._target_places, self._dtype)
 
         work = self._local_work(source, target, meanwhile)
         bytes_moved = 0
@@ -260,6 +256,15 @@ class Resharder:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def _keys(pieces: Sequence[Piece]) -> list[Key]:
+    return [piece.key for piece in pieces]
+
+
+def _fit(slots: Sequence[Slot], dtype: torch.dtype) -> bool:
+    """Whether all slots are of `dtype`, or are of those that stay float32."""
+    return {slot.parameter.dtype for slot in slots} <= {dtype, torch.float32}
 
 
 def _checksums(views: Sequence[Tensor]) -> Tensor:

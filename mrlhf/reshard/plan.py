@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from mrlhf.reshard.choice import Choice, Demand, Near
 from mrlhf.reshard.holdings import Holdings, Interval, shards_by_slice
 from mrlhf.reshard.moves import Move, numbers_in_row, viewable_parts
-from mrlhf.reshard.sides import Side
+from mrlhf.reshard.sides import Side, Sides
 from mrlhf.weights.shard import Key, Piece
 
 
@@ -72,25 +72,19 @@ class ReshardPlan:
 class Planner:
     """Plans for any rank how to get from the pieces of one side to those of another."""
 
-    def __init__(
-        self, source: Side, target: Side, itemsize: int, near: Near = lambda rank: ()
-    ) -> None:
+    def __init__(self, sides: Sequence[Sides], itemsize: int, near: Near = lambda rank: ()) -> None:
         """Find out which shard holds which slice.
 
         Args:
-            source: who holds what; no rank holds a slice twice.
-            target: who needs what.
-            itemsize: bytes of a number, on both sides.
+            sides: for each kind of weights who holds what, and who needs what. No rank holds a
+                slice twice, and a slice is of one kind.
+            itemsize: bytes of a number, on all sides.
             near: the ranks with fast links to a rank, ascending, itself among them; the same list
                 for each of them. A slice comes from one of them if they hold it. By default all
                 links are treated alike.
         """
-        self._source = source
-        self._target = target
         self._itemsize = itemsize
-        self._holdings = Holdings(source)
-        self._takers = shards_by_slice(target)
-        self._choice = Choice(source, target, near)
+        self._kinds = [_KindPlanner(source, target, near) for source, target in sides]
 
     def plan(self, rank: int) -> ReshardPlan:
         """What global rank `rank` does.
@@ -98,29 +92,23 @@ class Planner:
         Raises:
             WeightError: no source rank holds a slice of the target.
         """
-        held = self._pieces(self._source, rank)
-        needed = self._pieces(self._target, rank)
-        arrangements = {_arrangement(pieces) for pieces in _by_parameter(held).values()}
-
         receives: list[Move] = []
         copies: list[Move] = []
         aliases: list[Alias] = []
-        for parameter, pieces in _by_parameter(needed).items():
-            if _arrangement(pieces) in arrangements:
-                aliases.append(Alias(parameter, pieces))
-                continue
+        lacking = 0
+        for kind in self._kinds:
+            for step in kind.steps(rank):
+                if isinstance(step, Alias):
+                    aliases.append(step)
+                elif step.source_rank == rank:
+                    copies.append(step)
+                else:
+                    receives.append(step)
+            lacking += kind.lacking(rank)
 
-            for piece in pieces:
-                for move in self._fetch(rank, piece):
-                    if move.source_rank == rank:
-                        copies.append(move)
-                    else:
-                        receives.append(move)
-
-        minimum = self._itemsize * _lacking(held, needed)
         return ReshardPlan(
             rank, tuple(receives), self.sends(rank), tuple(copies), tuple(aliases), self._itemsize,
-            minimum,
+            self._itemsize * lacking,
         )  # fmt: skip
 
     def sends(self, rank: int) -> tuple[Move, ...]:
@@ -128,12 +116,44 @@ class Planner:
 
         The moves to one receiver are in the order in which it plans to receive them.
         """
+        moves = [move for kind in self._kinds for move in kind.sends(rank)]
+        return tuple(sorted(moves, key=lambda move: move.target_rank))
+
+
+class _KindPlanner:
+    """Plans for the weights of one kind."""
+
+    def __init__(self, source: Side, target: Side, near: Near) -> None:
+        self._source = source
+        self._target = target
+        self._holdings = Holdings(source)
+        self._takers = shards_by_slice(target)
+        self._choice = Choice(source, target, near)
+
+    def steps(self, rank: int) -> Iterator[Alias | Move]:
+        """How the parameters of a rank get their weights, parameter by parameter."""
+        held = self._pieces(self._source, rank)
+        needed = self._pieces(self._target, rank)
+        arrangements = {_arrangement(pieces) for pieces in _by_parameter(held).values()}
+
+        for parameter, pieces in _by_parameter(needed).items():
+            if _arrangement(pieces) in arrangements:
+                yield Alias(parameter, pieces)
+                continue
+            for piece in pieces:
+                yield from self._fetch(rank, piece)
+
+    def lacking(self, rank: int) -> int:
+        """How many numbers a rank needs and does not hold, counted from the layouts alone."""
+        return _lacking(self._pieces(self._source, rank), self._pieces(self._target, rank))
+
+    def sends(self, rank: int) -> Iterator[Move]:
+        """What a rank sends; to each receiver in the order in which that plans to receive it."""
         own_shard = self._source.shard_of(rank)
         if own_shard is None:
-            return ()
+            return
         names = {piece.name for piece in self._source.pieces(own_shard)}
 
-        sends: dict[int, list[Move]] = {}
         for shard in range(self._target.shards):
             for piece in self._target.pieces(shard):
                 if piece.name not in names:
@@ -143,9 +163,7 @@ class Planner:
                         continue
                     demand = self._demand(piece, interval)
                     for receiver in self._choice.receivers_from(rank, shard, demand):
-                        moves = _moves(rank, receiver, interval.held[own_shard], piece, interval)
-                        sends.setdefault(receiver, []).extend(moves)
-        return tuple(move for receiver in sorted(sends) for move in sends[receiver])
+                        yield from _moves(rank, receiver, interval.held[own_shard], piece, interval)
 
     def _fetch(self, rank: int, piece: Piece) -> Iterator[Move]:
         """The moves that bring `piece` to `rank`; they end wherever a slice of some shard ends."""

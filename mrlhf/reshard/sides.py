@@ -1,9 +1,10 @@
 """The two sides of a reshard: which pieces a rank has in training, and which in the engine.
 
-Ranks with the same pieces have the same shard and differ in the number of their replica. A side
-computes places and ranks from the layout and keeps no list of ranks, so it is as small for ten
-thousand ranks as for eight. This file knows layouts; it does not know models or how moves are
-planned.
+Ranks with the same pieces have the same shard and differ in the number of their replica. The dense
+weights and the experts of a mixture have different replicas in training, so each kind has sides of
+its own. A side computes places and ranks from the layout and keeps no list of ranks, so it is as
+small for ten thousand ranks as for eight. This file knows layouts; it does not know models or how
+moves are planned.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mrlhf.parallel.layout import REPLICA_AXES, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import (
+    EXPERT_REPLICA_AXES,
+    REPLICA_AXES,
+    Axis,
+    EngineLayout,
+    ParallelLayout,
+)
 from mrlhf.weights.shard import Piece
+
+PiecesOfRank = Callable[[int], Sequence[Piece]]
 
 
 @dataclass(frozen=True)
@@ -42,19 +51,25 @@ class Side:
         return place[0]
 
 
-def training_side(layout: ParallelLayout, pieces_of_rank: Callable[[int], Sequence[Piece]]) -> Side:
-    """The side of a role, whose data- and context-parallel ranks have the same pieces."""
-    replicas = layout.group_size(*REPLICA_AXES)
+Sides = tuple[Side, Side]
+"""Source and target of the weights of one kind."""
+
+
+def training_side(
+    layout: ParallelLayout, pieces_of_rank: PiecesOfRank, replica_axes: tuple[Axis, ...]
+) -> Side:
+    """The side of a role whose ranks along `replica_axes` have the same pieces."""
+    replicas = layout.group_size(*replica_axes)
     return Side(
         shards=layout.world_size // replicas,
         replicas=range(replicas),
-        place_of=lambda rank: layout.place(rank, *REPLICA_AXES),
-        rank_at=lambda shard, replica: layout.rank_in(shard, replica, *REPLICA_AXES),
-        pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, *REPLICA_AXES))),
+        place_of=lambda rank: layout.place(rank, *replica_axes),
+        rank_at=lambda shard, replica: layout.rank_in(shard, replica, *replica_axes),
+        pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, *replica_axes))),
     )
 
 
-def engine_side(engines: EngineLayout, pieces_of_rank: Callable[[int], Sequence[Piece]]) -> Side:
+def engine_side(engines: EngineLayout, pieces_of_rank: PiecesOfRank) -> Side:
     """The side of the inference replicas, which have the same pieces."""
 
     def place_of(rank: int) -> tuple[int, int]:
@@ -70,34 +85,63 @@ def engine_side(engines: EngineLayout, pieces_of_rank: Callable[[int], Sequence[
     )
 
 
-def sides_around(
-    rank: int,
-    engines: EngineLayout,
-    pieces_in_training: Callable[[int], Sequence[Piece]],
-    pieces_in_engine: Callable[[int], Sequence[Piece]],
-) -> tuple[Side, Side]:
-    """The source and the target, as far as weights can come to or from global rank `rank`.
+def sides_of_all(
+    engines: EngineLayout, in_training: PiecesOfRank, in_engine: PiecesOfRank
+) -> list[Sides]:
+    """The source and the target of the dense weights, and those of the experts.
 
-    If each replica lies inside one model-parallel group of the actor, only the ranks of this rank's
-    group take part.
+    Args:
+        engines: the replicas, and the layout of the role whose weights they get.
+        in_training: the pieces of a global rank in training.
+        in_engine: those of a global rank in the engine.
     """
-    source = training_side(engines.actor, pieces_in_training)
-    target = engine_side(engines, pieces_in_engine)
+    # Both kinds mostly look at the same ranks.
+    in_training = cache(in_training)
+    in_engine = cache(in_engine)
+
+    def sides(of_expert: bool, replica_axes: tuple[Axis, ...]) -> Sides:
+        return (
+            training_side(engines.actor, _of_kind(in_training, of_expert), replica_axes),
+            engine_side(engines, _of_kind(in_engine, of_expert)),
+        )
+
+    return [sides(False, REPLICA_AXES), sides(True, EXPERT_REPLICA_AXES)]
+
+
+def sides_around(
+    rank: int, engines: EngineLayout, in_training: PiecesOfRank, in_engine: PiecesOfRank
+) -> list[Sides]:
+    """The same, as far as weights can come to or from global rank `rank`.
+
+    If each replica lies inside one model-parallel group of the actor, weights come from the ranks
+    of that group and of those that hold all experts together with it.
+    """
+    kinds = sides_of_all(engines, in_training, in_engine)
     if not engines.is_inside:
-        return source, target
+        return kinds
 
     actor = engines.actor
-    group = actor.coordinates(rank).dp
+    together = engines.copies_together
+    exchange = actor.coordinates(rank).dp // together
+    return [_part(sides, exchange, actor.dp // together) for sides in kinds]
 
-    def of_group(replicas: int) -> range:
-        """The numbers of those replicas that lie in this rank's group; they follow each other."""
-        per_group = replicas // actor.dp
-        return range(group * per_group, (group + 1) * per_group)
 
+def _of_kind(pieces_of_rank: PiecesOfRank, of_expert: bool) -> PiecesOfRank:
+    return lambda rank: [piece for piece in pieces_of_rank(rank) if piece.of_expert == of_expert]
+
+
+def _part(sides: Sides, number: int, parts: int) -> Sides:
+    """Both sides with part `number` of their replicas alone; those of a part follow each other."""
+    source, target = sides
     return (
-        replace(source, replicas=of_group(actor.group_size(*REPLICA_AXES))),
-        replace(target, replicas=of_group(engines.num_replicas)),
+        replace(source, replicas=_share(source.replicas, number, parts)),
+        replace(target, replicas=_share(target.replicas, number, parts)),
     )
+
+
+def _share(replicas: range, number: int, parts: int) -> range:
+    each = len(replicas) // parts
+    return replicas[number * each : (number + 1) * each]
 
 
 def side_of_ranks(pieces: Mapping[int, Sequence[Piece]]) -> Side:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mrlhf.weights.shard import Key, Piece, Slot
@@ -31,16 +32,17 @@ Places = dict[tuple[Key, int, int], _Place]
 
 
 class Views:
-    """The slots of one rank and one side, for one run."""
+    """The slots of one rank and one side, for one run, as numbers of one dtype."""
 
-    def __init__(self, slots: Sequence[Slot], places: Places) -> None:
+    def __init__(self, slots: Sequence[Slot], places: Places, dtype: torch.dtype) -> None:
         """Look up the parameters of the slots.
 
         Args:
             slots: where each piece is stored.
             places: the places that earlier runs of this side have computed; this run adds to them.
+            dtype: of the numbers that travel.
         """
-        self._parameters = {slot.piece.key: slot.parameter.detach() for slot in slots}
+        self._parameters = {slot.piece.key: _as(dtype, slot.parameter.detach()) for slot in slots}
         self._places = places
 
     def __call__(self, piece: Piece, start: int, stop: int) -> Tensor:
@@ -57,3 +59,8 @@ class Views:
         return parameter.as_strided(
             place.shape, place.strides, parameter.storage_offset() + place.offset
         )
+
+
+def _as(dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    """The parameter itself, or one of larger numbers as [..., so many of `dtype` for each]."""
+    return parameter if parameter.dtype == dtype else parameter.unsqueeze(-1).view(dtype)

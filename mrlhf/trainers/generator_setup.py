@@ -14,10 +14,11 @@ import torch.distributed as dist
 from mrlhf.config.roots import PPOConfig
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.inference.base import EngineLimits, InferenceEngine
+from mrlhf.inference.engine_sizes import engine_ep
 from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.vllm.engine import VllmEngine, check_support
 from mrlhf.inference.vllm.pieces import vllm_pieces
-from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
@@ -39,19 +40,20 @@ class _Backend:
     Attributes:
         engine: the constructor.
         check: raises if the engine cannot serve this model, tensor-parallel size or device.
-        layout: makes the replicas, from the actor's layout and `rollout.tp`.
+        layout: makes the replicas, from the actor's layout, `rollout.tp` and over how many parts
+            of a replica experts are shared out.
         pieces: lists the named slices that a rank of a replica holds.
     """
 
     engine: Callable[..., InferenceEngine]
     check: Callable[[ModelSpec, int, torch.device], None]
-    layout: Callable[[ParallelLayout, int], EngineLayout]
+    layout: Callable[[ParallelLayout, int, int], EngineLayout]
     pieces: Callable[[ModelSpec, EngineLayout, int], list[Piece]]
 
 
 _BACKENDS = {
     "native": _Backend(
-        NativeEngine, lambda spec, tp, device: None, EngineLayout.inside, engine_pieces
+        NativeEngine, lambda spec, tp, device: None, EngineLayout.closest, engine_pieces
     ),
     "vllm": _Backend(VllmEngine, check_support, EngineLayout.consecutive, vllm_pieces),
 }
@@ -75,7 +77,9 @@ def build_generator(
     """
     rollout = config.rollout
     backend = _BACKENDS[rollout.engine]
-    engines = backend.layout(actor.groups.layout, rollout.tp)
+    training = actor.groups.layout
+    ep = engine_ep(rollout.ep, rollout.tp, training.etp, actor.spec)
+    engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
     engine = backend.engine(
         actor.spec,
@@ -85,17 +89,19 @@ def build_generator(
         _limits(config),
         decode=tokenizer.decode,
         never=ids_without_token(actor.spec.vocab_size, tokenizer.ids),
+        **({"ep": ep} if ep > 1 else {}),
     )
 
-    source, target = sides_around(
+    itemsize = actor.dtype.itemsize
+    sides = sides_around(
         run.rank,
         engines,
-        lambda rank: role_pieces(actor.spec, actor.groups.layout, rank),
-        lambda rank: backend.pieces(actor.spec, engines, rank),
+        lambda rank: carried_pieces(role_pieces(actor.spec, training, rank), itemsize),
+        lambda rank: carried_pieces(backend.pieces(actor.spec, engines, rank), itemsize),
     )
-    group = actor.groups.share if engines.is_inside else actor.groups.world
+    group = engine_groups.exchange
     near = _ranks_by_machine(group)
-    planner = Planner(source, target, actor.dtype.itemsize, near.__getitem__)
+    planner = Planner(sides, itemsize, near.__getitem__)
     options = TransferOptions(
         bucket_bytes=rollout.reshard_bucket_mb << 20,
         verify=rollout.verify_reshard,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.engine_models import (
     make_prompts,
 )
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES
 from tests.ranks import run_ranks
 
 PROMPTS = make_prompts()
@@ -39,6 +41,9 @@ DRAWS = (
 SHARED = ("qwen2-tied", "qwen3")  # two KV heads: on four ranks, each is on two
 # The first has two KV heads, the second a norm over the heads of all ranks.
 FEATURES_OF_FOUR = ("phi3", "olmo3")
+# Each expert split over all ranks, or whole on one of them, or both: over how many parts.
+MIXTURES_OF_TWO = [(name, ep) for name in MIXTURES for ep in (1, 2)]
+MIXTURES_OF_FOUR = [("qwen2-moe", 1), ("qwen3-moe", 2), ("mixtral", 2), ("glm4-moe", 4)]
 # On the second of two ranks, and on the last of four, no column may be drawn.
 NEVER = (3, 20, *range(60, 131))
 Results = dict[tuple[str, int], list[dict]]
@@ -73,6 +78,23 @@ def _greedy(
     }
 
 
+def _mixtures(
+    group: dist.ProcessGroup | None, cases: Sequence[tuple[str, int]]
+) -> dict[tuple[str, int], list[Sample]]:
+    """Responses of models with mixtures of experts, by model and number of parts."""
+    return {
+        (name, ep): answer(make_engine(hf_model(name), group, ep=ep), PROMPTS, UIDS, DRAWS[0])
+        for name, ep in cases
+    }
+
+
+def _assert_mixtures(results: dict[tuple[str, int], list[Sample]]) -> None:
+    """As one rank gives them, which is as transformers does."""
+    alone = _mixtures(None, [(name, 1) for name in MIXTURES])
+    for (name, _), samples in results.items():
+        assert_same(samples, alone[name, 1], tolerance=2e-5)
+
+
 def _step_by_step(group: dist.ProcessGroup | None) -> tuple[list[dict], list[dict]]:
     """The samples of requests that partly come late, and those left after a cancel.
 
@@ -105,18 +127,24 @@ def _body(rank: int, world_size: int) -> tuple[Any, ...]:
         _generate(group, torch.bfloat16),
         _step_by_step(group),
         _greedy(group),
+        _mixtures(group, MIXTURES_OF_TWO),
     )
 
 
-def _body_of_four(rank: int, world_size: int) -> tuple[Results, dict[str, list[Sample]]]:
+def _body_of_four(rank: int, world_size: int) -> tuple[Any, ...]:
     group = dist.group.WORLD
-    return _generate(group, models=SHARED), _greedy(group, FEATURES_OF_FOUR)
+    return (
+        _generate(group, models=SHARED),
+        _greedy(group, FEATURES_OF_FOUR),
+        _mixtures(group, MIXTURES_OF_FOUR),
+    )
 
 
 def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
     alone = _generate(None, models=SHARED)
     greedy = _greedy(None, FEATURES_OF_FOUR)
-    for results, features in run_ranks(4, _body_of_four):
+    for results, features, mixtures in run_ranks(4, _body_of_four):
+        _assert_mixtures(mixtures)
         for name, samples in greedy.items():
             assert_same(features[name], samples, tolerance=2e-5)
         for case, samples in alone.items():
@@ -127,7 +155,10 @@ def test_ranks_that_share_a_kv_head_give_the_tokens_and_logprobs_of_one():
 
 def test_two_ranks_give_the_tokens_and_logprobs_of_one():
     ranks = run_ranks(2, _body)
-    (first, first_bf16, stepped, features), (second, second_bf16, stepped_too, _) = ranks
+    (first, first_bf16, stepped, features, mixtures), (second, second_bf16, stepped_too, _, _) = (
+        ranks
+    )
+    _assert_mixtures(mixtures)
 
     for name, samples in _greedy(None).items():
         assert_same(features[name], samples, tolerance=2e-5)

@@ -19,26 +19,47 @@ from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.inference.native.parameters import Parameters
-from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.models.parameters import (
+    carried_pieces,
+    engine_pieces,
+    keeps_float32,
+    role_pieces,
+)
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout, ReplicaPlace
 from mrlhf.reshard import shared_memory
 from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
-from mrlhf.reshard.sides import engine_side, sides_around, training_side
+from mrlhf.reshard.sides import sides_around, sides_of_all
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
 from tests.ranks import run_ranks
-from tests.shards import fill, full_tensors, make_slots, stored, tiny_spec
+from tests.shards import MIXTURES, fill, full_tensors, make_slots, stored, tiny_spec
 
 CASES = [
     (tp, pp, engine_tp)
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
     for engine_tp in (1, 2, 4)
     if tp * pp % engine_tp == 0
+]
+# tp, pp, ep and etp of four ranks, then tp and ep of the engine: experts in one model-parallel
+# group or across several, whole or split, and replicas inside a group or across groups.
+EXPERT_LAYOUTS = [
+    ((2, 1, 1, 2), (2, 1)),
+    ((2, 1, 2, 1), (2, 2)),
+    ((2, 1, 4, 1), (2, 2)),
+    ((2, 1, 4, 1), (1, 1)),
+    ((2, 1, 2, 2), (2, 1)),
+    ((2, 2, 2, 1), (4, 4)),
+    ((2, 2, 2, 1), (4, 2)),
+    ((1, 2, 2, 1), (2, 1)),
+    ((1, 1, 4, 1), (1, 1)),
+    ((1, 1, 4, 1), (4, 4)),
+    ((1, 1, 4, 1), (4, 1)),
+    ((1, 2, 2, 1), (4, 2)),
 ]
 BUCKET_BYTES = 20_000
 OPTIONS = TransferOptions(BUCKET_BYTES)
@@ -74,10 +95,13 @@ class FakeEngine:
 
 def _planner(spec: ModelSpec, actor: ParallelLayout, engine_tp: int, itemsize: int) -> Planner:
     engines = EngineLayout.inside(actor, engine_tp)
-    source = training_side(actor, lambda rank: role_pieces(spec, actor, rank))
-    target = engine_side(engines, lambda rank: engine_pieces(spec, engines, rank))
+    sides = sides_of_all(
+        engines,
+        lambda rank: role_pieces(spec, actor, rank),
+        lambda rank: engine_pieces(spec, engines, rank),
+    )
     groups = {rank: ranks for ranks in actor.groups("tp", "pp") for rank in ranks}
-    return Planner(source, target, itemsize, groups.__getitem__)
+    return Planner(sides, itemsize, groups.__getitem__)
 
 
 def _make(
@@ -260,22 +284,24 @@ def _one_group_alone(rank: int) -> None:
             engine = FakeEngine(engine_pieces(spec, engine_layout, rank), torch.float32)
             fill(slots, full_tensors(spec))
 
-            source, target = sides_around(
+            sides = sides_around(
                 rank,
                 engine_layout,
                 lambda rank: role_pieces(spec, actor, rank),
                 lambda rank: engine_pieces(spec, engine_layout, rank),
             )
             options = TransferOptions(bucket_bytes=10**6, verify=True)
-            Resharder(Planner(source, target, 4), slots, engine, rank, options, group).run()
+            Resharder(Planner(sides, 4), slots, engine, rank, options, group).run()
             _assert_holds(engine, full_tensors(spec))
 
 
 class NativeWeights:
     """The weights of the real engine."""
 
-    def __init__(self, spec: ModelSpec, tp_rank: int, tp_size: int) -> None:
-        self.parameters = Parameters(spec, tp_rank, tp_size, torch.device("cpu"), torch.float32)
+    def __init__(
+        self, spec: ModelSpec, place: ReplicaPlace, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.parameters = Parameters(spec, place, torch.device("cpu"), dtype)
         self.bind = self.parameters.bind
         self.weight_slots = self.parameters.slots
 
@@ -290,7 +316,7 @@ def _native_engine(rank: int) -> None:
         actor_tp = 4 if kv_heads == 2 else 2
         actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=actor_tp, pp=4 // actor_tp))
         for tp in (1, 2, 4):
-            engine = NativeWeights(spec, rank % tp, tp)
+            engine = NativeWeights(spec, ReplicaPlace(rank % tp, tp))
             slots = make_slots(role_pieces(spec, actor, rank))
             fill(slots, full_tensors(spec))
             planner = _planner(spec, actor, tp, 4)
@@ -325,8 +351,66 @@ def _two_kv_heads_on_four_ranks(full: dict[str, Tensor], prefix: str, rank: int)
     return torch.cat([q[query_rows], k[kv_rows], v[kv_rows]])
 
 
+def _mixtures_of_experts(rank: int) -> None:
+    """Experts reach every replica over the ranks that exchange, in the layouts that have them."""
+    for name in MIXTURES:
+        spec = tiny_spec(name)
+        for number, ((tp, pp, ep, etp), (engine_tp, engine_ep)) in enumerate(EXPERT_LAYOUTS):
+            sizes = AxisSizes(tp=tp, pp=pp, ep=ep, etp=etp)
+            actor = ParallelLayout.for_world("actor", 4, sizes)
+            engines = EngineLayout.closest(actor, engine_tp, engine_ep)
+            dtype = torch.bfloat16 if number % 2 else torch.float32
+            options = replace(OPTIONS, verify=True, shared_memory=number % 3 > 0)
+            _hand_over(spec, engines, rank, dtype, options)
+
+
+def _hand_over(
+    spec: ModelSpec,
+    engines: EngineLayout,
+    rank: int,
+    dtype: torch.dtype,
+    options: TransferOptions,
+) -> None:
+    actor = engines.actor
+    slots = _role_slots(role_pieces(spec, actor, rank), dtype)
+    engine = NativeWeights(spec, engines.place_in_replica(rank), dtype)
+    sides = sides_around(
+        rank,
+        engines,
+        lambda rank: carried_pieces(role_pieces(spec, actor, rank), dtype.itemsize),
+        lambda rank: carried_pieces(engine_pieces(spec, engines, rank), dtype.itemsize),
+    )
+    groups = [dist.new_group(ranks) for ranks in engines.exchanges]
+    (group,) = (g for g, ranks in zip(groups, engines.exchanges, strict=True) if rank in ranks)
+    resharder = Resharder(Planner(sides, dtype.itemsize), slots, engine, rank, options, group)
+
+    for scale in (1.0, -2.0):
+        full = {name: tensor * scale for name, tensor in full_tensors(spec).items()}
+        for name, tensor in full.items():
+            full[name] = tensor if name.endswith("correction_bias") else tensor.to(dtype)
+        fill(slots, full)
+        stats = resharder.run()
+        assert stats.bytes_moved == stats.bytes_had_to_move
+        _assert_holds(engine, full)
+
+    same_experts = (actor.etp, actor.ep, actor.pp) == (engines.tp // engines.ep, engines.ep, 1)
+    trained = {slot.parameter.data_ptr() for slot in slots if slot.piece.of_expert}
+    held = {slot.parameter.data_ptr() for slot in engine.weight_slots() if slot.piece.of_expert}
+    assert not same_experts or trained == held
+
+
+def _role_slots(pieces: Sequence[Piece], dtype: torch.dtype) -> list[Slot]:
+    """Where a role stores its pieces; corrections stay float32."""
+    slots: list[Slot] = []
+    for kept in (True, False):
+        own = [piece for piece in pieces if keeps_float32(piece.parameter) == kept]
+        slots += make_slots(own, torch.float32 if kept else dtype)
+    return slots[::-1]
+
+
 def _body(rank: int, world_size: int) -> None:
     _all_layouts(rank)
+    _mixtures_of_experts(rank)
     _one_group_alone(rank)
     _native_engine(rank)
     _damage_is_noticed(rank)

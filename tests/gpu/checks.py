@@ -196,7 +196,7 @@ def reshard(place: Place) -> Figures:
     layout = EngineLayout.inside(setting.groups.layout, 1)
     target = side_of_ranks({0: engine_pieces(spec, layout, 0)})
     options = TransferOptions(bucket_bytes=1 << 20, verify=True)
-    planner = Planner(source, target, itemsize=4)
+    planner = Planner([(source, target)], itemsize=4)
     resharder = Resharder(planner, actor.engine.slots, holder, 0, options)
 
     experience = role_runs.load_experience(setting.root, case)

@@ -106,6 +106,10 @@ def test_configurations_that_fit_pass():
             "rollout.tp 8 does not divide actor.tp 2 x actor.pp 2 = 4; use one of 1, 2, 4",
         ),
         (
+            {"rollout__tp": 4, "rollout__ep": 3},
+            "rollout.ep 3 does not divide rollout.tp 4; use one of 1, 2, 4",
+        ),
+        (
             {"rollout__kv_cache_mb": 64, "rollout__gpu_memory_utilization": 0.5},
             "rollout.kv_cache_mb 64 and rollout.gpu_memory_utilization 0.5 both size the KV "
             "cache; set rollout.kv_cache_mb to null or leave rollout.gpu_memory_utilization at 0.9",

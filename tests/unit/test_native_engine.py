@@ -34,6 +34,7 @@ from tests.engine_models import (
     tight,
 )
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES
 
 
 def hf_logprobs(model, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
@@ -59,7 +60,7 @@ def hf_greedy(model, prompt: list[int], end=None, never=None) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS))
+@pytest.mark.parametrize("name", (*MODELS, *FEATURE_MODELS, *MIXTURES))
 def test_greedy_equals_transformers_generate(name):
     model = hf_model(name)
     samples = answer(make_engine(model), PROMPTS, UIDS, GREEDY)
@@ -188,10 +189,11 @@ def test_responses_longer_than_the_first_cache_equal_transformers():
         assert float((logprobs.amax(dim=-1) - wanted).max()) < 1e-4
 
 
-def test_bfloat16_logprobs_are_those_of_transformers_to_rounding():
-    model = hf_model("qwen3", torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
+    model = hf_model(name, torch.bfloat16)
     engine = make_engine(model, dtype=torch.bfloat16)
-    exact = hf_model("qwen3", torch.bfloat16).float()
+    exact = hf_model(name, torch.bfloat16).float()
 
     errors = []
     reference = []
@@ -221,6 +223,24 @@ def test_commit_serves_the_new_weights():
     assert {sample.version for sample in new} == {2}
     assert_same(new, answer(make_engine(second), PROMPTS, UIDS, GREEDY), tolerance=0)
     assert [sample.token_ids for sample in new] != [sample.token_ids for sample in old]
+
+
+def test_bound_experts_are_read_where_they_are():
+    """Each expert is a tensor of its own, as in training."""
+    source = make_engine(hf_model("qwen2-moe"))
+    training = {slot.piece.parameter: slot.parameter.clone() for slot in source.weight_slots()}
+    engine = empty_engine(hf_model("qwen2-moe"))
+    for name, parameter in training.items():
+        engine.bind(name, parameter)
+    engine.commit(1)
+    before = answer(engine, PROMPTS, UIDS, GREEDY)
+    assert_same(before, answer(source, PROMPTS, UIDS, GREEDY), tolerance=0)
+
+    for expert in range(4):
+        training[f"decoder.layers.1.mlp.experts.{expert}.linear_fc2.weight"].zero_()
+    engine.commit(2)
+    after = answer(engine, PROMPTS, UIDS, GREEDY)
+    assert after[0].logprobs[0] != before[0].logprobs[0]
 
 
 def test_bound_parameters_are_the_training_parameters_themselves():

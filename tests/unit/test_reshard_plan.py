@@ -20,7 +20,7 @@ from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
 from mrlhf.reshard.moves import Move, split
 from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Planner, ReshardPlan
-from mrlhf.reshard.sides import Side, engine_side, side_of_ranks, sides_around, training_side
+from mrlhf.reshard.sides import Sides, side_of_ranks, sides_around, sides_of_all
 from mrlhf.weights.shard import Piece, Rule, Slot, pieces_of
 from tests.plans import WholePlan, plan_all
 from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
@@ -61,15 +61,15 @@ def _pieces(spec: ModelSpec, actor: ParallelLayout, engine: EngineLayout) -> tup
     return source, target
 
 
-def _sides(spec: ModelSpec, engine: EngineLayout) -> tuple[Side, Side]:
-    """Both sides of a job, all ranks of which may take part."""
-    return (
-        training_side(engine.actor, lambda rank: role_pieces(spec, engine.actor, rank)),
-        engine_side(engine, lambda rank: engine_pieces(spec, engine, rank)),
+def _sides(spec: ModelSpec, engine: EngineLayout) -> list[Sides]:
+    return sides_of_all(
+        engine,
+        lambda rank: role_pieces(spec, engine.actor, rank),
+        lambda rank: engine_pieces(spec, engine, rank),
     )
 
 
-def _sides_around(spec: ModelSpec, engine: EngineLayout, rank: int) -> tuple[Side, Side]:
+def _sides_around(spec: ModelSpec, engine: EngineLayout, rank: int) -> list[Sides]:
     return sides_around(
         rank,
         engine,
@@ -80,7 +80,7 @@ def _sides_around(spec: ModelSpec, engine: EngineLayout, rank: int) -> tuple[Sid
 
 def _plan_listed(source: Pieces, target: Pieces) -> WholePlan:
     """The plan of ranks that are described one by one."""
-    planner = Planner(side_of_ranks(source), side_of_ranks(target), itemsize=4)
+    planner = Planner([(side_of_ranks(source), side_of_ranks(target))], itemsize=4)
     return plan_all(planner, sorted({*source, *target}))
 
 
@@ -166,12 +166,12 @@ def test_every_number_arrives_once_and_none_needlessly(
     spec = tiny_spec(model)
     engine = EngineLayout.inside(actor, tp)
     near = _machines(*actor.groups("tp", "pp"))
-    reshard_plan = plan_all(Planner(*_sides(spec, engine), 4, near), range(4))
+    reshard_plan = plan_all(Planner(_sides(spec, engine), 4, near), range(4))
 
     source, target = _pieces(spec, actor, engine)
     _check_carried_out(reshard_plan, source, target)
     _check_bytes(reshard_plan, source, target)
-    assert reshard_plan == plan_all(Planner(*_sides(spec, engine), 4, near), range(4))
+    assert reshard_plan == plan_all(Planner(_sides(spec, engine), 4, near), range(4))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
     spec = _wide(model)
     source, target = _pieces(spec, actor, engine)
     near = _machines(*groups)
-    reshard_plan = plan_all(Planner(*_sides(spec, engine), 2, near), range(64))
+    reshard_plan = plan_all(Planner(_sides(spec, engine), 2, near), range(64))
     _check_bytes(reshard_plan, source, target, itemsize=2)
     _check_carried_out(reshard_plan, source, target)
 
@@ -204,7 +204,7 @@ def test_64_ranks(model: str, tp: int, pp: int, engine_tp: int) -> None:
     # Each group can plan alone.
     alone: dict[int, ReshardPlan] = {}
     for ranks in groups:
-        alone |= plan_all(Planner(*_sides_around(spec, engine, ranks[0]), 2), ranks).plans
+        alone |= plan_all(Planner(_sides_around(spec, engine, ranks[0]), 2), ranks).plans
     reshard_plan = WholePlan(alone)
     _check_bytes(reshard_plan, source, target, itemsize=2)
     for move in reshard_plan.moves:
@@ -216,7 +216,7 @@ def test_coinciding_layouts_share_everything() -> None:
         actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=2, pp=1))
         spec = replace(tiny_spec(model), num_kv_heads=4)
         sides = _sides(spec, EngineLayout.inside(actor, 2))
-        reshard_plan = plan_all(Planner(*sides, 4), range(4))
+        reshard_plan = plan_all(Planner(sides, 4), range(4))
         assert not reshard_plan.moves and not reshard_plan.copies
         assert reshard_plan.bytes_minimum == 0
         names = parameter_names(spec, actor, actor.coordinates(0))
@@ -228,7 +228,7 @@ def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
     spec = tiny_spec("qwen2_tied")
     actor = ParallelLayout.for_world("actor", 4, AxisSizes(tp=4, pp=1))
     sides = _sides(spec, EngineLayout.inside(actor, 4))
-    reshard_plan = plan_all(Planner(*sides, 4), range(4))
+    reshard_plan = plan_all(Planner(sides, 4), range(4))
     assert reshard_plan.minimum == dict.fromkeys(range(4), 4 * 2 * 2 * (32 + 1) * spec.num_layers)
     assert reshard_plan.bytes_moved == reshard_plan.bytes_minimum
     pairs = {(move.source_rank, move.target_rank) for move in reshard_plan.moves}
@@ -258,7 +258,7 @@ def test_a_fused_norm_is_shared_under_its_other_name() -> None:
 def test_stage_layers_are_shared_where_only_stages_differ() -> None:
     actor = ParallelLayout(tp=2, pp=2, dp=1)
     engine = EngineLayout.inside(actor, 2)
-    reshard_plan = plan_all(Planner(*_sides(tiny_spec("qwen2_tied"), engine), 4), range(4))
+    reshard_plan = plan_all(Planner(_sides(tiny_spec("qwen2_tied"), engine), 4), range(4))
     shared = {alias.parameter for alias in reshard_plan.plans[2].aliases}
     assert "decoder.layers.2.mlp.linear_fc1.weight" in shared
     # The last stage's copy of the tied embedding serves as the engine's embedding.
@@ -270,7 +270,7 @@ def test_layers_of_every_chunk_are_shared() -> None:
     """Chunks have layers of the same local numbers, which are other layers of the model."""
     actor = ParallelLayout(tp=2, pp=2, vpp=2, dp=1)
     engine = EngineLayout.inside(actor, 2)
-    reshard_plan = plan_all(Planner(*_sides(tiny_spec("llama"), engine), 4), range(4))
+    reshard_plan = plan_all(Planner(_sides(tiny_spec("llama"), engine), 4), range(4))
     shared = {alias.parameter for alias in reshard_plan.plans[0].aliases}
     assert {f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 2)} <= shared
     assert "decoder.layers.1.mlp.linear_fc1.weight" not in shared
@@ -321,7 +321,8 @@ def test_replicas_share_the_work_and_near_ones_go_first() -> None:
     assert set(sent) == {0, 1, 2, 3} and max(sent.values()) - min(sent.values()) <= largest
 
     machines = _machines([0, 1, 4, 5], [2, 3, 6], [7])
-    near = plan_all(Planner(side_of_ranks(source), side_of_ranks(target), 4, machines), range(8))
+    sides = (side_of_ranks(source), side_of_ranks(target))
+    near = plan_all(Planner([sides], 4, machines), range(8))
     pairs = {(move.source_rank, move.target_rank) for move in near.moves}
     expected = {(0, 4), (0, 5), (1, 4), (1, 5), (2, 6), (3, 6)}
     assert {pair for pair in pairs if pair[1] != 7} == expected

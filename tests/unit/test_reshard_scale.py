@@ -18,7 +18,8 @@ from mrlhf.reshard.sides import sides_around
 from tests.shards import tiny_spec
 
 Engines = Callable[[ParallelLayout, int], EngineLayout]
-HUGE = ParallelLayout(tp=8, pp=8, dp=128)
+HUGE = ParallelLayout(tp=8, pp=8, dp=128, etp=8)
+HUGE_MIXTURE = ParallelLayout(tp=8, pp=8, dp=128, ep=32)
 
 
 def _spec(tied: bool = False) -> ModelSpec:
@@ -26,6 +27,18 @@ def _spec(tied: bool = False) -> ModelSpec:
         tiny_spec("llama"), num_heads=32, num_kv_heads=16, head_dim=4, hidden_size=64, ffn_size=128,
         num_layers=8, vocab_size=200, tied_embeddings=tied,
     )  # fmt: skip
+
+
+def _mixture() -> ModelSpec:
+    """Four experts on each of 32 ranks, with the sizes of `_spec` otherwise."""
+    dense = _spec()
+    experts = tiny_spec("qwen3_moe").experts
+    assert experts is not None
+    return replace(
+        dense,
+        family="qwen3_moe",
+        experts=replace(experts, count=128, ffn_size=16, layers=(True,) * dense.num_layers),
+    )
 
 
 def _planner(
@@ -41,7 +54,7 @@ def _planner(
         lambda rank: role_pieces(spec, engines.actor, rank),
         lambda rank: engine_pieces(spec, engines, rank),
     )
-    return Planner(*sides, 2, lambda rank: _machine_of(rank, machine))
+    return Planner(sides, 2, lambda rank: _machine_of(rank, machine))
 
 
 def _machine_of(rank: int, machine: int | Sequence[int]) -> range:
@@ -69,22 +82,33 @@ def _between(moves: Sequence[Move], sender: int, receiver: int) -> list[Move]:
 )
 def test_ranks_of_a_huge_job_agree_and_receive_the_minimum(engine: Engines, tp: int) -> None:
     """The slices of 8,192 ranks: who shall send to me plans to send to me, and the reverse."""
-    engines = engine(HUGE, tp)
+    _check_agreement(_spec(), engine(HUGE, tp))
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(8, 8), (8, 1), (16, 4)])
+def test_so_do_those_of_a_huge_mixture(tp: int, ep: int) -> None:
+    """Each 4 model-parallel groups hold the experts together."""
+    engines = EngineLayout.closest(HUGE_MIXTURE, tp, ep)
+    assert len(engines.exchanges) == 32
+    _check_agreement(_mixture(), engines)
+
+
+def _check_agreement(spec: ModelSpec, engines: EngineLayout) -> None:
     for rank in (0, 4099, 8191):
-        planner = _planner(_spec(), engines, rank, machine=8)
+        planner = _planner(spec, engines, rank, machine=8)
         plan = planner.plan(rank)
         assert plan.bytes_received == plan.bytes_minimum
 
         senders = sorted({move.source_rank for move in plan.receives})
         assert senders
         for sender in senders[:: len(senders) // 6 + 1]:
-            other = _planner(_spec(), engines, sender, machine=8).sends(sender)
+            other = _planner(spec, engines, sender, machine=8).sends(sender)
             assert _between(other, sender, rank) == _between(plan.receives, sender, rank)
 
         receivers = sorted({move.target_rank for move in plan.sends})
         assert receivers
         for receiver in receivers[:: len(receivers) // 6 + 1]:
-            received = _planner(_spec(), engines, receiver, machine=8).plan(receiver).receives
+            received = _planner(spec, engines, receiver, machine=8).plan(receiver).receives
             assert _between(received, rank, receiver) == _between(plan.sends, rank, receiver)
 
 

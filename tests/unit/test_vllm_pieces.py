@@ -21,6 +21,7 @@ from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
 from tests.engine_models import hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
+from tests.mixture_models import MIXTURES
 from tests.plans import check_agreement
 from tests.shards import full_tensors, tiny_spec
 
@@ -101,13 +102,13 @@ def test_plan_over_all_ranks_moves_no_more_than_it_must(tp: int, pp: int, engine
 
     plans: dict[int, ReshardPlan] = {}
     for rank in range(8):
-        source, target = sides_around(
+        sides = sides_around(
             rank,
             engines,
             lambda rank: role_pieces(spec, actor, rank),
             lambda rank: vllm_pieces(spec, engines, rank),
         )
-        plans[rank] = Planner(source, target, itemsize=4).plan(rank)
+        plans[rank] = Planner(sides, itemsize=4).plan(rank)
         assert plans[rank].bytes_received == plans[rank].bytes_minimum
 
     check_agreement(plans)
@@ -132,7 +133,7 @@ def test_what_does_not_divide_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", FEATURE_MODELS)
+@pytest.mark.parametrize("name", (*FEATURE_MODELS, *MIXTURES))
 def test_a_model_with_other_features_is_refused(name: str) -> None:
     spec = spec_of(hf_model(name))
     assert unsupported_feature(spec) is not None

@@ -59,7 +59,7 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
             partial(vllm_pieces, spec, engines),
         )
         slots = make_slots(role_pieces(spec, actor, rank))
-        planner = Planner(*sides, 4)
+        planner = Planner(sides, 4)
         group = None if not engines.is_inside else factory.role_groups(actor).mp
         options = TransferOptions(bucket_bytes=50_000, verify=True)
         resharder = Resharder(planner, slots, engine, rank, options, group)

@@ -30,6 +30,7 @@ from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.layout import ReplicaPlace
 from mrlhf.weights.shard import Piece, Slot
 
 
@@ -45,6 +46,7 @@ class NativeEngine:
         limits: EngineLimits,
         decode: Decode | None = None,
         never: Sequence[int] = (),
+        ep: int = 1,
     ) -> None:
         """Describe the engine; memory is taken when weights come and when requests come.
 
@@ -57,9 +59,10 @@ class NativeEngine:
             limits: how much the engine may take at once.
             decode: token ids to text; needed for stop strings.
             never: token ids that are never drawn.
+            ep: over how many parts of the group the experts of a layer are shared out.
 
         Raises:
-            WeightError: the model's heads, MLP or vocabulary do not divide over the group.
+            WeightError: the model's heads, MLP, experts or vocabulary do not divide over the group.
         """
         assert spec.head == "lm", f"an engine needs a language model, not head {spec.head!r}"
         self._spec = spec
@@ -69,7 +72,7 @@ class NativeEngine:
         self._dtype = compute_dtype(dtype, device)
 
         self._parallel = TensorParallel(tp_group)
-        problem = engine_tp_problem("native", self._parallel.size, spec)
+        problem = engine_tp_problem("native", self._parallel.size, spec, ep=ep)
         if problem is not None:
             raise WeightError(problem)
         default_block = PAGE if device.type == "cuda" else NATIVE_CPU_BLOCK
@@ -79,7 +82,8 @@ class NativeEngine:
             self._dtype.itemsize,
             limits.block_size or default_block,
         )
-        self._parameters = Parameters(spec, self._parallel.rank, self._parallel.size, device, dtype)
+        place = ReplicaPlace(self._parallel.rank, self._parallel.size, ep)
+        self._parameters = Parameters(spec, place, device, dtype)
         self._operators = make_operators(spec, self._dtype, device)
         self._tables = tables_of_layers(spec, self._dtype, device, limits.max_length)
         compiled = kernels.load(self._dtype) if device.type == "cpu" else None

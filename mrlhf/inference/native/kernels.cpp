@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "gated.h"
+#include "lanes.h"
 #include "numbers.h"
 
 namespace {
@@ -99,23 +100,6 @@ void rotate_store(const T* qkv, const T* q_norm, const T* k_norm, float eps, con
 }
 
 constexpr int64_t kQueries = 8;  // queries of one sequence that share a block of keys while it is in cache
-constexpr int64_t kLanes = 8;    // numbers in one vector
-
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-inline Lanes load(const float* from) {
-    Lanes lanes;
-    std::memcpy(&lanes, from, sizeof(lanes));
-    return lanes;
-}
-inline Lanes load(const bfloat16* from) {
-    Halves halves;
-    std::memcpy(&halves, from, sizeof(halves));
-    return (Lanes)(__builtin_convertvector(halves, Words) << 16);
-}
-inline void save(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
 
 // Up to four rows are computed together, so that a key or value is loaded once for all of them. A
 // single row uses more vectors along the other axes instead.

@@ -16,6 +16,7 @@ from torch import Tensor
 from mrlhf.inference.cache_size import kv_heads_on_rank
 from mrlhf.inference.native import kernels
 from mrlhf.inference.native.linear import Linear, linear
+from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import (
     HostOperators,
     Layer,
@@ -47,10 +48,9 @@ class DecoderLayer:
     proj_bias: Tensor | None
     proj_norm: Tensor | None
     mlp_norm: Tensor | None
-    fc1: Linear
-    fc2: Linear
-    fc2_bias: Tensor | None
-    fc2_norm: Tensor | None
+    mlp: Mlp
+    mlp_bias: Tensor | None
+    mlp_output_norm: Tensor | None
 
 
 class Decoder:
@@ -91,9 +91,11 @@ class Decoder:
             return parameters[name].to(dtype)
 
         self._embedding = tensor("embedding.word_embeddings.weight")
-        self._layers = [
-            _layer(spec, number, tables[number], tensor) for number in range(spec.num_layers)
-        ]
+        self._layers: list[DecoderLayer] = []
+        for number in range(spec.num_layers):
+            mlp = mlp_of_layer(spec, number, parameters, operators, dtype)
+            self._layers.append(_layer(spec, number, tables[number], tensor, mlp))
+
         self._final_norm = tensor("decoder.final_layernorm.weight")
         self._output = linear(
             self._embedding if spec.output_is_embedding else tensor("output_layer.weight")
@@ -127,8 +129,8 @@ class Decoder:
             context = operators.attend(q, store, inputs, layer.window)
             delta = self._leave(layer.proj(context.flatten(1)), layer.proj_bias, layer.proj_norm)
 
-            gate_up = layer.fc1(self._enter(hidden, delta, layer.mlp_norm))
-            delta = self._leave(layer.fc2(operators.gated(gate_up)), layer.fc2_bias, layer.fc2_norm)
+            share = layer.mlp(self._enter(hidden, delta, layer.mlp_norm))
+            delta = self._leave(share, layer.mlp_bias, layer.mlp_output_norm)
 
         assert delta is not None
         if len(inputs.last) < len(hidden):
@@ -193,11 +195,10 @@ class Decoder:
 
 
 def _layer(
-    spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor]
+    spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor], mlp: Mlp
 ) -> DecoderLayer:
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
-    mlp = prefix + "mlp."
 
     def optional(exists: bool, name: str) -> Tensor | None:
         return tensor(name) if exists else None
@@ -224,12 +225,9 @@ def _layer(
         proj_bias=optional(spec.o_bias, attention + "linear_proj.bias"),
         proj_norm=optional(after, attention + "linear_proj.output_norm.weight"),
         mlp_norm=optional(before, prefix + "pre_mlp_layernorm.weight"),
-        fc1=linear(
-            tensor(mlp + "linear_fc1.weight"), optional(spec.mlp_bias, mlp + "linear_fc1.bias")
-        ),
-        fc2=linear(tensor(mlp + "linear_fc2.weight")),
-        fc2_bias=optional(spec.mlp_bias, mlp + "linear_fc2.bias"),
-        fc2_norm=optional(after, mlp + "linear_fc2.output_norm.weight"),
+        mlp=mlp,
+        mlp_bias=optional(spec.mlp_bias, prefix + "mlp.linear_fc2.bias"),
+        mlp_output_norm=optional(after, prefix + "mlp.linear_fc2.output_norm.weight"),
     )
 
 

@@ -6,43 +6,51 @@ here. This file does not know how weights arrive or what is computed from them.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from mrlhf.inference.checks import check_tensor
 from mrlhf.models.families import family_of
-from mrlhf.models.parameters import engine_rules
+from mrlhf.models.parameters import engine_cuts, keeps_float32
 from mrlhf.models.spec import ModelSpec
-from mrlhf.weights.shard import Piece, Slot, local_shape, pieces_of
+from mrlhf.parallel.layout import ReplicaPlace
+from mrlhf.weights.shard import Piece, Shape, Slot, local_shape, pieces_of
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class Parameters:
-    """One tensor-parallel rank's shard of a model.
+    """The parameters that one rank of a replica holds.
 
     Attributes:
+        place: where the rank stands in the replica.
         pieces: which named slices each parameter holds.
     """
 
     def __init__(
-        self, spec: ModelSpec, tp_rank: int, tp_size: int, device: torch.device, dtype: torch.dtype
+        self, spec: ModelSpec, place: ReplicaPlace, device: torch.device, dtype: torch.dtype
     ) -> None:
         """Work out names and shapes; no memory is used until a parameter is bound or stored.
 
         Args:
             spec: a language model.
-            tp_rank: which rank of the replica this is.
-            tp_size: how many there are.
+            place: where this rank stands in its replica.
             device: where parameters are.
-            dtype: their dtype.
+            dtype: their dtype, except for those that stay float32.
         """
         self._device = device
         self._dtype = dtype
-        rules = engine_rules(spec)
+        self.place = place
+        cuts = engine_cuts(spec, place)
         shapes = family_of(spec).tensor_shapes(spec)
-        self.pieces: dict[str, tuple[Piece, ...]] = {
-            name: pieces_of(name, rule, shapes, tp_rank, tp_size) for name, rule in rules.items()
-        }
-        self._shapes = {name: local_shape(rule, shapes, tp_size) for name, rule in rules.items()}
+        self.pieces: dict[str, tuple[Piece, ...]] = {}
+        self._shapes: dict[str, Shape] = {}
+        for name, cut in cuts.items():
+            self.pieces[name] = pieces_of(name, cut.rule, shapes, cut.part, cut.parts)
+            self._shapes[name] = local_shape(cut.rule, shapes, cut.parts)
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -59,7 +67,7 @@ class Parameters:
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
-        check_tensor(name, tensor, self._shapes, self._dtype, self._device)
+        check_tensor(name, tensor, self._shapes, self._dtype_of(name), self._device)
         self._tensors[name] = tensor
 
     def slots(self) -> list[Slot]:
@@ -67,12 +75,26 @@ class Parameters:
 
         Parameters that have no storage get some, filled with zeros, so that padding rows are zero.
         """
-        for name in self.missing:
-            self._tensors[name] = torch.zeros(
-                self._shapes[name], dtype=self._dtype, device=self._device
-            )
+        for names in _stacks(self.missing):
+            shape = (len(names), *self._shapes[names[0]])
+            stack = torch.zeros(shape, dtype=self._dtype_of(names[0]), device=self._device)
+            self._tensors.update(zip(names, stack, strict=True))
         return [
             Slot(piece, self._tensors[name])
             for name, pieces in self.pieces.items()
             for piece in pieces
         ]
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if keeps_float32(name) else self._dtype
+
+
+def _stacks(names: Sequence[str]) -> list[list[str]]:
+    """The parameters that are stored together, in one tensor: the experts of a layer, one by one.
+
+    On a GPU their products are computed at once, from that tensor.
+    """
+    stacks: dict[str, list[str]] = {}
+    for name in names:
+        stacks.setdefault(_EXPERT.sub(".experts.", name), []).append(name)
+    return list(stacks.values())

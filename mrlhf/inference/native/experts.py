@@ -1,0 +1,212 @@
+"""The products of a mixture of experts: each token goes through the experts that it was given.
+
+`HostExperts` use compiled kernels, on a host that can compile them. `TorchExperts` run on every
+device. Their results agree to rounding. This file knows tensors, and neither routers nor models.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.models.grouped_products import has_kernel
+
+SOURCE = Path(__file__).with_name("experts.cpp")
+_SIGNATURE = "pppppp iiiiii n"
+_MULTIPLICATIONS = 4  # so many cost as much as one number of an elementwise function
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """The experts of one layer that this rank holds, and of each all columns or some.
+
+    Attributes:
+        first: the number of the first of them in the layer; the others follow it.
+        fc1: for each the weight [2 * width, hidden]: all gate rows before all up rows.
+        fc2: for each the weight [hidden, width].
+    """
+
+    first: int
+    fc1: Sequence[Tensor]
+    fc2: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """The same in two tensors.
+
+    Attributes:
+        first: the number of the first of them in the layer.
+        fc1: [experts, 2 * width, hidden].
+        fc2: [experts, hidden, width].
+    """
+
+    first: int
+    fc1: Tensor
+    fc2: Tensor
+
+
+class Experts(Protocol):
+    """What the experts of one layer do."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """The sum over the chosen experts of share * expert(x); those of other ranks add nothing.
+
+        Args:
+            x: [tokens, hidden].
+            chosen: the numbers of the experts of each token, int64 [tokens, per_token].
+            shares: what the output of each is multiplied by, float32 [tokens, per_token].
+
+        Returns:
+            [tokens, hidden], in the dtype of `x`.
+        """
+
+
+class HostExperts:
+    """Experts on compiled kernels, which read the weights where they are."""
+
+    def __init__(self, library: ctypes.CDLL, experts: LocalExperts, dtype: torch.dtype) -> None:
+        """Look up the function and the addresses.
+
+        Args:
+            library: `experts.cpp`.
+            experts: contiguous weights on the host, which stay where they are.
+            dtype: that of what goes in and comes out. If it is float32, weights may be bfloat16.
+        """
+        weight = experts.fc1[0]
+        name = f"mixture_of_{SUFFIXES[weight.dtype]}"
+        self._mixture: Any = functions_of(library, {name: _SIGNATURE}, dtype)[name]
+        self._dtype = dtype
+        self._experts = experts
+        self._addresses = [_addresses(experts.fc1), _addresses(experts.fc2)]
+        self._width = len(weight) // 2
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """The sum over the chosen experts of share * expert(x), as `Experts` says."""
+        assert x.dtype == self._dtype and chosen.dtype == torch.int64, (x.dtype, chosen.dtype)
+        assert shares.dtype == torch.float32, shares.dtype
+        x, chosen, shares = (tensor.contiguous() for tensor in (x, chosen, shares))
+        out = torch.empty_like(x)
+        tokens, hidden = x.shape
+        threads = threads_for(chosen.numel() * hidden * self._width // _MULTIPLICATIONS)
+
+        fc1, fc2 = self._addresses
+        self._mixture(
+            x.data_ptr(), chosen.data_ptr(), shares.data_ptr(),
+            fc1.data_ptr(), fc2.data_ptr(), out.data_ptr(),
+            tokens, hidden, self._width, chosen.shape[1], self._experts.first, len(fc1), threads,
+        )  # fmt: skip
+        return out
+
+
+class TorchExperts:
+    """The same as `HostExperts` on torch's operators.
+
+    On a GPU no pass of one token for each sequence waits for the host, so that it can be captured.
+    """
+
+    def __init__(self, experts: LocalExperts, dtype: torch.dtype) -> None:
+        """Stack the weights; those that lie one after another in `dtype` stay where they are."""
+        self._stack = ExpertStack(
+            experts.first, stacked(experts.fc1).to(dtype), stacked(experts.fc2).to(dtype)
+        )
+
+    def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """The sum over the chosen experts of share * expert(x), as `Experts` says."""
+        if has_kernel(x, *self._stack.fc1.shape[1:], self._stack.fc2.shape[-1]):
+            return grouped(self._stack, x, chosen, shares)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return all_at_once(self._stack, x, chosen, shares)
+        return one_by_one(self._stack, x, chosen, shares)
+
+
+def make_experts(experts: LocalExperts, dtype: torch.dtype) -> Experts:
+    """The fastest way that this machine has to compute experts in `dtype`."""
+    on_host = experts.fc1[0].device.type == "cpu"
+    library = _library() if on_host and dtype in SUFFIXES else None
+    return TorchExperts(experts, dtype) if library is None else HostExperts(library, experts, dtype)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return load_library(SOURCE, "the engine's mixture of experts")
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one shape as one, [tensors, ...].
+
+    It is a view if they lie one after another in one storage, and a copy otherwise.
+    """
+    first = tensors[0]
+    places = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
+    in_a_row = all(
+        tensor.is_contiguous()
+        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and place == number * first.nbytes
+        for number, (tensor, place) in enumerate(zip(tensors, places, strict=True))
+    )
+    if not in_a_row:
+        return torch.stack(list(tensors))
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Each expert in turn, with the tokens that go to it; the host waits for their number."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for number, (fc1, fc2) in enumerate(zip(experts.fc1, experts.fc2, strict=True)):
+        tokens, places = torch.where(chosen == experts.first + number)
+        if len(tokens):
+            output = F.linear(_gated(F.linear(x[tokens], fc1)), fc2)
+            out.index_add_(0, tokens, output.float() * shares[tokens, places][:, None])
+    return out.to(x.dtype)
+
+
+def all_at_once(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """All experts with all tokens, for few tokens: all weights are read, and nothing waits."""
+    inner = _gated(torch.matmul(x, experts.fc1.transpose(1, 2)))
+    outputs = torch.matmul(inner, experts.fc2.transpose(1, 2))
+
+    numbers = torch.arange(len(experts.fc1), device=x.device) + experts.first
+    is_chosen = chosen[..., None] == numbers
+    weights = (shares[..., None] * is_chosen).sum(dim=1)
+    return (outputs.float() * weights.t()[..., None]).sum(dim=0).to(x.dtype)
+
+
+def grouped(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Tokens sorted by expert, and torch's grouped products; nothing waits for the host."""
+    count = len(experts.fc1)
+    local = chosen.flatten() - experts.first
+    is_here = (local >= 0) & (local < count)
+    local = torch.where(is_here, local, count)
+
+    # Those of other ranks come last, after the end of the last group.
+    order = local.argsort(stable=True)
+    numbers = torch.arange(count, device=x.device)
+    ends = torch.searchsorted(local[order], numbers, right=True).to(torch.int32)
+    rows = x[order // chosen.shape[1]]
+    inner = _gated(F.grouped_mm(rows, experts.fc1.transpose(1, 2), offs=ends))
+    outputs = F.grouped_mm(inner, experts.fc2.transpose(1, 2), offs=ends)
+
+    by_token = torch.empty_like(outputs)
+    by_token[order] = outputs
+    by_token = by_token.masked_fill(~is_here[:, None], 0).view(*chosen.shape, -1)
+    return (by_token.float() * shares[..., None]).sum(dim=1).to(x.dtype)
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _addresses(weights: Sequence[Tensor]) -> Tensor:
+    assert all(weight.is_contiguous() for weight in weights), "a weight has gaps"
+    return torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64)

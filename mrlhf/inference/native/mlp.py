@@ -1,0 +1,108 @@
+"""The MLP of a layer: a dense one, or a mixture of experts.
+
+Each gives this rank's share of the output; the sum over the ranks of the replica is the whole. That
+holds for a mixture too, whether a rank has columns of every expert or whole experts: all ranks of a
+replica have all tokens, so nothing else is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
+from mrlhf.inference.native.linear import Linear, linear
+from mrlhf.inference.native.operators import Operators
+from mrlhf.inference.native.parameters import Parameters
+from mrlhf.inference.native.router import Router
+from mrlhf.models.parameters import experts_of
+from mrlhf.models.spec import ModelSpec
+
+Mlp = Callable[[Tensor], Tensor]
+"""This rank's share of the MLP of x [tokens, hidden]: [tokens, hidden]."""
+
+
+class DenseMlp:
+    """fc2(silu(gate) * up)."""
+
+    def __init__(self, operators: Operators, fc1: Linear, fc2: Linear) -> None:
+        """Keep the products: `fc1` gives gate and up, `fc2` takes what they become."""
+        self._operators = operators
+        self._fc1 = fc1
+        self._fc2 = fc2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's share of the output."""
+        return self._fc2(self._operators.gated(self._fc1(x)))
+
+
+class Mixture:
+    """A router with its experts, and the expert that all tokens go to, if there is one."""
+
+    def __init__(
+        self, router: Router, experts: Experts, shared: Mlp | None, shared_gate: Linear | None
+    ) -> None:
+        """Keep the parts.
+
+        Args:
+            router: all of it, on every rank.
+            experts: this rank's.
+            shared: the expert that all tokens go to, this rank's columns of it.
+            shared_gate: x -> [tokens, 1]; its sigmoid is what that expert's output counts.
+        """
+        self._router = router
+        self._experts = experts
+        self._shared = shared
+        self._shared_gate = shared_gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """This rank's share of the output."""
+        chosen, shares = self._router(x)
+        out = self._experts(x, chosen, shares)
+        if self._shared is None:
+            return out
+
+        shared = self._shared(x)
+        if self._shared_gate is not None:
+            shared = shared * self._shared_gate(x).sigmoid()
+        return out + shared
+
+
+def mlp_of_layer(
+    spec: ModelSpec, number: int, parameters: Parameters, operators: Operators, dtype: torch.dtype
+) -> Mlp:
+    """The MLP of layer `number`, computed in `dtype`."""
+    prefix = f"decoder.layers.{number}.mlp."
+
+    def dense(prefix: str, biased: bool) -> DenseMlp:
+        bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
+        fc1 = linear(parameters[prefix + "linear_fc1.weight"].to(dtype), bias)
+        return DenseMlp(operators, fc1, linear(parameters[prefix + "linear_fc2.weight"].to(dtype)))
+
+    experts = spec.experts
+    if experts is None or not experts.layers[number]:
+        return dense(prefix, spec.mlp_bias)
+
+    place = parameters.place
+    here = experts_of(spec, place.ep, place.ep_rank)
+    local = LocalExperts(
+        first=here.start,
+        fc1=[parameters[f"{prefix}experts.{expert}.linear_fc1.weight"] for expert in here],
+        fc2=[parameters[f"{prefix}experts.{expert}.linear_fc2.weight"] for expert in here],
+    )
+
+    correction = parameters[prefix + "router.correction"] if experts.has_correction else None
+    shared = None
+    shared_gate = None
+    if experts.shared_ffn_size:
+        shared = dense(prefix + "shared.", biased=False)
+    if experts.shared_gate:
+        shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
+    return Mixture(
+        Router(experts, parameters[prefix + "router.weight"], correction),
+        make_experts(local, dtype),
+        shared,
+        shared_gate,
+    )

@@ -1,0 +1,157 @@
+"""The engine's mixtures: compiled products against torch's, and routers against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrlhf.inference.native.experts import (
+    ExpertStack,
+    HostExperts,
+    LocalExperts,
+    all_at_once,
+    grouped,
+    make_experts,
+    one_by_one,
+    stacked,
+)
+from mrlhf.inference.native.router import Router
+from tests.engine_models import hf_model, spec_of
+from tests.mixture_models import MIXTURES, as_in_files
+
+COUNT = 7
+PER_TOKEN = 3
+SIZES = [(64, 48), (20, 33), (8, 1)]  # hidden, width
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+
+def _weights(hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> LocalExperts:
+    """All experts of a layer."""
+    generator = torch.Generator().manual_seed(seed)
+    fc1 = torch.randn(COUNT, 2 * width, hidden, generator=generator) * hidden**-0.5
+    fc2 = torch.randn(COUNT, hidden, width, generator=generator) * width**-0.5
+    return LocalExperts(0, list(fc1.to(dtype)), list(fc2.to(dtype)))
+
+
+def _some(experts: LocalExperts, held: range) -> LocalExperts:
+    numbers = slice(held.start, held.stop)
+    return LocalExperts(held.start, experts.fc1[numbers], experts.fc2[numbers])
+
+
+def _stack(experts: LocalExperts, dtype: torch.dtype = torch.float32) -> ExpertStack:
+    fc1, fc2 = (stacked(weights).to(dtype) for weights in (experts.fc1, experts.fc2))
+    return ExpertStack(experts.first, fc1, fc2)
+
+
+def _tokens(count: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and their shares; nearly all go to expert 2, and none to expert 5."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, hidden, generator=generator).to(dtype)
+    scores = torch.rand(count, COUNT, generator=generator)
+    scores[: -(-9 * count // 10), 2] += 1
+    scores[:, 5] = -1
+    shares, chosen = scores.topk(PER_TOKEN, dim=-1)
+    return x, chosen, shares
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 200])
+@pytest.mark.parametrize("held", [range(COUNT), range(2, 4), range(5, 6)])
+def test_compiled_experts_equal_torch(
+    dtype: torch.dtype, weight_dtype: torch.dtype, hidden: int, width: int, tokens: int, held: range
+) -> None:
+    experts = _some(_weights(hidden, width, weight_dtype), held)
+    x, chosen, shares = _tokens(tokens, hidden, dtype)
+    compiled = make_experts(experts, dtype)
+    assert isinstance(compiled, HostExperts), "this machine has no C++ compiler"
+
+    wanted = one_by_one(_stack(experts, dtype), x, chosen, shares)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    given = compiled(x, chosen, shares)
+    assert given.dtype == dtype
+    torch.testing.assert_close(given, wanted, rtol=tolerance, atol=tolerance)
+    assert bool(wanted.any()) == (held != range(5, 6))
+
+
+@pytest.mark.parametrize("held", [range(COUNT), range(2, 4), range(5, 6)])
+def test_the_ways_of_a_gpu_give_the_same(held: range) -> None:
+    experts = _stack(_some(_weights(64, 48, torch.float32), held))
+    tokens = _tokens(9, 64, torch.float32)
+    wanted = one_by_one(experts, *tokens)
+    torch.testing.assert_close(all_at_once(experts, *tokens), wanted, rtol=1e-5, atol=1e-5)
+    if hasattr(F, "grouped_mm"):
+        torch.testing.assert_close(grouped(experts, *tokens), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_one_expert_by_hand() -> None:
+    """silu(2 * 3) * (5 * 3) * 7, of which one half counts; the other expert is elsewhere."""
+    weight = torch.tensor([[2.0], [5.0]])
+    experts = make_experts(LocalExperts(4, [weight], [torch.tensor([[7.0]])]), torch.float32)
+    out = experts(torch.tensor([[3.0]]), torch.tensor([[4, 1]]), torch.tensor([[0.5, 0.25]]))
+    assert out.item() == pytest.approx(0.5 * 7 * 15 * 6 / (1 + 2.718281828**-6), rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+def test_a_token_has_the_same_result_whatever_is_beside_it(
+    dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    experts = make_experts(_weights(44, 36, weight_dtype), dtype)
+    x, chosen, shares = _tokens(120, 44, dtype)
+    threads = torch.get_num_threads()
+    together = experts(x, chosen, shares)
+    for count in (1, 2, 7, 50):
+        part = slice(3, 3 + count)
+        assert torch.equal(experts(x[part], chosen[part], shares[part]), together[part])
+    try:
+        torch.set_num_threads(2 if threads == 1 else 1)
+        assert torch.equal(experts(x, chosen, shares), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_weights_in_a_row_are_stacked_where_they_are() -> None:
+    whole = torch.randn(5, 3, 2)
+    view = stacked(list(whole[1:4]))
+    assert view.data_ptr() == whole[1].data_ptr() and torch.equal(view, whole[1:4])
+    apart = stacked([whole[0], whole[2]])
+    assert torch.equal(apart, whole[[0, 2]]) and apart.data_ptr() != whole.data_ptr()
+    assert torch.equal(stacked([whole[1], whole[0]]), whole[[1, 0]])
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_routers_choose_as_transformers(name: str) -> None:
+    model = hf_model(name)
+    experts = spec_of(model).experts
+    assert experts is not None
+    number = experts.layers.index(True)
+    gate = model.model.layers[number].mlp.gate
+    weight, correction = _router_tensors(model, number)
+    x = 3 * torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(4))
+
+    chosen, shares = Router(experts, weight, correction)(x)
+    _, wanted_shares, wanted = gate(x)
+    for own, other in ((chosen, wanted), (shares, wanted_shares)):
+        assert own.shape == other.shape == (64, experts.per_token)
+    by_expert = torch.zeros(64, experts.count).scatter(1, chosen, shares)
+    torch.testing.assert_close(
+        by_expert, torch.zeros(64, experts.count).scatter(1, wanted, wanted_shares)
+    )
+    assert len({tuple(row) for row in chosen.sort(dim=-1).values.tolist()}) > 5
+
+
+def _router_tensors(model: Any, layer: int) -> tuple[Tensor, Tensor | None]:
+    """Weight and correction of one router."""
+    tensors = as_in_files(model.state_dict(), model.config.model_type)
+    names = [name for name in tensors if f".layers.{layer}." in name and ".gate." in name]
+    (weight,) = (tensors[name] for name in names if name.endswith("gate.weight"))
+    corrections = [tensors[name] for name in names if "correction" in name]
+    return weight, corrections[0] if corrections else None
