@@ -15,6 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mrlhf.batch import Sequences
@@ -138,7 +139,7 @@ class Pipeline:
             if not phase.may_begin(number):
                 # The stages wait for each other's micro-batches, so the schedule goes on to its
                 # end; all stages stop at the same micro-batch.
-                return self._forward_pack(model, self._shortest), _finish_nothing
+                return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
             return self._forward_pack(model, pack), partial(finish, pack, number)
 
         return self._run(
@@ -163,6 +164,15 @@ class Pipeline:
         return output[0].index_select(0, pack.select.long())
 
 
-def _finish_nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, None] | None:
-    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads."""
-    return None if non_loss_data else (output.sum() * 0.0, None)
+def _finish_nothing(
+    model: nn.Module, output: Tensor, non_loss_data: bool = False
+) -> tuple[Tensor, None] | None:
+    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads.
+
+    The loss reaches the weight of the output layer, as every loss does: replicas that exchange
+    gradients as soon as they are there must all have them in the same order.
+    """
+    if non_loss_data:
+        return None
+    head = sum(weight.sum() for weight in unwrap_model(model).output_layer.parameters())
+    return (output.sum() + head) * 0.0, None
