@@ -105,8 +105,8 @@ class ShardedOptimizer:
             pg_collection=groups.collection,
         )
 
-        # Ranks that share a dense weight are told by their place in the tensor-parallel group, those
-        # that share an expert's by that in the experts' own.
+        # Of ranks that hold the same weight, the first of their tensor-parallel group counts it in
+        # the gradient norm; experts have such a group of their own.
         for optimizer in self._megatron_optimizers():
             if any(group["is_expert_parallel"] for group in optimizer.param_groups):
                 optimizer.tp_group = groups.collection.expt_tp
