@@ -20,7 +20,6 @@ from tests import plain_losses, plain_ppo
 from tests.dist.role_runs import (
     MANY_PACKS,
     ONE_PACK,
-    Setting,
     assert_near,
     load_experience,
     save_inputs,
