@@ -1,4 +1,4 @@
-"""Wraps a part of a model so that its replicas train it together, and gathers its weights.
+"""Wraps the parts of a model so that its replicas train it together, and gathers its weights.
 
 Replicas sum their gradients. With the distributed optimizer each of them updates a range of the
 weights, which are then gathered. Both can go on while the ranks compute. This file does not know
@@ -26,26 +26,26 @@ _LEAST_BUCKETS = 4
 
 
 def data_parallel(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     config: TransformerConfig,
     groups: RoleGroups,
     device: torch.device,
     optim: OptimSection,
-) -> DistributedDataParallel:
-    """Wrap `module`, whose gradients are then kept in float32.
+) -> list[DistributedDataParallel]:
+    """Wrap `modules`, whose gradients are then kept in float32.
 
     If gradients are exchanged while the backward pass goes on, every parameter must get a gradient
     from every micro-batch: the replicas exchange a bucket once all of it is there, and they must do
     so in the same order.
 
     Args:
-        module: one chunk of the model.
+        modules: the chunks of the model on this rank.
         config: of the model.
         groups: the role's process groups.
-        device: where the module is.
+        device: where the modules are.
         optim: says what the replicas share, and when they exchange it.
     """
-    parameters = sum(parameter.numel() for parameter in module.parameters())
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optim.use_distributed_optimizer,
@@ -53,12 +53,17 @@ def data_parallel(
         # Otherwise the optimizer of the experts and that of all else each gather all weights.
         # `WeightGather` does it once.
         overlap_param_gather=optim.use_distributed_optimizer,
-        bucket_size=min(_BUCKET_PARAMETERS, -(-parameters // _LEAST_BUCKETS)),
+        bucket_size=min(_BUCKET_PARAMETERS, -(-max(sizes) // _LEAST_BUCKETS)),
     )
-    wrapped = DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
+
+    chunks = [
+        DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
+        for module in modules
+    ]
     if device.type == "cpu":
-        _add_weight_gradients_in_place(wrapped)
-    return wrapped
+        for chunk in chunks:
+            _add_weight_gradients_in_place(chunk)
+    return chunks
 
 
 def has_replicas(groups: RoleGroups) -> bool:

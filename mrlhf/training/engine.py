@@ -288,10 +288,9 @@ class ModelEngine:
             optim: the optimizer's section of the configuration.
             total_updates: how often `end_update` will be called in the whole run.
         """
-        self.chunks = [
-            data_parallel(chunk, self._config, self.groups, self.device, optim)
-            for chunk in self.chunks
-        ]
+        self.chunks = list(
+            data_parallel(self.chunks, self._config, self.groups, self.device, optim)
+        )
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
         )

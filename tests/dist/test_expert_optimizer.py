@@ -153,7 +153,7 @@ def _in_ranks(rank: int, world_size: int) -> dict[tuple[ParallelLayout, str], Re
 def _train(groups: RoleGroups, optim: OptimSection) -> Result:
     model = HandMade(groups)
     device = torch.device("cpu")
-    chunk = data_parallel(model, model.config, groups, device, optim)
+    [chunk] = data_parallel([model], model.config, groups, device, optim)
     optimizer = ShardedOptimizer([chunk], groups, optim, torch.float32, STEPS)
     replicas = groups.layout.dp * groups.layout.cp
 
