@@ -288,9 +288,7 @@ class ModelEngine:
             optim: the optimizer's section of the configuration.
             total_updates: how often `end_update` will be called in the whole run.
         """
-        self.chunks = list(
-            data_parallel(self.chunks, self._config, self.groups, self.device, optim)
-        )
+        self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
         )
