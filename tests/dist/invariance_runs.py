@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,8 @@ import torch
 from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.sft import FineTuning
 from mrlhf.training.engine import ModelEngine
@@ -27,7 +29,9 @@ from tests.dist.role_runs import (
     Form,
     Setting,
     build_supervised,
+    cut_responses,
     load_experience,
+    reference_states,
     train_actor,
     train_critic,
 )
@@ -44,10 +48,13 @@ class Trained:
     Attributes:
         metrics: those of the last step, or of the update; the validation's too.
         digests: of each slice of a weight that this rank holds.
+        fresh: of an actor, the metrics of one more step, on log-probabilities that it has just
+            computed.
     """
 
     metrics: dict[str, float]
     digests: dict[Key, int]
+    fresh: dict[str, float] = field(default_factory=dict)
 
 
 def case_of(row: Row) -> Case:
@@ -99,17 +106,33 @@ def _train_row(root: Path, factory: GroupFactory, row: Row) -> dict[str, Trained
     setting = Setting(root, factory.role_groups(layout), form)
 
     case = case_of(row)
+    actor, of_actor = train_actor(setting, case)
     trained = {
         "sft": _train_sft(setting, case),
         "rm": _train_reward_model(setting, case),
         "critic": train_critic(setting, case),
-        "actor": train_actor(setting, case),
+        "actor": (actor.engine, of_actor),
     }
     results = {}
     for role, (engine, metrics) in trained.items():
         results[role] = Trained(metrics, _digests(engine))
         engine.export(root / name_of(row) / role, 10**9)
+    results["actor"] = replace(results["actor"], fresh=_fresh_step(setting, case, actor))
     return results
+
+
+def _fresh_step(setting: Setting, case: Case, actor: Actor) -> dict[str, float]:
+    """Evaluate the whole batch as one mini-batch, and train on it once."""
+    experience = load_experience(setting.root, case)
+    rollout = experience.rollout
+    cut = cut_responses(actor, rollout)
+    logprobs = actor.evaluate(rollout, cut).logprobs
+    states = reference_states(setting, case, cut)
+
+    # All epochs but one are done.
+    progress = UpdateProgress(mini_batches=plain_ppo.EPOCHS - 1)
+    experience = replace(experience, old_logprobs=logprobs)
+    return actor.update(experience, cut, states, progress).metrics
 
 
 def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:

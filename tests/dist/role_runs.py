@@ -35,6 +35,7 @@ from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
+from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.training.engine import ModelEngine
 from tests import plain_losses, plain_ppo
 from tests.plain_ppo import Case
@@ -164,7 +165,7 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
         Their metrics. Their weights go to `out`.
     """
     actor, metrics = train_actor(setting, case)
-    actor.export(out / "actor", 10**9)
+    actor.engine.export(out / "actor", 10**9)
     if case.has_critic:
         critic, of_critic = train_critic(setting, case)
         critic.export(out / "critic", 10**9)
@@ -172,20 +173,22 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     return metrics
 
 
-def train_actor(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
-    """Update the case's policy; the trained model, and the metrics."""
+def train_actor(setting: Setting, case: Case) -> tuple[Actor, dict[str, float]]:
+    """Update the case's policy; it, and the metrics."""
     experience = load_experience(setting.root, case)
-    rollout = experience.rollout
     actor = build_actor(setting, case)
-    cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
-
-    ref_states = None
-    if case.settings.get("kl_loss_type") == "full":
-        ref_states = _build_reference(setting, case).states(cut)
-    update = actor.update(experience, cut, ref_states)
+    cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
+    update = actor.update(experience, cut, reference_states(setting, case, cut))
     if update.logprobs is not None:
-        assert torch.equal(update.evaluated, rollout.loss_mask)
-    return actor.engine, update.metrics
+        assert torch.equal(update.evaluated, experience.rollout.loss_mask)
+    return actor, update.metrics
+
+
+def reference_states(setting: Setting, case: Case, cut: BatchCut) -> list[ReferenceStates] | None:
+    """What the case's loss needs of the reference."""
+    if case.settings.get("kl_loss_type") != "full":
+        return None
+    return _build_reference(setting, case).states(cut)
 
 
 def train_critic(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:

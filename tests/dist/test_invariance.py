@@ -3,7 +3,8 @@
 Each test is one combination of the axes in `invariance_axes`, chosen so that every two values which
 go together meet in one of them. Fine-tuning, reward model, critic and actor are trained, and their
 losses, all their other metrics, their gradient norms and their updated weights are compared with
-plain loops in one process.
+plain loops in one process. A policy that is trained on log-probabilities which it has just computed
+sees the ratio 1 exactly.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ def test_training_equals_plain_loops(matrix: Matrix, row: Row) -> None:
         _assert_metrics([results[role].metrics for results in ranks], plain[role], title)
         _assert_weights(matrix.root / name / role, plain[role], title)
         _assert_replicas([results[role].digests for results in ranks], title)
+
+    fresh = ranks[0]["actor"].fresh
+    assert (fresh["actor/ppo_kl"], fresh["actor/pg_clipfrac"]) == (0.0, 0.0), name
+    assert fresh["actor/grad_norm"] > 0.01, name
 
 
 def _assert_metrics(ranks: list[dict[str, float]], outcome: Outcome, title: str) -> None:
