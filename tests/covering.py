@@ -7,6 +7,7 @@ combined.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -60,12 +61,17 @@ def covering_rows(axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> l
                 most = covered
         for pair in most:
             del missing[pair]
+        search.used.update(best.items())
         rows.append({axis: axes[axis][best[axis]] for axis in axes})
     return rows
 
 
 class _Search:
-    """Finds rows that keep the rules, axis by axis; values are known by their numbers."""
+    """Finds rows that keep the rules, axis by axis; values are known by their numbers.
+
+    Attributes:
+        used: how often each value has been chosen.
+    """
 
     def __init__(self, axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> None:
         self._axes = axes
@@ -74,6 +80,7 @@ class _Search:
         for rule in rules:
             for axis in rule.axes:
                 self._rules_of[axis].append(rule)
+        self.used: Counter[Choice] = Counter()
         # Axes with many rules first: a dead end is then found early.
         self._order = sorted(axes, key=lambda axis: -len(self._rules_of[axis]))
 
@@ -90,7 +97,7 @@ class _Search:
         self, chosen: dict[str, int], missing: Mapping[Pair, None]
     ) -> dict[str, int] | None:
         """A row that holds `chosen`; of the values of each other axis it takes the one that adds
-        most of the missing pairs, and of equals the first.
+        most of the missing pairs, of equals the one that was used least, and of those the first.
 
         Returns:
             The row, or None if there is none.
@@ -106,11 +113,12 @@ class _Search:
         if axis is None:
             return chosen
 
-        def added(number: int) -> int:
+        def rank(number: int) -> tuple[int, int]:
             pairs = [self._pair(axis, number, other, chosen[other]) for other in chosen]
-            return sum(pair in missing for pair in pairs)
+            added = sum(pair in missing for pair in pairs)
+            return -added, self.used[axis, number]
 
-        for number in sorted(range(len(self._axes[axis])), key=lambda number: -added(number)):
+        for number in sorted(range(len(self._axes[axis])), key=rank):
             longer = {**chosen, axis: number}
             if self._keeps_rules(longer, axis):
                 row = self._extend(longer, missing)
