@@ -81,7 +81,7 @@ def _assert_metrics(ranks: list[dict[str, float]], outcome: Outcome, title: str)
     metrics = {k: v for k, v in ranks[0].items() if not k.startswith(OF_THE_LAYOUT)}
     assert metrics.keys() == outcome.metrics.keys(), title
     for name, value in outcome.metrics.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{title}: {name}"
+        assert metrics[name] == pytest.approx(value, rel=5e-5, abs=1e-5), f"{title}: {name}"
         assert all(rank[name] == metrics[name] for rank in ranks), f"{title}: {name} by rank"
 
 
@@ -89,9 +89,9 @@ def _assert_weights(directory: Path, outcome: Outcome, title: str) -> None:
     weights = load_file(directory / "model.safetensors")
     assert weights.keys() == outcome.weights.keys(), title
     for name, tensor in weights.items():
-        # Up to four steps of up to 1e-2. Gradients are rounded by up to 1e-6, so a step by up to
-        # 1e-2 * 1e-6 / EPS.
-        assert_near(tensor, outcome.weights[name], atol=1e-5, title=f"{title}: {name}")
+        # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so a
+        # step by up to 1e-2 * 4e-6 / EPS.
+        assert_near(tensor, outcome.weights[name], atol=5e-5, title=f"{title}: {name}")
 
 
 def _assert_replicas(ranks: list[dict[Key, int]], title: str) -> None:
