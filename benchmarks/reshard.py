@@ -63,7 +63,7 @@ def _random_source(
     spec: ModelSpec, groups: RoleGroups, device: Device, dtype: torch.dtype
 ) -> tuple[Any, list[Slot]]:
     built = new_model(spec, groups, device, dtype)
-    slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
+    slots = slots_of(built.chunks, spec, groups.layout, groups.coordinates)
 
     where = device.torch_device
     for slot in slots:
@@ -72,7 +72,7 @@ def _random_source(
         generator = torch.Generator(device=where).manual_seed(seed)
         view = slot.view(piece.start, piece.stop)
         view.copy_(torch.randn(view.shape, generator=generator, dtype=dtype, device=where))
-    return built.module, slots
+    return built.chunks[0], slots
 
 
 def _make_case(

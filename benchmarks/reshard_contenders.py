@@ -194,14 +194,14 @@ def _steps_of_stage(
     coordinates = groups.coordinates
     pieces: dict[str, dict[Any, Piece]] = {}
     for tp in range(layout.tp):
-        for piece in role_pieces(spec, layout, layout.rank_at(tp, coordinates.dp, stage)):
+        for piece in role_pieces(spec, layout, layout.rank_at(tp=tp, dp=coordinates.dp, pp=stage)):
             pieces.setdefault(piece.parameter, {})[piece.key] = replace(piece, parameter=str(tp))
 
-    names = parameter_names(spec, layout, stage)
+    owner = layout.rank_at(tp=coordinates.tp, dp=coordinates.dp, pp=stage)
+    names = parameter_names(spec, layout, layout.coordinates(owner))
     if spec.output_is_embedding and layout.pp > 1:  # the last stage's copy of the embedding
         names = [name for name in names if name != "output_layer.weight"]
 
-    owner = layout.rank_at(coordinates.tp, coordinates.dp, stage)
     return [(owner, name, list(pieces[name].values())) for name in names]
 
 
@@ -261,7 +261,7 @@ def _megatron(case: Case, factory: GroupFactory) -> Callable[[], None]:
     groups = factory.role_groups(ParallelLayout(tp=tp, pp=1, dp=dist.get_world_size() // tp))
     built = new_model(case.spec, groups, case.device, case.dtype)
     source = unwrap_model(case.module)
-    target = unwrap_model(built.module)
+    target = unwrap_model(built.chunks[0])
     backend = "nccl" if case.device.kind == "cuda" else "gloo"
     return lambda: swap_model_weights(source, target, backend)
 

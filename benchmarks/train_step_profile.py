@@ -1,8 +1,8 @@
 """Where the seconds of an update go, by category, as torch's profiler sees the operators of a rank.
 
 An operator's own seconds, without those of the operators that it calls, go to one category. The
-seconds in which no operator runs are Python's, or those of waiting for other ranks. This file knows
-the names of operators, and of the optimizer and the gradients that it marks.
+seconds in which no operator runs are Python's, but for those of waiting for other ranks. This file
+knows the names of operators, and what it marks: optimizer, gradients and waiting.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+from torch.distributed import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
 OPTIMIZER = "benchmark: optimizer"
 GRADIENTS = "benchmark: gradients"
+WAITING = "benchmark: waiting"
 _ACCUMULATE = "AccumulateGrad"
 
 CATEGORIES = (
@@ -61,7 +64,7 @@ _CLASSES = {
     "rotate": "norms, activations, rotation",
     "residual": "norms, activations, rotation",
 }
-_WAITING = ("gloo:", "nccl:", "c10d::", "record_param_comms")
+_COLLECTIVES = ("gloo:", "nccl:", "c10d::", "record_param_comms")
 _ATTENTION = ("attention", "varlen_attn", "_softmax")
 
 
@@ -75,7 +78,7 @@ def category(name: str, shapes: Sequence[Sequence[int]], around: Sequence[str], 
         vocab: rows of the output layer on this rank.
     """
     short = name.rpartition("::")[2]
-    if name.startswith(_WAITING):
+    if WAITING in around or name.startswith(_COLLECTIVES):
         return "waiting"
     if OPTIMIZER in around:
         return "optimizer"
@@ -97,7 +100,7 @@ def category(name: str, shapes: Sequence[Sequence[int]], around: Sequence[str], 
 
 @contextmanager
 def ranges(engines: Sequence[Any]) -> Iterator[None]:
-    """Mark what the optimizers of these engines do, and the filling of their gradients' buffers."""
+    """Mark the optimizers of these engines, the filling of gradients' buffers, and waiting."""
     optimizers = [engine.optimizer for engine in engines]
     chunks = [chunk for engine in engines for chunk in engine.chunks]
     for optimizer in optimizers:
@@ -105,7 +108,8 @@ def ranges(engines: Sequence[Any]) -> Iterator[None]:
     for chunk in chunks:
         chunk.zero_grad_buffer = _marked(GRADIENTS, chunk.zero_grad_buffer)
     try:
-        yield
+        with mock.patch.object(Work, "wait", _marked(WAITING, Work.wait)):
+            yield
     finally:
         for optimizer in optimizers:
             del optimizer.step
@@ -139,16 +143,15 @@ def seconds_by_category(work: Callable[[], object], vocab: int) -> dict[str, flo
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     for event in events:
         if event.thread != main:
-            # The threads of a collective work while this one waits.
-            if event.name.startswith(_WAITING):
-                seconds["waiting"] += event.self_cpu_time_total / 1e6
+            continue
+        if event.name == WAITING:
+            seconds["waiting"] += event.cpu_time_total / 1e6
         elif _is_operator(event.name):
             kind = category(event.name, event.input_shapes, _around(event), vocab)
             if kind != "waiting":
                 seconds[kind] += event.self_cpu_time_total / 1e6
 
     busy = sum(seconds[name] for name in CATEGORIES if name not in ("waiting", "host"))
-    seconds["waiting"] = min(seconds["waiting"], max(0.0, total - busy))
     seconds["host"] = max(0.0, total - busy - seconds["waiting"])
     return {**seconds, "total": total}
 

@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "attention_dropout": 0.0,
 }
+DEEP = ("olmo2", "qwen2-tied")
 PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1)
 RESPONSE_LENGTHS = (4, 1, 9, 3, 7, 2, 5, 10)
 # Row and tokens [begin, end) of spans inside a response, at its begin, at its end, and two in one.
@@ -95,9 +96,13 @@ class Outcome:
 
 
 def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
-    """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`."""
+    """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`.
+
+    Those in `DEEP` have four layers, and the others `layers`.
+    """
+    deep = {"num_hidden_layers": 4}
     sizes = SIZES | {"num_hidden_layers": layers}
-    one_kv_head = sizes | {"num_key_value_heads": 1}
+    one_kv_head = SIZES | {"num_key_value_heads": 1}
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig(**sizes, tie_word_embeddings=False),
         "llama-biases": transformers.LlamaConfig(
@@ -107,11 +112,13 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
             mlp_bias=True,
             rope_parameters=YARN,
         ),
-        "olmo2": transformers.Olmo2Config(**sizes, pad_token_id=None, tie_word_embeddings=False),
+        "olmo2": transformers.Olmo2Config(
+            **(SIZES | deep), pad_token_id=None, tie_word_embeddings=False
+        ),
         "phi3": transformers.Phi3Config(
             **sizes, pad_token_id=None, partial_rotary_factor=0.5, tie_word_embeddings=False
         ),
-        "qwen2-tied": transformers.Qwen2Config(**one_kv_head, tie_word_embeddings=True),
+        "qwen2-tied": transformers.Qwen2Config(**(one_kv_head | deep), tie_word_embeddings=True),
         "qwen3": transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False),
     }
     generator = torch.Generator().manual_seed(4)

@@ -123,6 +123,19 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
             default=1,
             help=f"training: {meaning}-parallel size for which the files are cut (default: 1)",
         )
+    target.add_argument(
+        "--vpp",
+        type=_positive,
+        default=1,
+        help="training: virtual stages of each pipeline rank (default: 1)",
+    )
+    target.add_argument(
+        "--pp-layers",
+        type=_not_negative,
+        nargs="+",
+        metavar="LAYERS",
+        help="training: layers of each virtual stage (default: equal numbers)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,7 +165,13 @@ def _inspect(directory: Path, every_byte: bool) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    layout = ParallelLayout(tp=options.tp, pp=options.pp, dp=options.dp)
+    layout = ParallelLayout(
+        tp=options.tp,
+        pp=options.pp,
+        vpp=options.vpp,
+        pp_layers=None if options.pp_layers is None else tuple(options.pp_layers),
+        dp=options.dp,
+    )
     target = TargetOptions(
         format=options.to,
         dtype=None if options.dtype is None else _DTYPES[options.dtype],
@@ -208,6 +227,13 @@ def _starter(bar: Progress) -> Callable[[str, int], Callable[[int], None]]:
         return lambda done: bar.advance(number, done)
 
     return start
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
 
 
 def _positive(text: str) -> int:

@@ -309,12 +309,11 @@ def _stored_model(
     tensors = {}
     for name, shape in engine.tensor_shapes.items():
         tensors[name] = StoredTensor(tuple(shape), tuple(slices[name]))
-    layout = engine.groups.layout
     return StoredModel(
         head=engine.spec.head,
         hf_config=dict(engine.spec.hf_config),
         dtype=str(engine.dtype).removeprefix("torch."),
-        layout={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+        layout=engine.groups.layout.stated,
         kinds=kinds,
         optimizer_steps=steps,
         tensors=tensors,

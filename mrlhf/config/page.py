@@ -22,6 +22,13 @@ TITLES = {
     "train_sft": "Supervised fine-tuning",
     "train_rm": "Reward-model training",
 }
+_WORDS = {
+    "boolean": "`true`, `false`",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "null": "`null`",
+}
 INTRODUCTION = """\
 # Configuration
 
@@ -114,16 +121,8 @@ def _values(value: JsonSchema) -> str:
         return ", ".join(f"`{name}`" for name in value["enum"])
     if value["type"] == "array":
         items = value["items"]
-        return "list" if "$ref" in items else f"list of {_values(items)}s"
-
-    words = {
-        "boolean": "`true`, `false`",
-        "integer": "whole number",
-        "number": "number",
-        "string": "text",
-        "null": "`null`",
-    }
-    return words[value["type"]] + _bounds(value)
+        return "list" if "$ref" in items else f"list of {_WORDS[items['type']]}s{_bounds(items)}"
+    return _WORDS[value["type"]] + _bounds(value)
 
 
 def _bounds(value: JsonSchema) -> str:

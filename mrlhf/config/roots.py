@@ -41,9 +41,11 @@ class Root(Section):
 
     Attributes:
         inherited: keys that, left out or null, take the value of another key.
+        unless_given: inherited keys that do so only if another key of their section does too.
     """
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @model_validator(mode="before")
     @classmethod
@@ -51,11 +53,14 @@ class Root(Section):
         if not isinstance(raw, Mapping):
             return raw
         tree = _plain(raw)
+        given = {key for key in cls.unless_given.values() if _is_given(tree, key)}
 
         for key, source in cls.inherited.items():
             section, name = key.split(".")
             if tree.get(section) is None:
                 tree[section] = {}
+            if cls.unless_given.get(key) in given:
+                continue
             if isinstance(tree[section], dict) and tree[section].get(name) is None:
                 value = _value_or_default(cls, tree, source)
                 if value is not None:
@@ -72,6 +77,13 @@ def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
         else:
             copy[key] = dict(value) if isinstance(value, Mapping) else value
     return copy
+
+
+def _is_given(tree: Mapping[str, Any], key: str) -> bool:
+    """Whether `tree` has a value for `section.name`."""
+    section, name = key.split(".")
+    values = tree.get(section)
+    return isinstance(values, dict) and values.get(name) is not None
 
 
 def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
@@ -95,11 +107,16 @@ class PPOConfig(Root):
             "reference.path": "actor.path",
             "reference.tp": "actor.tp",
             "reference.pp": "actor.pp",
+            "reference.vpp": "actor.vpp",
+            "reference.pp_layers": "actor.pp_layers",
             "data.tokenizer": "actor.path",
             "data.gen_batch_size": "data.train_batch_size",
             "actor.loss_scale_factor": "data.max_response_length",
             "critic.loss_scale_factor": "data.max_response_length",
         }
+    )
+    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"reference.vpp": "reference.pp", "reference.pp_layers": "reference.pp"}
     )
 
     seed: Seed = Field(1, description="seed of the data order, of sampling and of fresh weights")

@@ -131,6 +131,16 @@ class RoleSection(Section):
         "its KV heads or is a multiple of them",
     )
     pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
+    vpp: Count = Field(
+        1,
+        description="virtual stages of each pipeline rank, whose schedule is then interleaved; "
+        "above 1 it needs pp > 1",
+    )
+    pp_layers: Annotated[list[CountOrZero], Field(min_length=1)] | None = Field(
+        None,
+        description="layers of each virtual stage in the order of the model, pp x vpp numbers; "
+        "null: equal numbers, or one less in the first and the last stage if only that divides",
+    )
     sequence_parallel: bool = Field(
         False, description="split norms and residuals along the sequence; needs tp > 1"
     )

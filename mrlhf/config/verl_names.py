@@ -40,6 +40,7 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "tensor_model_parallel_size": "tp",
         "megatron.tensor_model_parallel_size": "tp",
         "megatron.pipeline_model_parallel_size": "pp",
+        "megatron.virtual_pipeline_model_parallel_size": "vpp",
         "megatron.sequence_parallel": "sequence_parallel",
         "megatron.dtype": "dtype",
         "megatron.use_distributed_optimizer": "optim.use_distributed_optimizer",
@@ -111,7 +112,7 @@ _METRICS = (
     "trainer.tensorboard"
 )
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
-_MEGATRON = "models run on megatron-core, with tp and pp alone"
+_MEGATRON = "models run on megatron-core, with tp, pp and vpp alone"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
 _NO_CODE = "code that stands beside a model or a tokenizer is never run"
 _NO_LORA = "there is no LoRA"

@@ -1,12 +1,13 @@
-"""Builds one rank's pipeline stage of a model, and says where each named tensor lies in it.
+"""Builds one rank's part of a model, and says where each named tensor lies in it.
 
-All weights of a new stage are zero: they are always loaded later. TransformerEngine's layers are
+All weights of a new part are zero: they are always loaded later. TransformerEngine's layers are
 used on a GPU if they can be imported. The family says what the layers are; this file knows no
 family, no optimizer and no data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 from mrlhf.device import Device
-from mrlhf.models.families import family_of
+from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.heads import GPTHiddenModel, GPTScalarModel
-from mrlhf.models.parameters import chunk_of
+from mrlhf.models.layer_numbers import LayerNumbers
+from mrlhf.models.parameters import chunk_prefix, chunks_of
 from mrlhf.models.scaling import scale_embeddings
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import RoleGroups
@@ -31,17 +33,17 @@ Recompute = Literal["none", "full", "core_attn", "mlp"]
 
 
 class BuiltModel(NamedTuple):
-    """One rank's stage of a model.
+    """One rank's part of a model.
 
     Attributes:
         config: megatron-core's configuration, which the schedules and the optimizer share.
-        module: what schedules and DistributedDataParallel take: a GPTModel, which is wrapped in a
-            Float16Module if its dtype is bfloat16. Its last stage gives hidden states, or one
-            number for each token, in its dtype.
+        chunks: what schedules and DistributedDataParallel take, one for each virtual stage of the
+            rank: a GPTModel, which is wrapped in a Float16Module if its dtype is bfloat16. The last
+            one of the model gives hidden states, or one number for each token, in its dtype.
     """
 
     config: TransformerConfig
-    module: torch.nn.Module
+    chunks: list[torch.nn.Module]
 
 
 class HalfPrecision(Float16Module):
@@ -61,10 +63,10 @@ def build_model(
     sequence_parallel: bool,
     recompute: Recompute,
 ) -> BuiltModel:
-    """This rank's stage of the model.
+    """This rank's part of the model.
 
     Args:
-        spec: the model; its heads and MLP divide over tp and its layers over pp.
+        spec: the model; its heads and MLP divide over tp and its layers over the stages.
         groups: the role's groups.
         dtype: dtype of parameters and activations, float32 or bfloat16.
         device: where the parameters live.
@@ -73,18 +75,39 @@ def build_model(
         recompute: which activations are computed again in the backward pass.
     """
     layout = groups.layout
+    place = groups.coordinates
     config = transformer_config(
-        spec, layout, dtype=dtype, sequence_parallel=sequence_parallel, recompute=recompute
+        spec,
+        layout,
+        place.pp,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
     )
-    chunk = chunk_of(spec, layout, groups.coordinates.pp)
-    transformer_engine = HAVE_TE and device.kind == "cuda"
-    decoder = family_of(spec).decoder_spec(spec, chunk, transformer_engine)
-
     _prepare_megatron()
+
+    chunks = []
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
+        model = _build_chunk(spec, groups, config, chunk, number, HAVE_TE and device.kind == "cuda")
+        model.to(device.torch_device)
+        chunks.append(HalfPrecision(config, model) if dtype == torch.bfloat16 else model)
+    return BuiltModel(config, chunks)
+
+
+def _build_chunk(
+    spec: ModelSpec,
+    groups: RoleGroups,
+    config: TransformerConfig,
+    chunk: Chunk,
+    number: int,
+    transformer_engine: bool,
+) -> torch.nn.Module:
+    """The chunk of virtual stage `number` of this rank."""
+    layout = groups.layout
     model_class = GPTHiddenModel if spec.head == "lm" else GPTScalarModel
     model = model_class(
         config=config,
-        transformer_layer_spec=decoder,
+        transformer_layer_spec=family_of(spec).decoder_spec(spec, chunk, transformer_engine),
         vocab_size=spec.padded_vocab(layout.tp),
         max_sequence_length=spec.max_positions,
         pre_process=chunk.is_first,
@@ -92,53 +115,57 @@ def build_model(
         share_embeddings_and_output_weights=spec.output_is_embedding,
         position_embedding_type="none",  # each layer rotates by itself
         pg_collection=groups.collection,
+        vp_stage=number if layout.vpp > 1 else None,
     )
 
     if chunk.is_first:
         scale_embeddings(model.embedding, spec.embedding_multiplier)
-    model.to(device.torch_device)
-    module = HalfPrecision(config, model) if dtype == torch.bfloat16 else model
-    return BuiltModel(config, module)
+    return model
 
 
 def slots_of(
-    module: torch.nn.Module, spec: ModelSpec, layout: ParallelLayout, coordinates: Coordinates
+    chunks: Sequence[torch.nn.Module],
+    spec: ModelSpec,
+    layout: ParallelLayout,
+    coordinates: Coordinates,
 ) -> list[Slot]:
-    """Every named slice that the stage holds, and where it is stored, parameter by parameter.
+    """Every named slice that the rank holds, and where it is stored, parameter by parameter.
 
-    `module` may be wrapped in a Float16Module or a DistributedDataParallel. The last stage of a
+    A chunk may be wrapped in a Float16Module or a DistributedDataParallel. The last stage of a
     model with tied embeddings has its own copy of the embedding, which is a slot like any other.
     """
     family = family_of(spec)
     shapes = family.tensor_shapes(spec)
-    chunk = chunk_of(spec, layout, coordinates.pp)
 
     slots = []
-    for name, parameter in unwrap_model(module).named_parameters():
-        rule = family.rule_of(spec, chunk, name)
-        for piece in pieces_of(name, rule, shapes, coordinates.tp, layout.tp):
-            slots.append(Slot(piece, parameter))
+    for number, chunk in enumerate(chunks_of(spec, layout, coordinates)):
+        prefix = chunk_prefix(layout, number)
+        for name, parameter in unwrap_model(chunks[number]).named_parameters():
+            rule = family.rule_of(spec, chunk, name)
+            for piece in pieces_of(prefix + name, rule, shapes, coordinates.tp, layout.tp):
+                slots.append(Slot(piece, parameter))
     return slots
 
 
 def transformer_config(
     spec: ModelSpec,
     layout: ParallelLayout,
+    stage: int,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: Recompute,
 ) -> TransformerConfig:
-    """megatron-core's configuration of the model in this layout."""
+    """megatron-core's configuration of the model, on pipeline rank `stage` of a layout."""
     model_options = family_of(spec).megatron_options(spec)
     recompute_options = _recompute_options(recompute)
+    pipeline_options = _pipeline_options(spec, layout, stage)
 
     return TransformerConfig(
         **model_options,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
         sequence_parallel=sequence_parallel and layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -160,7 +187,27 @@ def transformer_config(
         persist_layer_norm=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
         **recompute_options,
+        **pipeline_options,
     )
+
+
+def _pipeline_options(spec: ModelSpec, layout: ParallelLayout, stage: int) -> dict[str, Any]:
+    if layout.pp == 1:
+        return {}
+    options: dict[str, Any] = {
+        "pipeline_model_parallel_size": layout.pp,
+        "pipeline_model_parallel_layout": LayerNumbers(layout.stages, stage, spec.num_layers),
+    }
+    if layout.vpp == 1:
+        return options
+
+    # Between two stages, tensors travel in both directions, back to the next chunk of the first
+    # rank too. Only exchanges of one direction each keep them apart.
+    return options | {
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
 
 
 def _recompute_options(recompute: Recompute) -> dict[str, Any]:

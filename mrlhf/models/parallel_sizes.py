@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.stages import Stages
 
 Misfit = Callable[[ModelSpec, int], str | None]
 
@@ -51,17 +52,41 @@ def tp_problem(
     return f"{key} {tp} does not fit the model's {' and '.join(misfits)}; use {_one_of(fits)}"
 
 
-def pp_problem(key: str, pp: int, spec: ModelSpec) -> str | None:
-    """Why a pipeline-parallel size does not fit a model, and which sizes do, in one line.
+def pp_problem(role: str, stages: Stages, spec: ModelSpec) -> str | None:
+    """Why the stages of a pipeline do not fit a model, and what does, in one line.
+
+    Args:
+        role: the section whose keys are named in the message; "" for none.
+        stages: of the pipeline; if they name layers, they do so for each virtual stage.
+        spec: the model.
 
     Returns:
-        None if the size fits.
+        None if they fit.
     """
     layers = spec.num_layers
-    if layers % pp == 0:
+    if stages.split(layers) is not None:
         return None
-    fits = [str(size) for size in range(1, layers + 1) if layers % size == 0]
-    return f"{key} {pp} does not fit the model's {layers} layers; use {_one_of(fits)}"
+    prefix = f"{role}." if role else ""
+    if stages.pp_layers is not None:
+        named = list(stages.pp_layers)
+        return (
+            f"{prefix}pp_layers {named} has {sum(named)} layers and the model {layers}; give "
+            f"{stages.count} numbers that add up to {layers}"
+        )
+
+    sizes = f"{prefix}pp {stages.pp}"
+    if stages.vpp > 1:
+        sizes += f" x {prefix}vpp {stages.vpp} = {stages.count}"
+    first = 1 if stages.vpp == 1 else 2  # virtual stages take turns with those of other ranks
+    fits = [
+        str(size)
+        for size in range(first, layers + 1)
+        if Stages(size, stages.vpp).split(layers) is not None
+    ]
+    remedy = f"name the layers of each stage in {prefix}pp_layers"
+    if fits:
+        remedy = f"set {prefix}pp to {_one_of(fits)}, or {remedy}"
+    return f"{sizes} does not fit the model's {layers} layers; {remedy}"
 
 
 def _misfits(

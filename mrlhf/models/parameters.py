@@ -13,29 +13,46 @@ from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
-def chunk_of(spec: ModelSpec, layout: ParallelLayout, stage: int) -> Chunk:
-    """The part of the model on pipeline stage `stage`."""
-    return Chunk(
-        layers=layout.stage_layers(stage, spec.num_layers),
-        is_first=stage == 0,
-        is_last=stage == layout.pp - 1,
-    )
+def chunks_of(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[Chunk]:
+    """The parts of the model on the rank at `place`, one for each virtual stage."""
+    stages = layout.stages
+    chunks = []
+    for number in stages.numbers_on(place.pp):
+        layers = stages.layers(number, spec.num_layers)
+        chunks.append(Chunk(layers, is_first=number == 0, is_last=number == stages.count - 1))
+    return chunks
 
 
-def parameter_names(spec: ModelSpec, layout: ParallelLayout, stage: int) -> list[str]:
-    """Names in `GPTModel.named_parameters()` of pipeline stage `stage`; layers from 0."""
-    return family_of(spec).parameter_names(spec, chunk_of(spec, layout, stage))
+def parameter_names(spec: ModelSpec, layout: ParallelLayout, place: Coordinates) -> list[str]:
+    """Names of all parameters of the rank at `place`, chunk by chunk.
+
+    They are those in `GPTModel.named_parameters()`, with layers from 0 in each chunk, behind the
+    prefix of the chunk.
+    """
+    names = []
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
+        prefix = chunk_prefix(layout, number)
+        names += [prefix + name for name in family_of(spec).parameter_names(spec, chunk)]
+    return names
+
+
+def chunk_prefix(layout: ParallelLayout, number: int) -> str:
+    """What tells the parameters of a rank's chunk from those of its others; "" if it has one."""
+    return "" if layout.vpp == 1 else f"{number}."
 
 
 def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piece]:
     """The pieces that global rank `rank` of a role holds, parameter by parameter."""
-    coordinates = layout.coordinates(rank)
-    chunk = chunk_of(spec, layout, coordinates.pp)
-    return _weight_map(spec, chunk).pieces(coordinates.tp, layout.tp)
+    place = layout.coordinates(rank)
+    pieces: list[Piece] = []
+    for number, chunk in enumerate(chunks_of(spec, layout, place)):
+        prefix = chunk_prefix(layout, number)
+        pieces += _weight_map(spec, chunk).pieces(place.tp, layout.tp, prefix)
+    return pieces
 
 
 def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
@@ -60,11 +77,14 @@ class _WeightMap:
     rules: Mapping[str, Rule]
     shapes: Mapping[str, Shape]
 
-    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
-        """The pieces of one tensor-parallel rank, parameter by parameter."""
+    def pieces(self, tp_rank: int, tp_size: int, prefix: str = "") -> list[Piece]:
+        """The pieces of one tensor-parallel rank, parameter by parameter.
+
+        `prefix` goes before the name of each parameter.
+        """
         pieces: list[Piece] = []
         for name, rule in self.rules.items():
-            pieces += pieces_of(name, rule, self.shapes, tp_rank, tp_size)
+            pieces += pieces_of(prefix + name, rule, self.shapes, tp_rank, tp_size)
         return pieces
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mrlhf.errors import ConfigError
+from mrlhf.parallel.stages import Stages
 
 if TYPE_CHECKING:
     from mrlhf.config.sections import RoleSection
@@ -36,16 +37,21 @@ class AxisSizes:
         tp: tensor-parallel size.
         cp: context-parallel size.
         pp: pipeline-parallel size.
+        vpp: virtual stages of each pipeline rank, which take no ranks of their own.
+        pp_layers: layers of each virtual stage; None: as many as `Stages` gives them.
     """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    vpp: int = 1
+    pp_layers: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
         """Those of a role's section."""
-        return cls(tp=section.tp, pp=section.pp)
+        pp_layers = None if section.pp_layers is None else tuple(section.pp_layers)
+        return cls(tp=section.tp, pp=section.pp, vpp=section.vpp, pp_layers=pp_layers)
 
     @property
     def ranks(self) -> int:
@@ -55,6 +61,15 @@ class AxisSizes:
     def dp(self, world_size: int) -> int:
         """The data-parallel size on so many ranks."""
         return world_size // self.ranks
+
+    @property
+    def stages(self) -> Stages:
+        """The virtual stages of the pipeline."""
+        return Stages(self.pp, self.vpp, self.pp_layers)
+
+    def has_ranks_of(self, other: AxisSizes) -> bool:
+        """Whether each rank has the same place as with the other sizes, layers aside."""
+        return (self.tp, self.cp, self.pp) == (other.tp, other.cp, other.pp)
 
     def problem(self, role: str, world_size: int) -> str | None:
         """Why the sizes do not fit so many ranks, in one line; None if they do."""
@@ -109,6 +124,8 @@ class ParallelLayout:
         tp: tensor-parallel size.
         cp: context-parallel size.
         pp: pipeline-parallel size.
+        vpp: virtual stages of each pipeline rank.
+        pp_layers: layers of each virtual stage; None: as many as `Stages` gives them.
         dp: data-parallel size; tp x cp x pp x dp is the world size.
         ep: over how many ranks the experts of a layer are shared out.
         etp: tensor-parallel size of an expert.
@@ -117,6 +134,8 @@ class ParallelLayout:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    vpp: int = 1
+    pp_layers: tuple[int, ...] | None = None
     dp: int = 1
     ep: int = 1
     etp: int = 1
@@ -135,7 +154,27 @@ class ParallelLayout:
         problem = sizes.problem(role, world_size)
         if problem is not None:
             raise ConfigError(problem)
-        return cls(tp=sizes.tp, cp=sizes.cp, pp=sizes.pp, dp=sizes.dp(world_size))
+        return cls(
+            tp=sizes.tp,
+            cp=sizes.cp,
+            pp=sizes.pp,
+            vpp=sizes.vpp,
+            pp_layers=sizes.pp_layers,
+            dp=sizes.dp(world_size),
+        )
+
+    @property
+    def stages(self) -> Stages:
+        """The virtual stages of the pipeline."""
+        return Stages(self.pp, self.vpp, self.pp_layers)
+
+    @property
+    def stated(self) -> dict[str, int]:
+        """The sizes that a checkpoint states: tp, pp and dp, and others that are above 1."""
+        sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
+        return {
+            axis: size for axis, size in sizes.items() if axis in ("tp", "pp", "dp") or size > 1
+        }
 
     @property
     def edp(self) -> int:
@@ -197,11 +236,6 @@ class ParallelLayout:
         size = self.group_size(*axes)
         numbers = range(self.world_size // size)
         return [[self.rank_in(n, position, *axes) for position in range(size)] for n in numbers]
-
-    def stage_layers(self, stage: int, num_layers: int) -> range:
-        """Global numbers of the layers on pipeline stage `stage`; pp divides `num_layers`."""
-        per_stage = num_layers // self.pp
-        return range(stage * per_stage, (stage + 1) * per_stage)
 
     def _positions(self, rank: int, grid: Sequence[Axis]) -> dict[str, int]:
         positions: dict[str, int] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from mrlhf.parallel import pipeline_order
 from mrlhf.parallel.balance import pack_rows, split_balanced
 from mrlhf.parallel.packs import Pack
 
@@ -43,13 +44,9 @@ class Balance:
     imbalance: float
     micro_batches: float
 
-    def bubble(self, stages: int) -> float:
-        """Time that a stage of a pipeline stands idle, as a share of the time that it computes.
-
-        This is what the 1F1B schedule costs with micro-batches of equal cost, by
-        https://arxiv.org/abs/2104.04473, section 2.2.
-        """
-        return (stages - 1) / self.micro_batches
+    def bubble(self, stages: int, chunks: int) -> float:
+        """What a pipeline loses with these micro-batches; see `pipeline_order.bubble`."""
+        return pipeline_order.bubble(self.micro_batches, stages, chunks)
 
 
 @dataclass(frozen=True)

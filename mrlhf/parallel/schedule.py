@@ -1,7 +1,8 @@
-"""Runs packed micro-batches through the pipeline of one model, with megatron-core's 1F1B schedule.
+"""Runs packed micro-batches through the pipeline of one model, with megatron-core's schedules.
 
-It knows the model only as something that takes packed tokens, and the loss only as a function that
-its caller hands in. That function gets the output of the model at the positions a pack selects: a
+They are 1F1B, and interleaved 1F1B where the ranks have several chunks of the model. This file
+knows the model only as something that takes packed tokens, and the loss only as a function that its
+caller hands in. That function gets the output of the model at the positions a pack selects: a
 language model's hidden states, or the numbers of a scalar model.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from itertools import chain, repeat
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,6 +24,7 @@ from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packs import Pack, make_packs
+from mrlhf.parallel.pipeline_order import group_size, rounds
 from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
 
@@ -55,17 +58,22 @@ class Pipeline:
             stops: the places where all ranks may stop; each micro-batch is one. None: nowhere.
         """
         self._chunks = list(chunks)
+        self._config = config
         self._groups = groups
         self._stops = stops or NeverStop()
-        # What takes the place of the micro-batches after a stop: as little as goes through.
-        multiple = groups.layout.tp if config.sequence_parallel else 1
+        layout = groups.layout
+        # What takes the place of the micro-batches after a stop, and of those that an interleaved
+        # schedule needs beyond the packs: as little as goes through.
+        multiple = layout.tp if config.sequence_parallel else 1
         [self._shortest] = make_packs(Sequences.of([[0]], [1]), [[0]], "last", multiple, device)
-        self._run = get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)
+        vp_size = layout.vpp if layout.vpp > 1 else None
+        self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)
         self._communication = {}
         self.clock: StageClock | None = None
-        if groups.layout.pp > 1:
-            self._communication["p2p_communicator"] = P2PCommunicator(groups.pp, config)
-            self.clock = StageClock(device, groups.coordinates.pp, groups.layout.pp)
+        if layout.pp > 1:
+            self.clock = StageClock(device, groups.coordinates.pp, layout.pp)
+            communicator = ClockedCommunicator(groups.pp, config, self.clock)
+            self._communication["p2p_communicator"] = communicator
             config.timers = self.clock
 
     @torch.no_grad()
@@ -113,7 +121,7 @@ class Pipeline:
         """
         # The schedule divides by the number of micro-batches, and the reduction by the number of
         # data-parallel ranks.
-        scale = len(packs) * self._groups.layout.dp
+        scale = self._rounds(packs) * self._groups.layout.dp
 
         def finish(pack: Pack, number: int, output: Tensor) -> tuple[Tensor, Result]:
             scalar, kept = loss(self._selected(output, pack), number)
@@ -132,21 +140,27 @@ class Pipeline:
         phase: Phase,
         forward_only: bool,
     ) -> list:
+        count = self._rounds(packs)
+        filled: list[Pack | None] = list(chain(packs, repeat(None, count - len(packs))))
+        if len(self._chunks) > 1:
+            size = group_size(count, self._groups.layout.pp)
+            self._config.microbatch_group_size_per_vp_stage = size
+
         def step(
-            numbered: Iterator[tuple[int, Pack]], model: nn.Module
+            numbered: Iterator[tuple[int, Pack | None]], model: nn.Module
         ) -> tuple[Tensor, Callable[..., object]]:
             number, pack = next(numbered)
-            if not phase.may_begin(number):
+            if pack is None or not phase.may_begin(number):
                 # The stages wait for each other's micro-batches, so the schedule goes on to its
                 # end; all stages stop at the same micro-batch.
                 return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
             return self._forward_pack(model, pack), partial(finish, pack, number)
 
-        return self._run(
+        results: list = self._run(
             forward_step_func=step,
-            data_iterator=[iter(enumerate(packs)) for _ in self._chunks],
+            data_iterator=[iter(enumerate(filled)) for _ in self._chunks],
             model=self._chunks,
-            num_microbatches=len(packs),
+            num_microbatches=count,
             seq_length=1,  # not used: the stages tell each other the length of every micro-batch
             micro_batch_size=1,
             forward_only=forward_only,
@@ -154,6 +168,12 @@ class Pipeline:
             pg_collection=self._groups.collection,
             **self._communication,
         )
+        return results[: len(packs)]
+
+    def _rounds(self, packs: Sequence[Pack]) -> int:
+        """How many micro-batches the schedule runs."""
+        layout = self._groups.layout
+        return rounds(len(packs), layout.pp, layout.vpp)
 
     def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
         packed = PackedSequences.of_pack(pack)
@@ -162,6 +182,48 @@ class Pipeline:
 
     def _selected(self, output: Tensor, pack: Pack) -> Tensor:
         return output[0].index_select(0, pack.select.long())
+
+
+class ClockedCommunicator(P2PCommunicator):
+    """Exchanges tensors with the neighbouring stages of a pipeline.
+
+    In an interleaved schedule a stage goes on computing while a tensor is under way. The time for
+    which it then still has to wait for it counts as waiting, as in the other exchanges.
+    """
+
+    def __init__(
+        self, group: torch.distributed.ProcessGroup, config: TransformerConfig, clock: StageClock
+    ) -> None:
+        super().__init__(group, config)
+        self._clock = clock
+
+    def send_forward_recv_forward(self, *arguments: Any, **options: Any) -> Any:
+        """As megatron-core's."""
+        return self._clocked(super().send_forward_recv_forward(*arguments, **options))
+
+    def send_backward_recv_backward(self, *arguments: Any, **options: Any) -> Any:
+        """As megatron-core's."""
+        return self._clocked(super().send_backward_recv_backward(*arguments, **options))
+
+    def _clocked(self, received: Any) -> Any:
+        """What was received, and the requests that are still under way where there may be any."""
+        if not isinstance(received, tuple):
+            return received
+        tensor, requests = received
+        return tensor, {name: _Request(each, self._clock) for name, each in requests.items()}
+
+
+class _Request(NamedTuple):
+    """A tensor that is under way."""
+
+    request: torch.distributed.Work
+    clock: StageClock
+
+    def wait(self) -> None:
+        """Wait for it, on the clock."""
+        self.clock.start("overlapped-send-recv")
+        self.request.wait()
+        self.clock.stop("overlapped-send-recv")
 
 
 def _finish_nothing(
@@ -174,5 +236,5 @@ def _finish_nothing(
     """
     if non_loss_data:
         return None
-    head = sum(weight.sum() for weight in unwrap_model(model).output_layer.parameters())
-    return (output.sum() + head) * 0.0, None
+    weights = unwrap_model(model).output_layer.parameters()
+    return (output * 0.0).sum() + sum(weight.sum() * 0.0 for weight in weights), None

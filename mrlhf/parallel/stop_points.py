@@ -19,7 +19,8 @@ class Phase(Protocol):
         """Whether to begin `unit`, counted from 0; called before each unit, in order.
 
         Once it has returned False it does so for every later unit of the phase, and the results of
-        the phase are of no use.
+        the phase are of no use. A unit that has begun may begin again, as a micro-batch does in
+        each chunk of an interleaved pipeline.
         """
 
 

@@ -17,6 +17,7 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.parallel.stages import Stages
 from mrlhf.preflight.method_checks import in_yaml, method_problems
 from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
@@ -86,6 +87,8 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
     for name, role in config.roles().items():
         if role.sequence_parallel and role.tp == 1:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
+        if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
+            yield from _stage_problems(name, AxisSizes.of(role).stages)
         if role.micro_batch_tokens < longest:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
 
@@ -95,6 +98,31 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
         yield (
             f"{_joined(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
             f"tokens; raise micro_batch_tokens to at least {longest} or lower the length"
+        )
+
+
+def _stage_problems(name: str, stages: Stages) -> Iterator[str]:
+    """Stages of a pipeline that contradict each other, whatever the model."""
+    if stages.vpp > 1 and stages.pp == 1:
+        yield (
+            f"{name}.vpp {stages.vpp} takes turns between ranks of a pipeline, but {name}.pp is 1; "
+            f"raise {name}.pp or leave {name}.vpp at 1"
+        )
+        return
+
+    layers = stages.pp_layers
+    if layers is None:
+        return
+    if len(layers) != stages.count:
+        yield (
+            f"{name}.pp_layers {list(layers)} has {len(layers)} numbers, but {name}.pp {stages.pp} "
+            f"x {name}.vpp {stages.vpp} = {stages.count}; give one for each virtual stage"
+        )
+    elif 0 in layers[1:-1]:
+        yield (
+            f"{name}.pp_layers {list(layers)} leaves virtual stage {layers.index(0, 1)} nothing to "
+            "do; only the first and the last, which have the embedding and the output layer, may "
+            "have 0 layers"
         )
 
 
@@ -197,7 +225,7 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     if not config.needs_full_kl:
         return
     sizes = {"reference": AxisSizes.of(reference), "actor": AxisSizes.of(actor)}
-    if sizes["reference"] != sizes["actor"]:
+    if not sizes["reference"].has_ranks_of(sizes["actor"]):
         yield (
             "KL 'full' compares whole distributions rank by rank, but reference is "
             f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp and reference.pp "

@@ -15,7 +15,7 @@ from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
-from mrlhf.parallel.microbatch import Balance
+from mrlhf.parallel.pipeline_order import bubble
 from mrlhf.preflight.checks import AnyConfig, check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
@@ -28,6 +28,7 @@ from mrlhf.preflight.model_checks import (
 )
 from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
+from mrlhf.preflight.schedule_drawing import draw_schedules, micro_batches
 from mrlhf.preflight.user_methods import check_user_methods
 
 _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
@@ -59,6 +60,7 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
     lines = [describe(config, world_size, steps)]
     if isinstance(config, PPOConfig):
         lines += _cache(config, specs["rollout"])
+    lines += draw_schedules(config, world_size)
     lines += [f"not checked, not on this machine: {path}" for path in absent]
     weightless = without_weights(config)
     lines += [f"not checked, not on this machine: the weights of {name}" for name in weightless]
@@ -132,9 +134,10 @@ def _count(number: int, noun: str) -> str:
 def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
     for name, role in config.roles().items():
         sizes = AxisSizes.of(role)
+        virtual = f", {role.vpp} virtual stages a rank" if role.vpp > 1 else ""
         yield (
-            f"  {name:<12} {sizes} x dp {sizes.dp(world_size)}, {role.micro_batch_tokens} tokens a "
-            "micro-batch"
+            f"  {name:<12} {sizes} x dp {sizes.dp(world_size)}{virtual}, {role.micro_batch_tokens} "
+            "tokens a micro-batch"
         )
     if isinstance(config, PPOConfig):
         rollout = config.rollout
@@ -148,12 +151,12 @@ def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
     With pipeline stages also the share of time that they lose.
     """
     each = role.micro_batch_tokens // longest
-    count = -(-units // each)
+    count = micro_batches(role, units, longest)
     text = f"{each} a micro-batch: {_count(count, 'micro-batch')}"
     if role.pp == 1:
         return text
-    bubble = Balance(imbalance=1.0, micro_batches=count).bubble(role.pp)
-    return f"{text}, in which {role.pp} stages wait for {bubble:.0%} of the time that they compute"
+    lost = bubble(count, role.pp, role.vpp)
+    return f"{text}, in which {role.pp} stages wait for {lost:.0%} of the time that they compute"
 
 
 def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:

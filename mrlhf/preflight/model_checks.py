@@ -216,7 +216,7 @@ def _layout_problems(
             continue  # its problems are the actor's, whose keys it inherits
         problems = (
             tp_problem(f"{name}.tp", role.tp, spec),
-            pp_problem(f"{name}.pp", role.pp, spec),
+            pp_problem(name, AxisSizes.of(role).stages, spec),
         )
         if name == "actor":
             actor_fits = problems == (None, None)

@@ -105,11 +105,11 @@ def balance_metrics(name: str, engine: ModelEngine, cut: BatchCut) -> dict[str, 
     Returns:
         `train/imbalance/<name>`: the work of the most loaded data-parallel rank over the mean, in
         operations. With several pipeline stages also `train/bubble/<name>`: the time in which a
-        stage stands idle over the time in which it computes, if all micro-batches cost the same;
-        `perf/bubble/<name>` is measured.
+        stage stands idle over the time in which it computes, if all micro-batches and all virtual
+        stages cost the same; `perf/bubble/<name>` is measured.
     """
     metrics = {f"train/imbalance/{name}": cut.balance.imbalance}
-    stages = engine.groups.layout.pp
-    if stages > 1:
-        metrics[f"train/bubble/{name}"] = cut.balance.bubble(stages)
+    layout = engine.groups.layout
+    if layout.pp > 1:
+        metrics[f"train/bubble/{name}"] = cut.balance.bubble(layout.pp, layout.vpp)
     return metrics

@@ -121,8 +121,8 @@ class ModelEngine:
             recompute=section.recompute,
         )
         self._config = built.config
-        self.chunks: list[Any] = [built.module]
-        self._slots = slots_of(built.module, spec, groups.layout, groups.coordinates)
+        self.chunks: list[Any] = list(built.chunks)
+        self._slots = slots_of(built.chunks, spec, groups.layout, groups.coordinates)
         self.optimizer: ShardedOptimizer | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, stops)
         self._set_training(False)

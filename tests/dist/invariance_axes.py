@@ -39,6 +39,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ranks": (4, 8),
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "uneven_stages": (False, True),
     "dp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "recompute": ("none", "full", "core_attn", "mlp"),
@@ -49,12 +51,17 @@ AXES: dict[str, tuple[Any, ...]] = {
     "model": ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3"),
     "loss": tuple(LOSSES),
 }
+# Layers of each stage where they are not equal, by the number of stages.
+_UNEVEN = {2: [3, 1], 4: [1, 1, 2, 0]}
+
 _SIZES = tuple(axis for axis in (*MODEL_AXES, "dp") if axis in AXES)
 _REPLICAS = tuple(axis for axis in REPLICA_AXES if axis in AXES)
 
 RULES = [
     Rule(("ranks", *_SIZES), lambda ranks, *sizes: math.prod(sizes) == ranks),
     Rule(("sequence_parallel", "tp"), lambda split, tp: tp > 1 or not split),
+    Rule(("pp", "vpp"), lambda pp, vpp: vpp == 1 or 1 < pp <= LAYERS // vpp),
+    Rule(("pp", "uneven_stages"), lambda pp, uneven: pp > 1 or not uneven),
     # Without replicas there is nothing to overlap.
     Rule(
         ("overlap_grad_reduce", *_REPLICAS),
@@ -76,7 +83,10 @@ def matrix_rows() -> list[Row]:
 
 def role_keys(row: Row) -> dict[str, Any]:
     """The keys of a role's section that the row sets."""
-    return {axis: value for axis, value in row.items() if axis in RoleSection.model_fields}
+    keys = {axis: value for axis, value in row.items() if axis in RoleSection.model_fields}
+    if row["uneven_stages"]:
+        keys["pp_layers"] = _UNEVEN[row["pp"] * row["vpp"]]
+    return keys
 
 
 def optim_keys(row: Row) -> dict[str, Any]:

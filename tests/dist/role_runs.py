@@ -6,7 +6,7 @@ stands in this file, which starts no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,8 +44,22 @@ Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3")
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2), (1, 1)], 4: [(2, 2), (2, 1), (1, 2), (4, 1)]}
-"""By world size: (tp, pp). The models have one or two KV heads, which two or four ranks share."""
+LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes()],
+    4: [AxisSizes(tp=2, pp=2), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(tp=4)],
+}
+"""By world size. The models have one or two KV heads, which two or four ranks share."""
+STAGED_LAYOUTS = {
+    2: [AxisSizes(pp=2, vpp=2), AxisSizes(pp=2, pp_layers=(3, 1))],
+    4: [
+        AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
+        AxisSizes(pp=4),
+        AxisSizes(pp=4, pp_layers=(1, 1, 2, 0)),
+    ],
+}
+"""By world size, for the models of four layers: virtual stages, and stages of unequal layers."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,
@@ -117,7 +131,16 @@ class Setting:
     def name(self) -> str:
         """Layout and form in words."""
         layout = self.groups.layout
-        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp} {self.form.name}"
+        stages = ""
+        if self.is_staged:
+            stages = f" vpp{layout.vpp} layers {'-'.join(map(str, layout.pp_layers or ()))}"
+        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp}{stages} {self.form.name}"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it is one of `STAGED_LAYOUTS`, which only the models of four layers fit."""
+        layout = self.groups.layout
+        return layout.stages.count == 4 or layout.pp_layers is not None
 
 
 def save_inputs(root: Path, layers: int = 2) -> None:
@@ -139,15 +162,18 @@ def load_experience(root: Path, case: Case) -> Experience:
     return experience
 
 
-def settings(root: Path, world_size: int, forms: Sequence[Form]) -> Iterator[Setting]:
+def settings(
+    root: Path,
+    world_size: int,
+    forms: Sequence[Form],
+    layouts: Mapping[int, Sequence[AxisSizes]] = LAYOUTS,
+) -> Iterator[Setting]:
     """All layouts of the world size, each with the forms that it allows."""
     factory = GroupFactory(timeout_s=120.0)
-    for tp, pp in LAYOUTS[world_size]:
-        groups = factory.role_groups(
-            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
-        )
+    for sizes in layouts.get(world_size, ()):
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for form in forms:
-            if tp > 1 or not form.sequence_parallel:
+            if sizes.tp > 1 or not form.sequence_parallel:
                 yield Setting(root, groups, form)
 
 
@@ -323,9 +349,12 @@ def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
 
 
 def _form_keys(setting: Setting) -> dict[str, Any]:
+    layout = setting.groups.layout
     return {
-        "tp": setting.groups.layout.tp,
-        "pp": setting.groups.layout.pp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "vpp": layout.vpp,
+        "pp_layers": None if layout.pp_layers is None else list(layout.pp_layers),
         "sequence_parallel": setting.form.sequence_parallel,
         "recompute": setting.form.recompute,
         "dtype": setting.form.dtype,

@@ -7,6 +7,7 @@ bit, and trained on.
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mrlhf.weights.boxes import whole
 from tests import plain_ppo
 from tests.dist.role_runs import (
     LAYOUTS,
+    STAGED_LAYOUTS,
     Form,
     Setting,
     build_actor,
@@ -38,6 +40,8 @@ from tests.ranks import run_ranks
 
 SHARDED = Form("sharded", 1000, distributed_optimizer=True)
 PLAIN = Form("plain", 1000, distributed_optimizer=False)
+STAGED = {4: [STAGED_LAYOUTS[4][0]]}
+"""Two tensor-parallel x two pipeline ranks of two virtual stages; for the model of four layers."""
 SAVED = 2 * sum(map(len, LAYOUTS.values()))  # checkpoints of each case: two optimizers a layout
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
@@ -69,9 +73,12 @@ def _saver(directory: Path, asynchronous: bool) -> Saver:
 
 def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]]:
     every = []
-    for setting in settings(root, world_size, (SHARDED, PLAIN)):
+    everywhere = settings(root, world_size, (SHARDED, PLAIN))
+    staged = settings(root, world_size, (SHARDED, PLAIN), STAGED)
+    for setting in chain(everywhere, staged):
         for dtype, case in CASES.items():
-            every.append((dtype, case, setting))
+            if case.model in plain_ppo.DEEP or not setting.is_staged:
+                every.append((dtype, case, setting))
     return every
 
 
@@ -101,12 +108,13 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
     world = dist.group.WORLD
     assert world is not None
     loaded = []
-    for position, (dtype, case, setting) in enumerate(_all_settings(root, world_size)):
+    for dtype, case, setting in _all_settings(root, world_size):
         own = _directory(root, dtype, setting)
         for number, directory in enumerate(sorted((root / "saved" / dtype).iterdir())):
             # The two optimizers of a layout take turns, to save time.
             is_plain = not setting.form.distributed_optimizer
-            if own != directory and (number + position) % 2 != is_plain:
+            turn = number + list(CASES).index(dtype)
+            if own != directory and turn % 2 != is_plain:
                 continue
             checkpoint = open_checkpoint(directory / "step_000001", world)
             assert checkpoint.state == {"numbers": [1, 2]}
@@ -127,7 +135,7 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
                 saver.save(Contents(2, False, {"actor": actor.engine}, {}))
                 if rank == 0:
                     _assert_equal(directory / "step_000002", again / "step_000002")
-            layout = (setting.layout, dtype)
+            layout = (setting.layout, setting.is_staged, dtype)
             loaded.append((layout, directory.name))
             dist.barrier()
     return loaded

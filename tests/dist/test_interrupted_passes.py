@@ -28,8 +28,16 @@ from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 ROWS = 24
-LAYOUTS = [(2, 2, False), (2, 2, True), (2, 1, True), (1, 2, False), (1, 1, False)]
-"""tp, pp, sequence-parallel."""
+LAYOUTS = [
+    (AxisSizes(tp=2, pp=2), False),
+    (AxisSizes(tp=2, pp=2), True),
+    (AxisSizes(tp=2, pp=2, vpp=2), True),
+    (AxisSizes(tp=2), True),
+    (AxisSizes(pp=2), False),
+    (AxisSizes(pp=2, vpp=2), False),
+    (AxisSizes(), False),
+]
+"""With or without sequence parallelism."""
 
 
 class AskingStops:
@@ -97,10 +105,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> list[Outcome]:
     factory = GroupFactory(timeout_s=120.0)
     store = dist.distributed_c10d._get_default_store().clone()
     outcomes = []
-    for number, (tp, pp, sequence_parallel) in enumerate(LAYOUTS):
-        groups = factory.role_groups(
-            ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
-        )
+    for number, (sizes, sequence_parallel) in enumerate(LAYOUTS):
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         stops = AskingStops(dist.PrefixStore(f"layout {number}", store), rank, world_size)
         try:
             section = _section(root, sequence_parallel)
@@ -172,7 +178,7 @@ def _loss_of(engine: ModelEngine, output: Tensor) -> Tensor:
 
 def _section(root: str, sequence_parallel: bool) -> ActorSection:
     return ActorSection(
-        path=f"{root}/llama",
+        path=f"{root}/qwen2-tied",
         micro_batch_tokens=6,
         sequence_parallel=sequence_parallel,
         optim=ActorOptimSection(lr=1e-3),
@@ -208,7 +214,7 @@ def test_all_ranks_are_interrupted(ranks: list[list[Outcome]]) -> None:
 def test_a_pipeline_ends_early_and_computes_the_packs_before_the_stop(
     ranks: list[list[Outcome]],
 ) -> None:
-    for number in (0, 1):  # one pipeline: all its ranks are within a few packs of each other
+    for number in (0, 1, 2):  # one pipeline: all its ranks are within a few packs of each other
         counts = [outcomes[number].computed for outcomes in ranks]
         assert counts[0] == counts[1] == [0, 0]  # the loss is on the last stage
         assert counts[2] == counts[3]

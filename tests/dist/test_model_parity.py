@@ -18,7 +18,7 @@ from mrlhf.batch import Sequences
 from mrlhf.device import Device
 from mrlhf.models.build import BuiltModel, Recompute, build_model, slots_of
 from mrlhf.models.families import load_spec
-from mrlhf.models.parameters import parameter_names, role_pieces
+from mrlhf.models.parameters import chunk_prefix, parameter_names, role_pieces
 from mrlhf.models.rope import rope_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
@@ -161,16 +161,17 @@ def _run(
     def step(_: Any, module: torch.nn.Module) -> Any:
         return module(tokens, positions, None, packed_seq_params=packed), finish
 
+    layout = groups.layout
     communication = (
-        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)}
-        if groups.layout.pp > 1
-        else {}
+        {"p2p_communicator": P2PCommunicator(groups.pp, model.config)} if layout.pp > 1 else {}
     )
-    return get_forward_backward_func(pp_size=groups.layout.pp, vp_size=None)(
+    vp_size = layout.vpp if layout.vpp > 1 else None
+    return get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)(
         forward_step_func=step,
-        data_iterator=iter([]),
-        model=model.module,
-        num_microbatches=1,
+        data_iterator=[iter([]) for _ in model.chunks],
+        model=model.chunks,
+        # The same pack each time, so that the mean gradient is that of one.
+        num_microbatches=layout.pp if layout.vpp > 1 else 1,
         seq_length=1,
         micro_batch_size=1,
         forward_only=forward_only,
@@ -196,7 +197,7 @@ def _worst_output(
         results = _run(
             model,
             groups,
-            lambda output, non_loss_data: _outputs(model.module, spec, output)[0].float(),
+            lambda output, non_loss_data: _outputs(model.chunks[-1], spec, output)[0].float(),
             forward_only=True,
         )
     if groups.coordinates.pp < groups.layout.pp - 1:
@@ -224,10 +225,12 @@ def _worst_gradient(
     coordinates = groups.coordinates
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model.config.finalize_model_grads_func = finalize_model_grads
-    module = DistributedDataParallel(
-        model.config, settings, model.module, pg_collection=groups.collection
-    )
-    module.zero_grad_buffer()
+    chunks = []
+    for chunk in model.chunks:
+        chunks.append(
+            DistributedDataParallel(model.config, settings, chunk, pg_collection=groups.collection)
+        )
+        chunks[-1].zero_grad_buffer()
 
     weights = _weights(1)
     if spec.head == "lm":
@@ -236,40 +239,41 @@ def _worst_gradient(
         )
         weights = padded.chunk(layout.tp, dim=1)[coordinates.tp]
     _run(
-        model._replace(module=module),
+        model._replace(chunks=chunks),
         groups,
-        lambda output: ((_outputs(module, spec, output)[0] * weights).sum(), {}),
+        lambda output: ((_outputs(chunks[-1], spec, output)[0] * weights).sum(), {}),
         forward_only=False,
     )
 
     worst = 0.0
-    for slot in slots_of(module, spec, layout, coordinates):
+    for slot in slots_of(chunks, spec, layout, coordinates):
         gradient = replace(slot, parameter=slot.parameter.main_grad).load()
         deviation = (gradient - _named_slice(expected, slot)).abs().max()
         worst = max(worst, (deviation / expected[slot.piece.name].abs().max()).item())
     return worst
 
 
-def _sequence_parallel(tp: int, pp: int) -> tuple[bool, ...]:
+def _sequence_parallel(sizes: AxisSizes) -> tuple[bool, ...]:
     """What each layout is built with: both where it is quick, and nothing that has no effect."""
-    if tp == 1:
+    if sizes.tp == 1:
         return (False,)
-    return (False, True) if pp == 1 else (True,)
+    return (False, True) if sizes.pp == 1 else (True,)
 
 
-def _names(tp: int) -> list[str]:
-    """The models of a layout; four ranks have the few in which all that matters to them differs."""
-    return list(GRADIENTS) if tp == 4 else list(_configs())
+def _names(sizes: AxisSizes) -> list[str]:
+    """The models of a layout; others have the few in which all that matters to them differs."""
+    many = sizes in (AxisSizes(), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(tp=2, pp=2))
+    return list(_configs()) if many else list(GRADIENTS)
 
 
-def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str, float]:
-    layout = ParallelLayout.for_world("actor", world_size, AxisSizes(tp=tp, pp=pp))
+def _parity(rank: int, world_size: int, sizes: AxisSizes, root: str) -> dict[str, float]:
+    layout = ParallelLayout.for_world("actor", world_size, sizes)
     groups = GroupFactory(timeout_s=120.0).role_groups(layout)
     worst = {}
-    for name in _names(tp):
+    for name in _names(sizes):
         spec = load_spec(Path(root) / name, head="scalar" if name == "scalar" else "lm")
         reference = torch.load(Path(root) / name / "reference.pt")
-        for sequence_parallel in _sequence_parallel(tp, pp):
+        for sequence_parallel in _sequence_parallel(sizes):
             model = build_model(
                 spec,
                 groups,
@@ -279,9 +283,12 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
                 recompute=GRADIENTS.get(name, "none"),
             )
 
-            slots = slots_of(model.module, spec, layout, groups.coordinates)
-            names = [parameter for parameter, _ in model.module.named_parameters()]
-            assert names == parameter_names(spec, layout, groups.coordinates.pp)
+            slots = slots_of(model.chunks, spec, layout, groups.coordinates)
+            names = []
+            for number, chunk in enumerate(model.chunks):
+                prefix = chunk_prefix(layout, number)
+                names += [prefix + parameter for parameter, _ in chunk.named_parameters()]
+            assert names == parameter_names(spec, layout, groups.coordinates)
             assert [slot.piece for slot in slots] == role_pieces(spec, layout, rank)
             _fill(slots, reference["weights"])
 
@@ -294,12 +301,26 @@ def _parity(rank: int, world_size: int, tp: int, pp: int, root: str) -> dict[str
     return worst
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        AxisSizes(),
+        AxisSizes(tp=2),
+        AxisSizes(pp=2),
+        AxisSizes(tp=2, pp=2),
+        AxisSizes(tp=4),
+        AxisSizes(pp=2, vpp=2),
+        AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(pp=2, vpp=3, pp_layers=(0, 1, 1, 1, 1, 0)),
+        AxisSizes(pp=4, pp_layers=(1, 2, 1, 0)),
+    ],
+    ids=str,
+)
 def test_packed_outputs_and_gradients_equal_transformers(
-    references: Path, tp: int, pp: int
+    references: Path, sizes: AxisSizes
 ) -> None:
-    for worst in run_ranks(tp * pp, _parity, tp, pp, str(references)):
-        assert len(worst) == (len(_names(tp)) + len(GRADIENTS)) * len(_sequence_parallel(tp, pp))
+    for worst in run_ranks(sizes.ranks, _parity, sizes, str(references)):
+        assert len(worst) == (len(_names(sizes)) + len(GRADIENTS)) * len(_sequence_parallel(sizes))
         assert max(worst.values()) < 1e-4, worst
 
 
@@ -313,8 +334,8 @@ def _bfloat16(rank: int, world_size: int, root: str) -> float:
     groups = factory.role_groups(ParallelLayout(tp=1, pp=world_size, dp=1))
     options: dict[str, Any] = {"device": CPU, "sequence_parallel": True, "recompute": "none"}
     model = build_model(spec, groups, dtype=torch.bfloat16, **options)
-    _fill(slots_of(model.module, spec, groups.layout, groups.coordinates), reference["weights"])
-    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    _fill(slots_of(model.chunks, spec, groups.layout, groups.coordinates), reference["weights"])
+    assert {parameter.dtype for parameter in model.chunks[0].parameters()} == {torch.bfloat16}
     return _worst_output(model, spec, groups, reference["outputs"])
 
 

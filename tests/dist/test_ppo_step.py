@@ -25,7 +25,17 @@ from tests.dist.ppo_runs import (
     assert_same_on_every_layout,
 )
 
-DEEP = Scenario("tp2 pp2", [*TP2_PP2, "critic.tp=4", "rollout.tp=2", "rollout.verify_reshard=true"])
+DEEP = Scenario(
+    "tp2 pp2",
+    [
+        *TP2_PP2,
+        "actor.vpp=2",
+        "actor.pp_layers=[0, 1, 1, 0]",
+        "critic.tp=4",
+        "rollout.tp=2",
+        "rollout.verify_reshard=true",
+    ],
+)
 WIDE = Scenario("dp4", DP4)
 MIXED = Scenario(
     "tp2 dp2",
@@ -34,6 +44,7 @@ MIXED = Scenario(
         "actor.sequence_parallel=true",
         "actor.micro_batch_tokens=16",
         "reward_model.pp=2",
+        "reward_model.vpp=2",
     ],
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.dist.role_runs import (
     MANY_PACKS,
     ONE_PACK,
     SEQUENCE_PARALLEL,
+    STAGED_LAYOUTS,
     Setting,
     assert_near,
     build_actor,
@@ -63,18 +65,23 @@ def ranks(request: pytest.FixtureRequest, root: Path) -> list[dict[str, Any]]:
 
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"evaluated": {}, "first update": {}, "bfloat16": None}
+    results: dict[str, Any] = {"evaluated": {}, "first update": {}, "bfloat16": {}}
 
-    for setting in settings(Path(root), world_size, tuple(FORM_MODELS)):
+    everywhere = settings(Path(root), world_size, tuple(FORM_MODELS))
+    staged = settings(Path(root), world_size, tuple(FORM_MODELS), STAGED_LAYOUTS)
+    for setting in chain(everywhere, staged):
         for model in FORM_MODELS[setting.form]:
+            if setting.is_staged and model not in plain_ppo.DEEP:
+                continue
             label = f"{setting.name}, {model}"
             tables = evaluate(setting, EVALUATED[model])
             results["evaluated"][label] = {name: table.tolist() for name, table in tables.items()}
             results["first update"][label], _ = _first_update(setting, UPDATED[model])
 
         if setting.layout == (4, 2, 2) and setting.form is SEQUENCE_PARALLEL:
-            metrics, logprobs = _first_update(setting, UPDATED["llama"], dtype="bfloat16")
-            results["bfloat16"] = metrics, logprobs.tolist()
+            model = "qwen2-tied" if setting.is_staged else "llama"
+            metrics, logprobs = _first_update(setting, UPDATED[model], dtype="bfloat16")
+            results["bfloat16"][model] = metrics, logprobs.tolist()
     return results
 
 
@@ -136,12 +143,13 @@ def test_in_the_first_mini_batch_every_ratio_is_one(ranks: list[dict[str, Any]])
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_bfloat16_stays_near(ranks: list[dict[str, Any]], root: Path) -> None:
-    metrics, logprobs = ranks[-1]["bfloat16"]
-    rollout = load_experience(root, EVALUATED["llama"]).rollout
-    wanted = plain_ppo.evaluate(plain_ppo.load(root / "llama"), rollout)[0]
+    assert ranks[-1]["bfloat16"].keys() == {"llama", "qwen2-tied"}  # the latter with virtual stages
+    for model, (metrics, logprobs) in ranks[-1]["bfloat16"].items():
+        rollout = load_experience(root, EVALUATED[model]).rollout
+        wanted = plain_ppo.evaluate(plain_ppo.load(root / model), rollout)[0]
 
-    gap = (torch.tensor(logprobs) - wanted).abs()
-    assert 1e-4 < gap.max() < 0.1
-    assert gap[rollout.response_mask].mean() < 0.02
-    assert metrics["actor/kl_loss"] == 0.0
-    assert math.isfinite(metrics["actor/grad_norm"])
+        gap = (torch.tensor(logprobs) - wanted).abs()
+        assert 1e-4 < gap.max() < 0.1
+        assert gap[rollout.response_mask].mean() < 0.02
+        assert metrics["actor/kl_loss"] == 0.0
+        assert math.isfinite(metrics["actor/grad_norm"])

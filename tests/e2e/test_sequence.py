@@ -17,6 +17,7 @@ from tests.e2e.programs import read_lines, run_program, succeed, torchrun
 
 pytestmark = pytest.mark.timeout(900)
 STAGES = ("sft", "rm", "ppo")
+INTERLEAVED = ("model.pp=2", "model.vpp=2")
 
 
 def _problems(count: int, rng: random.Random) -> list[dict[str, str]]:
@@ -62,6 +63,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sequence(source: Path, tmp_path: Path) -> None:
     _run_all_stages(source, tmp_path)
     _assert_summary(tmp_path)
+    for stage in ("sft", "rm"):
+        assert f"train/bubble/{stage}" in read_lines(tmp_path / stage / "metrics.jsonl")[-1]
     _assert_ppo(tmp_path / "ppo")
     _assert_reward_model(tmp_path / "rm" / "model")
 
@@ -76,6 +79,7 @@ def _run_all_stages(source: Path, root: Path) -> None:
         f"data.train_files={data}/sft.jsonl",
         f"data.tokenizer={data}/tokenizer",
         "data.batch_size=32",
+        *INTERLEAVED,
         "trainer.total_steps=2",
         "optim.lr_warmup_steps=1",
         f"trainer.output_dir={root}/sft",
@@ -86,6 +90,7 @@ def _run_all_stages(source: Path, root: Path) -> None:
         f"model.path={root}/sft/model",
         f"data.train_files={data}/preferences.jsonl",
         "data.batch_size=8",
+        *INTERLEAVED,
         "trainer.total_steps=2",
         "trainer.total_epochs=1",
         "optim.lr_warmup_steps=1",

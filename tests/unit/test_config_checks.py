@@ -43,6 +43,21 @@ def test_configurations_that_fit_pass():
             "actor.sequence_parallel is on with actor.tp 1; raise actor.tp or turn it off",
         ),
         (
+            {"critic__vpp": 2},
+            "critic.vpp 2 takes turns between ranks of a pipeline, but critic.pp is 1; raise "
+            "critic.pp or leave critic.vpp at 1",
+        ),
+        (
+            {"actor__vpp": 2, "actor__pp_layers": [3, 3], "actor__use_kl_loss": True},
+            "actor.pp_layers [3, 3] has 2 numbers, but actor.pp 2 x actor.vpp 2 = 4; give one for "
+            "each virtual stage",
+        ),
+        (
+            {"actor__vpp": 2, "actor__pp_layers": [0, 3, 0, 1]},
+            "actor.pp_layers [0, 3, 0, 1] leaves virtual stage 2 nothing to do; only the first and "
+            "the last, which have the embedding and the output layer, may have 0 layers",
+        ),
+        (
             {"critic__micro_batch_tokens": 99},
             "critic.micro_batch_tokens 99 is less than the longest sequence, "
             "data.max_prompt_length 40 + data.max_response_length 60 = 100 tokens; raise "

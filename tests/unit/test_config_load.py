@@ -54,6 +54,12 @@ def test_keys_left_out_or_null_inherit(ppo_file):
     assert config.actor.loss_scale_factor == config.critic.loss_scale_factor == 96.0
     assert config.data.gen_batch_size == config.data.train_batch_size == 1024
 
+    staged = ["actor.pp=2", "actor.vpp=2", "actor.pp_layers=[1, 2, 2, 1]"]
+    reference = load_config(PPOConfig, ppo_file, staged).reference
+    assert (reference.pp, reference.vpp, reference.pp_layers) == (2, 2, [1, 2, 2, 1])
+    other = load_config(PPOConfig, ppo_file, [*staged, "reference.pp=1"]).reference
+    assert (other.pp, other.vpp, other.pp_layers) == (1, 1, None)
+
     own = load_config(
         PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"]
     )

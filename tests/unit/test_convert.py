@@ -94,8 +94,8 @@ def test_the_arguments_alone_describe_the_model(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("scalar", [False, True])
 def test_training_checkpoints_of_any_layout(name: str, scalar: bool, tmp_path: Path) -> None:
     save_model(name, tmp_path / "hf", torch.bfloat16, scalar=scalar)
-    for tp, pp in ((1, 1), (2, 2), (4, 1)):
-        layout = ParallelLayout(tp=tp, pp=pp, dp=2)
+    for tp, pp, vpp in ((1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2)):
+        layout = ParallelLayout(tp=tp, pp=pp, vpp=vpp, dp=2)
         cut = tmp_path / f"tp{tp}pp{pp}"
         _convert(tmp_path / "hf", cut, "training", layout=layout, role="critic")
         files = sorted(file.name for file in (cut / "critic").iterdir())
@@ -303,7 +303,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         (["x", "--to", "megatron", "--tp", "0"], "argument --tp: 0 is not positive"),
         ([*to_training, "--tp", "3"], "actor: tp 3 does not fit the model's 8 attention heads; "),
-        ([*to_training, "--pp", "5"], "actor: pp 5 does not fit the model's 4 layers; use one of "),
+        (
+            [*to_training, "--pp", "5"],
+            "actor: pp 5 does not fit the model's 4 layers; set pp to ",
+        ),
     ):
         try:
             code: Any = convert_checkpoint.main(arguments)

@@ -16,6 +16,7 @@ from mrlhf.parallel.layout import (
     EngineLayout,
     ParallelLayout,
 )
+from mrlhf.parallel.stages import Stages
 
 LAYOUTS = [
     ParallelLayout(tp=tp, cp=cp, pp=pp, dp=dp)
@@ -126,11 +127,25 @@ def test_a_world_that_does_not_divide_names_every_axis_that_is_used() -> None:
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_stages_hold_all_layers_in_order(layout: ParallelLayout) -> None:
-    layers = [list(layout.stage_layers(stage, 6)) for stage in range(layout.pp)]
-    assert list(itertools.chain(*layers)) == list(range(6))
-    assert {len(stage) for stage in layers} == {6 // layout.pp}
+def test_virtual_stages_take_no_ranks() -> None:
+    sizes = AxisSizes(tp=2, pp=2, vpp=3, pp_layers=(1, 2, 2, 2, 2, 0))
+    layout = ParallelLayout.for_world("actor", 8, sizes)
+    assert layout.world_size == 8 and layout.dp == 2
+    assert layout.stages == sizes.stages == Stages(2, 3, (1, 2, 2, 2, 2, 0))
+    assert str(sizes) == "tp 2 x pp 2"
+    assert sizes.has_ranks_of(AxisSizes(tp=2, pp=2)) and sizes != AxisSizes(tp=2, pp=2)
+    assert not sizes.has_ranks_of(AxisSizes(tp=2, pp=4))
+
+
+def test_a_checkpoint_states_the_sizes_that_matter() -> None:
+    assert ParallelLayout(tp=2).stated == {"tp": 2, "pp": 1, "dp": 1}
+    assert ParallelLayout(pp=2, vpp=2, dp=4, ep=2).stated == {
+        "tp": 1,
+        "pp": 2,
+        "vpp": 2,
+        "dp": 4,
+        "ep": 2,
+    }
 
 
 def test_replicas_of_a_small_layout() -> None:

@@ -91,8 +91,8 @@ def test_balance_over_mini_batches_whose_ranks_wait_for_each_other() -> None:
     # A rank without rows counts: 6 and 0.
     assert balance_of([MiniBatch([0], [[[0]], []])], [6]).imbalance == 2
 
-    assert Balance(1.0, micro_batches=8.0).bubble(stages=4) == 3 / 8
-    assert Balance(1.0, micro_batches=8.0).bubble(stages=1) == 0
+    assert Balance(1.0, micro_batches=8.0).bubble(stages=4, chunks=1) == 3 / 8
+    assert Balance(1.0, micro_batches=8.0).bubble(stages=4, chunks=2) == 3 / 16
 
 
 def test_a_mini_batch_counts_the_rows_of_its_packs_from_its_first() -> None:

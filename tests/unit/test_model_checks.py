@@ -58,8 +58,8 @@ def test_check_models_reads_config_json(tmp_path):
     assert unchecked(specs) == ["critic"]
     assert list(specs) == ["actor", "critic", "rollout"]
 
-    with pytest.raises(ConfigError, match=r"actor\.pp 4 does not fit the model's 6 layers"):
-        check_models(ppo(actor__path=path, actor__pp=4))
+    with pytest.raises(ConfigError, match=r"actor\.pp 5 does not fit the model's 6 layers"):
+        check_models(ppo(actor__path=path, actor__pp=5))
 
     assert unchecked(check_models(ppo(actor__path=path, rollout__tp=8))) == []
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_a_refused_model_does_not_hide_the_mistakes_of_others(tmp_path):
     bad.mkdir()
     config = ppo(
         actor__path=model_dir(good),
-        actor__pp=4,
+        actor__pp=5,
         critic__path=model_dir(bad, model_type="gemma2"),
     )
     with pytest.raises(ConfigError) as caught:

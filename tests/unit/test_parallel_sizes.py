@@ -14,6 +14,7 @@ from mrlhf.models.parallel_sizes import pp_problem, tp_problem
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.stages import Stages
 from tests.shards import tiny_spec
 
 
@@ -67,9 +68,37 @@ def test_one_line_tells_the_cause(tp: int, changes: dict[str, int], message: str
 
 def test_stages_divide_the_layers() -> None:
     spec = sized(num_layers=6)
-    assert [pp for pp in range(1, 9) if pp_problem("actor.pp", pp, spec) is None] == [1, 2, 3, 6]
-    assert pp_problem("critic.pp", 4, spec) == (
-        "critic.pp 4 does not fit the model's 6 layers; use one of 1, 2, 3, 6"
+    fits = [pp for pp in range(1, 9) if pp_problem("actor", Stages(pp), spec) is None]
+    assert fits == [1, 2, 3, 4, 6]  # with embedding and loss there are 8
+    assert pp_problem("critic", Stages(5), spec) == (
+        "critic.pp 5 does not fit the model's 6 layers; set critic.pp to one of 1, 2, 3, 4, 6, or "
+        "name the layers of each stage in critic.pp_layers"
+    )
+    assert pp_problem("", Stages(5), sized(num_layers=1)) == (
+        "pp 5 does not fit the model's 1 layers; set pp to 1, or name the layers of each stage in "
+        "pp_layers"
+    )
+
+
+def test_virtual_stages_divide_the_layers() -> None:
+    spec = sized(num_layers=12)
+    assert pp_problem("actor", Stages(2, 3), spec) is None
+    assert pp_problem("actor", Stages(4, 2), spec) == (
+        "actor.pp 4 x actor.vpp 2 = 8 does not fit the model's 12 layers; set actor.pp to one of "
+        "2, 3, 6, or name the layers of each stage in actor.pp_layers"
+    )
+    assert pp_problem("actor", Stages(2, 7), spec) == (
+        "actor.pp 2 x actor.vpp 7 = 14 does not fit the model's 12 layers; name the layers of each "
+        "stage in actor.pp_layers"
+    )
+
+
+def test_layers_that_are_named_are_those_of_the_model() -> None:
+    spec = sized(num_layers=6)
+    assert pp_problem("actor", Stages(2, 1, (2, 4)), spec) is None
+    assert pp_problem("actor", Stages(2, 2, (0, 3, 3, 0)), spec) is None
+    assert pp_problem("reference", Stages(2, 1, (2, 3)), spec) == (
+        "reference.pp_layers [2, 3] has 5 layers and the model 6; give 2 numbers that add up to 6"
     )
 
 

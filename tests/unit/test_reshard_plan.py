@@ -28,10 +28,15 @@ from tests.shards import MODELS, fill, make_slots, stored, tiny_spec
 Pieces = Mapping[int, Sequence[Piece]]
 Slots = dict[int, list[Slot]]
 SMALL = [
-    (ParallelLayout.for_world("actor", 4, AxisSizes(tp=tp, pp=pp)), engine_tp)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+    (ParallelLayout.for_world("actor", 4, sizes), engine_tp)
+    for sizes in (
+        *(AxisSizes(tp=tp, pp=pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))),
+        AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
+        AxisSizes(pp=4, pp_layers=(1, 2, 1, 0)),
+    )
     for engine_tp in (1, 2, 4)
-    if tp * pp % engine_tp == 0
+    if sizes.ranks % engine_tp == 0
 ]
 FUSED = [
     (periods, sizes)
@@ -214,7 +219,7 @@ def test_coinciding_layouts_share_everything() -> None:
         reshard_plan = plan_all(Planner(*sides, 4), range(4))
         assert not reshard_plan.moves and not reshard_plan.copies
         assert reshard_plan.bytes_minimum == 0
-        names = parameter_names(spec, actor, 0)
+        names = parameter_names(spec, actor, actor.coordinates(0))
         assert [alias.parameter for alias in reshard_plan.plans[3].aliases] == names
 
 
@@ -230,7 +235,11 @@ def test_where_ranks_share_kv_heads_only_the_rest_of_a_head_moves() -> None:
     assert pairs == {(0, 1), (1, 0), (2, 3), (3, 2)}
 
     own = [alias.parameter for alias in reshard_plan.plans[3].aliases]
-    names = [name for name in parameter_names(spec, actor, 0) if "linear_qkv" not in name]
+    names = [
+        name
+        for name in parameter_names(spec, actor, actor.coordinates(0))
+        if "linear_qkv" not in name
+    ]
     assert own == names
 
 
@@ -254,6 +263,17 @@ def test_stage_layers_are_shared_where_only_stages_differ() -> None:
     assert "decoder.layers.2.mlp.linear_fc1.weight" in shared
     # The last stage's copy of the tied embedding serves as the engine's embedding.
     assert "embedding.word_embeddings.weight" in shared
+    assert reshard_plan.bytes_local == 0
+
+
+def test_layers_of_every_chunk_are_shared() -> None:
+    """Chunks have layers of the same local numbers, which are other layers of the model."""
+    actor = ParallelLayout(tp=2, pp=2, vpp=2, dp=1)
+    engine = EngineLayout.inside(actor, 2)
+    reshard_plan = plan_all(Planner(*_sides(tiny_spec("llama"), engine), 4), range(4))
+    shared = {alias.parameter for alias in reshard_plan.plans[0].aliases}
+    assert {f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 2)} <= shared
+    assert "decoder.layers.1.mlp.linear_fc1.weight" not in shared
     assert reshard_plan.bytes_local == 0
 
 

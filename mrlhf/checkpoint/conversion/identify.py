@@ -189,9 +189,10 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
         for short, name in (
             ("tp", "tensor_model_parallel_size"),
             ("pp", "pipeline_model_parallel_size"),
+            ("vpp", "virtual_pipeline_model_parallel_size"),
             ("dp", "data_parallel_size"),
         )
-        if name in arguments
+        if arguments.get(name) is not None
     ]
     finding.facts.append(("saved by", ", ".join(layout) or "unknown layout"))
 

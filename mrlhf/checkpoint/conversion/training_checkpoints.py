@@ -180,7 +180,7 @@ def write_training_checkpoint(
         head=source.spec.head,
         hf_config=source.spec.hf_config,
         dtype=str(source.dtype).removeprefix("torch."),
-        layout=_sizes(layout),
+        layout=layout.stated,
         kinds=(WEIGHT,),
         optimizer_steps=0,
         tensors={},
@@ -256,7 +256,7 @@ def change_layout(
     write_bytes(directory, MANIFEST, copy.to_json().encode())
     tensors = sum(len(models[name].tensors) for name in roles)
     nbytes = sum(file.nbytes for file in files[len(kept) :])
-    return tensors, nbytes, [f"cut for {_sizes(layout)}: {', '.join(roles)}"]
+    return tensors, nbytes, [f"cut for {layout.stated}: {', '.join(roles)}"]
 
 
 def compare_checkpoints(first: Path, second: Path) -> int:
@@ -297,7 +297,7 @@ def _write_model(
 ) -> tuple[list[WrittenFile], StoredModel]:
     """Write a model's slices, one file for each rank of a replica, and describe them."""
     spec = model_spec(model)
-    for problem in (tp_problem("tp", layout.tp, spec), pp_problem("pp", layout.pp, spec)):
+    for problem in (tp_problem("tp", layout.tp, spec), pp_problem("", layout.stages, spec)):
         if problem is not None:
             raise WeightError(f"{role}: {problem}")
 
@@ -314,7 +314,7 @@ def _write_model(
     tensors_by_name = {}
     for name, shape in family_of(spec).tensor_shapes(spec).items():
         tensors_by_name[name] = StoredTensor(shape, tuple(slices[name]))
-    return files, replace(model, layout=_sizes(layout), tensors=tensors_by_name)
+    return files, replace(model, layout=layout.stated, tensors=tensors_by_name)
 
 
 def _boxes_by_rank(spec: ModelSpec, layout: ParallelLayout) -> Iterator[tuple[int, list[Box]]]:
@@ -361,7 +361,3 @@ def _renumbered(model: StoredModel, manifest: Manifest, files: list[WrittenFile]
             slices.append((places[manifest.files[number].path], starts, stops))
         tensors[name] = StoredTensor(tensor.shape, tuple(slices))
     return replace(model, tensors=tensors)
-
-
-def _sizes(layout: ParallelLayout) -> dict[str, int]:
-    return {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}

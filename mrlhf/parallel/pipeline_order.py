@@ -1,0 +1,142 @@
+"""In which order the stages of a pipeline run their passes, and how long they stand idle.
+
+The order is that of megatron-core's schedules: 1F1B, or interleaved 1F1B where the ranks have
+several virtual stages (https://arxiv.org/abs/2104.04473, section 2.2). This file is arithmetic on
+ints. It runs nothing, and knows no layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+
+class Pass(NamedTuple):
+    """What a stage does with one micro-batch at a time; all are numbered from 0.
+
+    Attributes:
+        is_backward: whether it is a backward pass.
+        chunk: the virtual stage of the rank.
+        micro_batch: the number of the micro-batch.
+    """
+
+    is_backward: bool
+    chunk: int
+    micro_batch: int
+
+
+def rounds(micro_batches: int, stages: int, chunks: int) -> int:
+    """How many micro-batches the schedule has to run, empty ones among them.
+
+    The interleaved schedule runs at least as many as there are ranks.
+    """
+    return micro_batches if chunks == 1 else max(micro_batches, stages)
+
+
+def group_size(rounds: int, stages: int) -> int:
+    """How many micro-batches go through a chunk before a rank turns to its next chunk.
+
+    The smallest number of which the schedule has no stage wait: the last group, which has what is
+    left, also holds at least as many micro-batches as there are ranks.
+    """
+    assert rounds >= stages, (rounds, stages)
+    sizes = range(stages, rounds + 1)
+    return next(size for size in sizes if rounds % size == 0 or rounds % size >= stages)
+
+
+def bubble(micro_batches: float, stages: int, chunks: int = 1) -> float:
+    """Time for which a rank stands idle, as a share of the time in which it computes.
+
+    This is what the schedule costs if all micro-batches and all virtual stages cost the same: (p -
+    1) / (m v), with p ranks of v virtual stages and m micro-batches. With fewer micro-batches than
+    ranks, each of them also waits at every turn of the pipeline.
+    """
+    missing = max(0.0, stages - micro_batches)
+    return (stages - 1 + (chunks - 1) * missing) / (micro_batches * chunks)
+
+
+def passes(
+    rank: int, stages: int, chunks: int, micro_batches: int, forward_only: bool = False
+) -> list[Pass]:
+    """What a rank of the pipeline does, one after the other.
+
+    Args:
+        rank: its place in the pipeline.
+        stages: ranks of the pipeline.
+        chunks: virtual stages of each rank.
+        micro_batches: how many there are; the empty ones, which take next to no time, are left out.
+        forward_only: whether there is no backward pass.
+    """
+    order = _forward_order(micro_batches, stages, chunks)
+    forward = [Pass(False, chunk, number) for chunk, number in order]
+    backward = [Pass(True, chunks - 1 - chunk, number) for chunk, number in order]
+
+    if forward_only:
+        ordered: Sequence[Pass | None] = forward
+    else:
+        ahead = _warm_up(rank, stages, chunks, micro_batches)
+        in_turn = zip_longest(forward[ahead:], backward)
+        ordered = [*forward[:ahead], *(each for pair in in_turn for each in pair)]
+    return [each for each in ordered if each is not None and each.micro_batch < micro_batches]
+
+
+def timeline(
+    stages: int, chunks: int, micro_batches: int, forward_only: bool = False
+) -> list[list[Pass | None]]:
+    """What each rank does at each time, if every pass takes one unit of it; None where it waits."""
+    todo = [passes(rank, stages, chunks, micro_batches, forward_only) for rank in range(stages)]
+    done: list[list[Pass | None]] = [[] for _ in todo]
+    ends: dict[tuple[bool, int, int], int] = {}
+    place = [0] * stages
+
+    while any(place[rank] < len(todo[rank]) for rank in range(stages)):
+        before = list(place)
+        for rank in range(stages):
+            while place[rank] < len(todo[rank]):
+                each = todo[rank][place[rank]]
+                number = each.chunk * stages + rank
+                ready = _ready(each, number, stages * chunks, ends)
+                if ready is None:
+                    break
+                done[rank] += [None] * (ready - len(done[rank])) + [each]
+                ends[each.is_backward, number, each.micro_batch] = len(done[rank])
+                place[rank] += 1
+        assert place != before, "the order of the passes contradicts itself"
+
+    length = max(map(len, done))
+    return [row + [None] * (length - len(row)) for row in done]
+
+
+def _forward_order(micro_batches: int, stages: int, chunks: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) of all forward passes of a rank, empty micro-batches included."""
+    count = rounds(micro_batches, stages, chunks)
+    if chunks == 1:
+        return [(0, number) for number in range(count)]
+
+    size = group_size(count, stages)
+    order = []
+    for begin in range(0, count, size):
+        group = range(begin, min(begin + size, count))
+        order += [(chunk, number) for chunk in range(chunks) for number in group]
+    return order
+
+
+def _warm_up(rank: int, stages: int, chunks: int, micro_batches: int) -> int:
+    """How many forward passes a rank runs before its forward and backward passes take turns."""
+    count = rounds(micro_batches, stages, chunks)
+    after = stages - rank - 1
+    if chunks == 1:
+        return min(after, count)
+    return min(2 * after + (chunks - 1) * group_size(count, stages), count * chunks)
+
+
+def _ready(
+    each: Pass, number: int, count: int, ends: dict[tuple[bool, int, int], int]
+) -> int | None:
+    """When what a pass of virtual stage `number` of `count` needs is there; None: not known yet."""
+    if not each.is_backward:
+        return 0 if number == 0 else ends.get((False, number - 1, each.micro_batch))
+    if number == count - 1:
+        return ends.get((False, number, each.micro_batch))
+    return ends.get((True, number + 1, each.micro_batch))
