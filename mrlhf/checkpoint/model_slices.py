@@ -1,7 +1,7 @@
 """Which slices of a model a rank writes into a checkpoint, and how it finds those that it needs.
 
 Every element of a weight is written by one rank. With the distributed optimizer that is the rank
-that updates it; otherwise the data-parallel replicas share the work. Moments stand beside the
+that updates it; otherwise the ranks with the same weights share the work. Moments stand beside the
 weights, in the same boxes. When loading, a rank reads the boxes that overlap what it holds, whoever
 wrote them. This file does not know roles, schedules or directories.
 """
@@ -20,7 +20,7 @@ from mrlhf.checkpoint.slice_reader import SliceReader, check_shapes
 from mrlhf.checkpoint.tensor_file import TensorSource
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import REPLICA_AXES, ParallelLayout
 from mrlhf.training.engine import ModelEngine
 from mrlhf.training.optimizer import OptimizedRange
 from mrlhf.weights.boxes import Box, StoredBox, boxes_in
@@ -63,7 +63,10 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
     """What this rank writes of a model that is trained; no rank waits for another."""
     assert engine.optimizer is not None, "a frozen model is not saved"
     groups = engine.groups
-    own_keys = _keys_to_write(engine.spec, groups.layout, torch.distributed.get_rank())
+    rank = torch.distributed.get_rank()
+    own_keys = _keys_to_write(engine.spec, groups.layout, rank)
+    replicas = groups.layout.group_size(*REPLICA_AXES)
+    _, replica = groups.layout.place(rank, *REPLICA_AXES)
 
     boxes: list[Box] = []
     sources: list[TensorSource] = []
@@ -75,7 +78,7 @@ def slices_to_save(engine: ModelEngine) -> RankSlices:
             start = held.optimized.start
             flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
         else:
-            start, flats = _share(held, groups.layout.dp, groups.coordinates.dp)
+            start, flats = _share(held, replicas, replica)
         kinds = tuple(flats)
         stop = start + len(flats[WEIGHT])
 
@@ -147,13 +150,18 @@ def _keys_to_write(spec: ModelSpec, layout: ParallelLayout, rank: int) -> set[Ke
     for pp in range(layout.pp):
         for tp in range(layout.tp):
             if (pp, tp) < (mine.pp, mine.tp):
-                earlier = layout.rank_at(tp=tp, dp=mine.dp, pp=pp)
+                earlier = layout.rank_at(tp=tp, cp=mine.cp, dp=mine.dp, pp=pp)
                 own -= {piece.key for piece in role_pieces(spec, layout, earlier)}
     return own
 
 
-def _share(held: _Held, dp_size: int, dp_rank: int) -> tuple[int, dict[str, Tensor]]:
+def _share(held: _Held, replicas: int, replica: int) -> tuple[int, dict[str, Tensor]]:
     """This rank's part of a parameter that every replica holds whole.
+
+    Args:
+        held: the parameter.
+        replicas: how many there are.
+        replica: the number of this rank's.
 
     Returns:
         The first element, and the flat tensors by kind.
@@ -162,8 +170,8 @@ def _share(held: _Held, dp_size: int, dp_rank: int) -> tuple[int, dict[str, Tens
     flats = {WEIGHT: held.optimized.main, **held.optimized.moments}
     rows = held.parameter.shape[0]
     columns = held.parameter.numel() // rows
-    begin = rows * dp_rank // dp_size * columns
-    end = rows * (dp_rank + 1) // dp_size * columns
+    begin = rows * replica // replicas * columns
+    end = rows * (replica + 1) // replicas * columns
     return begin, {kind: flat[begin:end] for kind, flat in flats.items()}
 
 

@@ -17,7 +17,9 @@ class RolloutSection(Section):
     engine: Literal["native", "vllm"] = Field(
         "native", description="inference engine; vllm needs its package"
     )
-    tp: Ranks = Field(1, description="ranks of one engine replica; divides actor.tp x actor.pp")
+    tp: Ranks = Field(
+        1, description="ranks of one engine replica; divides actor.tp x actor.cp x actor.pp"
+    )
     n: Count = Field(1, description="samples of each prompt")
     temperature: Annotated[float, Field(ge=0.01, le=100)] = Field(
         1.0, description="divisor of the logits, in the engine and in training"

@@ -106,6 +106,7 @@ class PPOConfig(Root):
             "critic.ppo_epochs": "actor.ppo_epochs",
             "reference.path": "actor.path",
             "reference.tp": "actor.tp",
+            "reference.cp": "actor.cp",
             "reference.pp": "actor.pp",
             "reference.vpp": "actor.vpp",
             "reference.pp_layers": "actor.pp_layers",

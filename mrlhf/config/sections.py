@@ -119,7 +119,7 @@ class ActorOptimSection(OptimSection):
 
 
 class RoleSection(Section):
-    """A model and its layout over the ranks; data parallelism takes what tp x pp leaves."""
+    """A model and its layout over the ranks; data parallelism takes what tp x cp x pp leaves."""
 
     path: PathText = Field(
         description="Hugging Face directory: config.json and safetensors; with init: random, "
@@ -129,6 +129,11 @@ class RoleSection(Section):
         1,
         description="tensor-parallel size, ranks; divides the model's attention heads, and divides "
         "its KV heads or is a multiple of them",
+    )
+    cp: Ranks = Field(
+        1,
+        description="context-parallel size, ranks that share each sequence; for sequences too long "
+        "for one rank's memory",
     )
     pp: Ranks = Field(1, description="pipeline-parallel size, ranks")
     vpp: Count = Field(
@@ -154,7 +159,9 @@ class RoleSection(Section):
         description="activations that are computed again in the backward pass instead of kept",
     )
     micro_batch_tokens: Count = Field(
-        16384, description="most tokens in one packed micro-batch on a rank"
+        16384,
+        description="most tokens in one packed micro-batch; of its tokens each of cp "
+        "context-parallel ranks holds an equal part",
     )
 
 

@@ -39,6 +39,8 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "forward_max_token_len_per_gpu": "micro_batch_tokens",
         "tensor_model_parallel_size": "tp",
         "megatron.tensor_model_parallel_size": "tp",
+        "ulysses_sequence_parallel_size": "cp",
+        "megatron.context_parallel_size": "cp",
         "megatron.pipeline_model_parallel_size": "pp",
         "megatron.virtual_pipeline_model_parallel_size": "vpp",
         "megatron.sequence_parallel": "sequence_parallel",
@@ -112,7 +114,7 @@ _METRICS = (
     "trainer.tensorboard"
 )
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
-_MEGATRON = "models run on megatron-core, with tp, pp and vpp alone"
+_MEGATRON = "models run on megatron-core, with tp, cp, pp and vpp alone"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
 _NO_CODE = "code that stands beside a model or a tokenizer is never run"
 _NO_LORA = "there is no LoRA"
@@ -185,7 +187,6 @@ _MISSING_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "fsdp_config": _MEGATRON,
         "fsdp": _MEGATRON,
         "megatron": _MEGATRON,
-        "ulysses_sequence_parallel_size": _MEGATRON,
         "use_dynamic_bsz": _PACKED,
         "log_prob_use_dynamic_bsz": _PACKED,
         "use_remove_padding": _PACKED,

@@ -1,7 +1,8 @@
 // Causal attention of packed sequences on a host, forward and backward, with rotation on the way.
 //
 // compiled_attention.py calls this file on tensors. Queries, keys and values are read where the
-// projection wrote them, and gradients are written in the same places. Sequences do not see each
+// projection wrote them, and gradients are written in the same places. There may be more keys than
+// queries: the queries are the last tokens of their sequence. Sequences do not see each
 // other: what a token gets depends on its own sequence alone, whatever else the pack holds and
 // however many threads there are. All sums are float32 whatever the storage type is.
 
@@ -101,18 +102,18 @@ struct Head {
     int64_t stride;
 };
 
-// Cosines and sines of each token, [tokens, rotary / 2].
+// Cosines and sines of each position, [positions, rotary / 2].
 struct Rotation {
     const float *cos, *sin;
 };
 
 // Writes a token's rotated numbers times `factor`, with the precision of T after the rotation.
 template <typename T>
-inline void read_rotated(const T* from, const Rotation& rotation, int64_t token, const Shape& shape, float factor,
+inline void read_rotated(const T* from, const Rotation& rotation, int64_t position, const Shape& shape, float factor,
                          float* to) {
     const int64_t half = shape.half();
-    const float* cos = rotation.cos + token * half;
-    const float* sin = rotation.sin + token * half;
+    const float* cos = rotation.cos + position * half;
+    const float* sin = rotation.sin + position * half;
     for (int64_t i = 0; i < half; ++i) {
         const float first = widen(from[i]), second = widen(from[i + half]);
         to[i] = rounded<T>(first * cos[i] - second * sin[i]) * factor;
@@ -123,11 +124,11 @@ inline void read_rotated(const T* from, const Rotation& rotation, int64_t token,
 
 // Writes the gradient of a token's numbers before rotation from that after rotation, times `factor`.
 template <typename T>
-inline void write_rotated_back(const float* from, const Rotation& rotation, int64_t token, const Shape& shape,
+inline void write_rotated_back(const float* from, const Rotation& rotation, int64_t position, const Shape& shape,
                                float factor, T* to) {
     const int64_t half = shape.half();
-    const float* cos = rotation.cos + token * half;
-    const float* sin = rotation.sin + token * half;
+    const float* cos = rotation.cos + position * half;
+    const float* sin = rotation.sin + position * half;
     for (int64_t i = 0; i < half; ++i) {
         const float first = from[i] * factor, second = from[i + half] * factor;
         store(to + i, first * cos[i] + second * sin[i]);
@@ -245,16 +246,21 @@ inline void soften(float* score, Seen seen, float* output, float* highest, float
     *highest = top;
 }
 
+// Consecutive queries of a sequence: `begin` is the first one's token, and `first` its position.
+struct Queries {
+    int64_t begin, first, length;
+};
+
 template <typename T>
-void attend_head(const Head<const T>& q, const Rotation& rotation, int64_t begin, int64_t length, float scale,
+void attend_head(const Head<const T>& q, const Rotation& rotation, const Queries& queries, float scale,
                  const Shape& shape, const Head<T>& out, float* logsums, int64_t heads, Scratch& scratch) {
-    const int64_t width = shape.width();
-    for (int64_t query = 0; query < length; query += kQueries) {
-        const int64_t count = std::min(kQueries, length - query);
+    const int64_t width = shape.width(), end = queries.first + queries.length;
+    for (int64_t query = queries.first; query < end; query += kQueries) {
+        const int64_t count = std::min(kQueries, end - query), begin = queries.begin - queries.first + query;
         scratch.queries.assign(kQueries * width, 0.0f);
         scratch.outputs.assign(kQueries * width, 0.0f);
         for (int64_t r = 0; r < count; ++r)
-            read_rotated(q.data + (begin + query + r) * q.stride, rotation, begin + query + r, shape, scale,
+            read_rotated(q.data + (begin + r) * q.stride, rotation, query + r, shape, scale,
                          &scratch.queries[r * width]);
         std::fill(scratch.highest, scratch.highest + kQueries, -INFINITY);
         std::fill(scratch.totals, scratch.totals + kQueries, 0.0f);
@@ -270,7 +276,7 @@ void attend_head(const Head<const T>& q, const Rotation& rotation, int64_t begin
         }
 
         for (int64_t r = 0; r < count; ++r) {
-            const int64_t token = begin + query + r;
+            const int64_t token = begin + r;
             const float share = 1.0f / scratch.totals[r];
             for (int64_t i = 0; i < shape.dim; ++i)
                 store(out.data + token * out.stride + i, scratch.outputs[r * width + i] * share);
@@ -300,20 +306,20 @@ inline void differentiate(float* score, float* slope, Seen seen, float logsum, f
 
 template <typename T>
 void attend_head_back(const Head<const T>& q, const Head<const T>& out, const Head<const T>& out_gradient,
-                      const Rotation& rotation, int64_t begin, int64_t length, float scale, const Shape& shape,
+                      const Rotation& rotation, const Queries& queries, float scale, const Shape& shape,
                       const float* logsums, int64_t heads, const Head<T>& q_gradient, Scratch& scratch) {
-    const int64_t width = shape.width();
+    const int64_t width = shape.width(), end = queries.first + queries.length;
     const Panels& panels = scratch.panels;
     float* scores = scratch.scores.data();
     float* slopes = scratch.slopes.data();
-    for (int64_t query = 0; query < length; query += kQueries) {
-        const int64_t count = std::min(kQueries, length - query);
+    for (int64_t query = queries.first; query < end; query += kQueries) {
+        const int64_t count = std::min(kQueries, end - query), begin = queries.begin - queries.first + query;
         scratch.queries.assign(kQueries * width, 0.0f);
         scratch.output_gradients.assign(kQueries * width, 0.0f);
         scratch.query_gradients.assign(kQueries * width, 0.0f);
         for (int64_t r = 0; r < count; ++r) {
-            const int64_t token = begin + query + r;
-            read_rotated(q.data + token * q.stride, rotation, token, shape, scale, &scratch.queries[r * width]);
+            const int64_t token = begin + r;
+            read_rotated(q.data + token * q.stride, rotation, query + r, shape, scale, &scratch.queries[r * width]);
             const T* value = out.data + token * out.stride;
             const T* gradient = out_gradient.data + token * out_gradient.stride;
             float share = 0.0f;
@@ -337,14 +343,14 @@ void attend_head_back(const Head<const T>& q, const Head<const T>& out, const He
             }
             add_weighted(scratch.query_gradients.data(), slopes, &panels.keys[key * width], query, count, key, shape);
             add_transposed(&scratch.key_gradients[key * width], slopes, scratch.queries.data(), query, count, key,
-                           length, shape);
+                           end, shape);
             add_transposed(&scratch.value_gradients[key * width], scores, scratch.output_gradients.data(), query,
-                           count, key, length, shape);
+                           count, key, end, shape);
         }
 
         for (int64_t r = 0; r < count; ++r)
-            write_rotated_back(&scratch.query_gradients[r * width], rotation, begin + query + r, shape, scale,
-                               q_gradient.data + (begin + query + r) * q_gradient.stride);
+            write_rotated_back(&scratch.query_gradients[r * width], rotation, query + r, shape, scale,
+                               q_gradient.data + (begin + r) * q_gradient.stride);
     }
 }
 
@@ -370,7 +376,7 @@ void read_panels(const Head<const T>& k, const Head<const T>& v, const Rotation&
     std::vector<float> row(width);
     for (int64_t key = 0; key < length; ++key) {
         float* target = backward ? &panels.keys[key * width] : row.data();
-        read_rotated(k.data + (begin + key) * k.stride, rotation, begin + key, shape, 1.0f, target);
+        read_rotated(k.data + (begin + key) * k.stride, rotation, key, shape, 1.0f, target);
         Panels::transpose(panels.keys_transposed, key, target, shape);
 
         const T* value = v.data + (begin + key) * v.stride;
@@ -379,6 +385,16 @@ void read_panels(const Head<const T>& k, const Head<const T>& v, const Rotation&
         if (backward) Panels::transpose(panels.values_transposed, key, target, shape);
     }
 }
+
+// Where the queries and the keys of each sequence begin, and the end, [sequences + 1] each.
+struct Edges {
+    const int32_t *queries, *keys;
+    int64_t length(int64_t sequence) const { return keys[sequence + 1] - keys[sequence]; }
+    Queries of(int64_t sequence) const {
+        const int64_t count = queries[sequence + 1] - queries[sequence];
+        return {queries[sequence], length(sequence) - count, count};
+    }
+};
 
 // Calls run(sequence, kv_head, scratch) for each KV head of each sequence.
 template <typename Run>
@@ -396,45 +412,45 @@ void for_each(int64_t sequences, int64_t kv_heads, int64_t threads, const Run& r
 
 template <typename T>
 void attend(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-            const int32_t* edges, T* out, float* logsums, int64_t sequences, const Shape& shape, float scale,
+            const Edges& edges, T* out, float* logsums, int64_t sequences, const Shape& shape, float scale,
             int threads) {
     const int64_t heads = shape.kv_heads * shape.per_kv_head;
     const int64_t out_strides[3] = {heads * shape.dim, shape.per_kv_head * shape.dim, shape.dim};
     const Rotation rotation = {cos, sin};
     for_each(sequences, shape.kv_heads, threads, [&](int64_t sequence, int64_t g, Scratch& scratch) {
-        const int64_t begin = edges[sequence], length = edges[sequence + 1] - begin;
+        const int64_t begin = edges.keys[sequence], length = edges.length(sequence);
         read_panels(Heads<const T>{k, strides + 3}.at(g, 0), Heads<const T>{v, strides + 6}.at(g, 0), rotation, begin,
                     length, shape, false, scratch.panels);
         for (int64_t p = 0; p < shape.per_kv_head; ++p)
-            attend_head(Heads<const T>{q, strides}.at(g, p), rotation, begin, length, scale, shape,
+            attend_head(Heads<const T>{q, strides}.at(g, p), rotation, edges.of(sequence), scale, shape,
                         Heads<T>{out, out_strides}.at(g, p), logsums + g * shape.per_kv_head + p, heads, scratch);
     });
 }
 
 template <typename T>
 void attend_back(const T* q, const T* k, const T* v, const int64_t* strides, const float* cos, const float* sin,
-                 const int32_t* edges, const T* out, const T* out_gradient, const float* logsums, T* q_gradient,
+                 const Edges& edges, const T* out, const T* out_gradient, const float* logsums, T* q_gradient,
                  T* k_gradient, T* v_gradient, const int64_t* gradient_strides, int64_t sequences, const Shape& shape,
                  float scale, int threads) {
     const int64_t heads = shape.kv_heads * shape.per_kv_head, width = shape.width();
     const int64_t out_strides[3] = {heads * shape.dim, shape.per_kv_head * shape.dim, shape.dim};
     const Rotation rotation = {cos, sin};
     for_each(sequences, shape.kv_heads, threads, [&](int64_t sequence, int64_t g, Scratch& scratch) {
-        const int64_t begin = edges[sequence], length = edges[sequence + 1] - begin;
+        const int64_t begin = edges.keys[sequence], length = edges.length(sequence);
         read_panels(Heads<const T>{k, strides + 3}.at(g, 0), Heads<const T>{v, strides + 6}.at(g, 0), rotation, begin,
                     length, shape, true, scratch.panels);
         scratch.key_gradients.assign(padded(length, kKeys) * width, 0.0f);
         scratch.value_gradients.assign(padded(length, kKeys) * width, 0.0f);
         for (int64_t p = 0; p < shape.per_kv_head; ++p)
             attend_head_back(Heads<const T>{q, strides}.at(g, p), Heads<const T>{out, out_strides}.at(g, p),
-                             Heads<const T>{out_gradient, out_strides}.at(g, p), rotation, begin, length, scale, shape,
-                             logsums + g * shape.per_kv_head + p, heads,
+                             Heads<const T>{out_gradient, out_strides}.at(g, p), rotation, edges.of(sequence), scale,
+                             shape, logsums + g * shape.per_kv_head + p, heads,
                              Heads<T>{q_gradient, gradient_strides}.at(g, p), scratch);
 
         const Head<T> keys = Heads<T>{k_gradient, gradient_strides + 3}.at(g, 0);
         const Head<T> values = Heads<T>{v_gradient, gradient_strides + 6}.at(g, 0);
         for (int64_t key = 0; key < length; ++key) {
-            write_rotated_back(&scratch.key_gradients[key * width], rotation, begin + key, shape, 1.0f,
+            write_rotated_back(&scratch.key_gradients[key * width], rotation, key, shape, 1.0f,
                                keys.data + (begin + key) * keys.stride);
             for (int64_t i = 0; i < shape.dim; ++i)
                 store(values.data + (begin + key) * values.stride + i, scratch.value_gradients[key * width + i]);
@@ -446,21 +462,23 @@ void attend_back(const T* q, const T* k, const T* v, const int64_t* strides, con
 
 #define EXPORT(T, SUFFIX)                                                                                            \
     extern "C" void attend_##SUFFIX(const void* q, const void* k, const void* v, const void* strides,                \
-                                    const void* cos, const void* sin, const void* edges, void* out, void* logsums,   \
-                                    int64_t sequences, int64_t kv_heads, int64_t per_kv_head, int64_t dim,           \
-                                    int64_t rotary, int64_t window, float scale, int threads) {                      \
+                                    const void* cos, const void* sin, const void* query_edges,                       \
+                                    const void* key_edges, void* out, void* logsums, int64_t sequences,              \
+                                    int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary,              \
+                                    int64_t window, float scale, int threads) {                                      \
         attend((const T*)q, (const T*)k, (const T*)v, (const int64_t*)strides, (const float*)cos, (const float*)sin, \
-               (const int32_t*)edges, (T*)out, (float*)logsums, sequences,                                           \
+               Edges{(const int32_t*)query_edges, (const int32_t*)key_edges}, (T*)out, (float*)logsums, sequences,   \
                Shape{kv_heads, per_kv_head, dim, rotary, window}, scale, threads);                                   \
     }                                                                                                                \
     extern "C" void attend_back_##SUFFIX(                                                                            \
         const void* q, const void* k, const void* v, const void* strides, const void* cos, const void* sin,          \
-        const void* edges, const void* out, const void* out_gradient, const void* logsums, void* q_gradient,         \
-        void* k_gradient, void* v_gradient, const void* gradient_strides, int64_t sequences, int64_t kv_heads,       \
-        int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window, float scale, int threads) {                \
+        const void* query_edges, const void* key_edges, const void* out, const void* out_gradient,                   \
+        const void* logsums, void* q_gradient, void* k_gradient, void* v_gradient, const void* gradient_strides,     \
+        int64_t sequences, int64_t kv_heads, int64_t per_kv_head, int64_t dim, int64_t rotary, int64_t window,       \
+        float scale, int threads) {                                                                                  \
         attend_back((const T*)q, (const T*)k, (const T*)v, (const int64_t*)strides, (const float*)cos,               \
-                    (const float*)sin, (const int32_t*)edges, (const T*)out, (const T*)out_gradient,                 \
-                    (const float*)logsums, (T*)q_gradient, (T*)k_gradient, (T*)v_gradient,                           \
+                    (const float*)sin, Edges{(const int32_t*)query_edges, (const int32_t*)key_edges}, (const T*)out, \
+                    (const T*)out_gradient, (const float*)logsums, (T*)q_gradient, (T*)k_gradient, (T*)v_gradient,   \
                     (const int64_t*)gradient_strides, sequences,                                                     \
                     Shape{kv_heads, per_kv_head, dim, rotary, window}, scale, threads);                              \
     }

@@ -1,7 +1,7 @@
-"""Causal attention within packed sequences, with rotation, on any device; nothing is padded.
+"""Causal attention within packed sequences, with rotation, on any device.
 
-It takes several query heads for each KV head, and sliding windows. It sees only this rank's heads
-and knows nothing of tensor parallelism.
+It takes several query heads for each KV head, sliding windows, and sequences whose keys lie on
+several ranks. It sees only this rank's heads and knows nothing of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -34,6 +35,9 @@ class CoreAttention(torch.nn.Module):
 
     On a host it is one compiled function, on a GPU in bfloat16 torch's attention of sequences of
     any lengths. Where there is neither, sequences are computed one by one.
+
+    With context parallelism the keys and values of whole sequences are gathered for this layer
+    alone. What is kept for the backward pass is this rank's share; they are gathered again there.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class CoreAttention(torch.nn.Module):
             softmax_scale: products are multiplied by it; None for 1 / sqrt(head_dim).
         """
         super().__init__()
-        assert config.attention_dropout == 0.0 and config.context_parallel_size == 1
+        assert config.attention_dropout == 0.0
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.window = None
         if config.window_size is not None and is_layer_window_attention(
@@ -59,6 +63,10 @@ class CoreAttention(torch.nn.Module):
         ):
             # megatron-core counts only the tokens before the current one.
             self.window = config.window_size[0] + 1
+        # Whether what this layer gathers is dropped anyhow, and computed again.
+        self._is_recomputed = config.recompute_granularity == "full" or (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
 
     def forward(
         self, projections: Projections, rotation: Rotation | None, packed: PackedSequences
@@ -67,7 +75,7 @@ class CoreAttention(torch.nn.Module):
 
         Args:
             projections: q, k and v before rotation.
-            rotation: cosines and sines of each token; None to rotate nothing.
+            rotation: None to rotate nothing.
             packed: the sequences, which cover all tokens.
 
         Returns:
@@ -75,17 +83,36 @@ class CoreAttention(torch.nn.Module):
         """
         first = projections[0]
         if first.device.type == "cpu" and compiled_attention.is_available(first.dtype):
-            settings = compiled_attention.Settings(packed.cu_seqlens_q, self.scale, self.window)
-            return compiled_attention.attend(projections, rotation, settings)
+            tables = None if rotation is None else (rotation.cosines, rotation.sines)
+            settings = compiled_attention.Settings(
+                packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.keys, self.scale, self.window
+            )
+            return compiled_attention.attend(projections, tables, settings)
 
-        query, key, value = rotated_heads(projections, rotation)
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self._attend_rotated(query, key, value, packed)
+
+        rotated = rotated_heads(projections, rotation)
+        if packed.keys is None or self._is_recomputed or not torch.is_grad_enabled():
+            return attend(*rotated)
+        output: Tensor = checkpoint(attend, False, *rotated)
+        return output
+
+    def _attend_rotated(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
+    ) -> Tensor:
+        """Attend to the keys of all ranks, on torch's operators; [tokens, heads * head_dim]."""
+        if packed.keys is not None:
+            key, value = packed.keys.gather(torch.stack([key, value], dim=1)).unbind(1)
         if _has_varlen(query.device, query.dtype, query.shape[-1]):
             return self._attend_varlen(query, key, value, packed).flatten(1)
-        return self.attend_one_by_one(query, key, value, packed.lengths).flatten(1)
+        lengths = (packed.query_lengths, packed.key_lengths)
+        return self.attend_one_by_one(query, key, value, *lengths).flatten(1)
 
     def _attend_varlen(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences
     ) -> Tensor:
+        # The window ends at the query, and the last query stands beside the last key.
         output = varlen.varlen_attn(
             query,
             key,
@@ -102,23 +129,31 @@ class CoreAttention(torch.nn.Module):
         return output
 
     def attend_one_by_one(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        query_lengths: list[int],
+        key_lengths: list[int],
     ) -> Tensor:
         """Attend by torch's scaled_dot_product_attention, sequence by sequence.
 
         Args:
             query: rotated, [tokens, heads, head_dim].
-            key: rotated, [tokens, kv_heads, head_dim].
-            value: [tokens, kv_heads, head_dim].
-            lengths: tokens of each sequence.
+            key: rotated, [seen, kv_heads, head_dim].
+            value: [seen, kv_heads, head_dim].
+            query_lengths: tokens of each sequence, or of the part of it that is here.
+            key_lengths: tokens of each up to the end of that part.
 
         Returns:
             [tokens, heads, head_dim].
         """
         outputs = []
-        parts = (tensor.transpose(0, 1).split(lengths, dim=1) for tensor in (query, key, value))
-        for q, k, v in zip(*parts, strict=True):
-            mask = self._window_mask(q.shape[1], q.device)
+        queries = query.transpose(0, 1).split(query_lengths, dim=1)
+        keys = key.transpose(0, 1).split(key_lengths, dim=1)
+        values = value.transpose(0, 1).split(key_lengths, dim=1)
+        for q, k, v in zip(queries, keys, values, strict=True):
+            mask = self._mask(q.shape[1], k.shape[1], q.device)
             output = F.scaled_dot_product_attention(
                 q[None],
                 k[None],
@@ -131,13 +166,16 @@ class CoreAttention(torch.nn.Module):
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs)
 
-    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """Which tokens each token sees, [length, length]; None where the window hides nothing."""
-        if self.window is None or length <= self.window:
+    def _mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Which keys the last tokens see, [queries, keys]; None where these are all tokens, and the
+        window hides nothing.
+        """
+        if queries == keys and (self.window is None or keys <= self.window):
             return None
-        position = torch.arange(length, device=device)
-        distance = position[:, None] - position[None, :]
-        return (distance >= 0) & (distance < self.window)
+        key = torch.arange(keys, device=device)
+        distance = key[keys - queries :, None] - key[None, :]
+        seen = distance >= 0
+        return seen if self.window is None else seen & (distance < self.window)
 
 
 def rotated_heads(
@@ -161,7 +199,7 @@ def rotated_heads(
 
 def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """x [tokens, heads, head_dim], of which the first dimensions are rotated, in its dtype."""
-    cosines, sines = (table.unsqueeze(1) for table in rotation)
+    cosines, sines = (table.unsqueeze(1) for table in rotation.by_token)
     half = cosines.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     # The tables are float32, and so are the products.

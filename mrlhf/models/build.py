@@ -1,8 +1,8 @@
 """Builds one rank's part of a model, and says where each named tensor lies in it.
 
 All weights of a new part are zero: they are always loaded later. TransformerEngine's layers are
-used on a GPU if they can be imported. The family says what the layers are; this file knows no
-family, no optimizer and no data.
+used on a GPU if they can be imported, except with context parallelism. The family says what the
+layers are; this file knows no family, no optimizer and no data.
 """
 
 from __future__ import annotations
@@ -84,11 +84,13 @@ def build_model(
         sequence_parallel=sequence_parallel,
         recompute=recompute,
     )
-    _prepare_megatron()
+    # Our attention brings together the keys of context-parallel ranks itself.
+    transformer_engine = HAVE_TE and device.kind == "cuda" and layout.cp == 1
 
+    _prepare_megatron()
     chunks = []
     for number, chunk in enumerate(chunks_of(spec, layout, place)):
-        model = _build_chunk(spec, groups, config, chunk, number, HAVE_TE and device.kind == "cuda")
+        model = _build_chunk(spec, groups, config, chunk, number, transformer_engine)
         model.to(device.torch_device)
         chunks.append(HalfPrecision(config, model) if dtype == torch.bfloat16 else model)
     return BuiltModel(config, chunks)
@@ -166,6 +168,7 @@ def transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        context_parallel_size=layout.cp,
         sequence_parallel=sequence_parallel and layout.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,

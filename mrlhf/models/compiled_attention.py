@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.parallel.key_exchange import KeyExchange
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 
 # The arguments of each function in the order of attention.cpp.
 _SIGNATURES = {
-    "attend": "pppp ppp pp iiiiii fn",
-    "attend_back": "pppp ppp ppp pppp iiiiii fn",
+    "attend": "pppp pppp pp iiiiii fn",
+    "attend_back": "pppp pppp ppp pppp iiiiii fn",
 }
 
 
@@ -30,12 +31,18 @@ class Settings(NamedTuple):
     """What attention depends on beside projections and rotation.
 
     Attributes:
-        edges: where each sequence begins, and the end, int32 [sequences + 1] on the host.
+        query_edges: where each sequence, or each part of one that is here, begins, and the end;
+            int32 [sequences + 1] on the host.
+        key_edges: the same of the keys that each may see. The last query of each stands beside the
+            last of its keys.
+        keys: brings the keys here that lie on other ranks; None where there are none.
         scale: products of queries and keys are multiplied by it.
         window: how many tokens a token sees, itself included; None for all before it.
     """
 
-    edges: Tensor
+    query_edges: Tensor
+    key_edges: Tensor
+    keys: KeyExchange | None
     scale: float
     window: int | None
 
@@ -53,9 +60,9 @@ def attend(
     Args:
         projections: for each KV head its q heads, its k and its v in one tensor, [tokens, kv_heads,
             heads per KV head + 2, head_dim]; or q [tokens, heads, head_dim], and k and v [tokens,
-            kv_heads, head_dim].
-        rotation: the cosines and sines of each token, float32 [tokens, rotary_dim / 2] each; None
-            to rotate nothing.
+            kv_heads, head_dim], which may be of more tokens than q.
+        rotation: the cosines and sines of each position, float32 [positions, rotary_dim / 2] each;
+            None to rotate nothing. Positions count from 0 in each sequence.
         settings: the rest.
 
     Returns:
@@ -64,12 +71,13 @@ def attend(
     functions = _functions(projections[0].dtype)
     assert functions is not None
     assert len({tensor.dtype for tensor in projections}) == 1, "q, k and v differ in dtype"
-    edges = settings.edges
-    assert edges.dtype == torch.int32 and edges.is_contiguous()
-    assert int(edges[-1]) == len(projections[0]), "the sequences must cover all tokens"
+    for edges in (settings.query_edges, settings.key_edges):
+        assert edges.dtype == torch.int32 and edges.is_contiguous()
+    tokens = len(projections[0])
+    assert int(settings.query_edges[-1]) == tokens, "the sequences must cover all tokens"
 
     if rotation is None:
-        nothing = projections[0].new_empty((len(projections[0]), 0), dtype=torch.float32)
+        nothing = projections[0].new_empty((0, 0), dtype=torch.float32)
         rotation = (nothing, nothing)
     output: Tensor = _Attention.apply(functions, rotation, settings, *projections)
     return output
@@ -82,7 +90,10 @@ def _functions(dtype: torch.dtype) -> dict[str, Any] | None:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the projections, its output and a number for each query; no weights of attention."""
+    """Keeps the projections, its output and a number for each query; no weights of attention.
+
+    Of the keys and values it keeps this rank's own, and gathers those of others once more.
+    """
 
     @staticmethod
     def forward(
@@ -96,16 +107,17 @@ class _Attention(torch.autograd.Function):
             tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in projections
         )
         first = projections[0]
-        sizes = _sizes(projections, rotation, settings)
-        _, kv_heads, per_kv_head, dim, *_ = sizes
-        heads = kv_heads * per_kv_head
-        output = first.new_empty((len(first), heads * dim))
+        views = _seen(projections, settings)
+        assert len(views[1]) == int(settings.key_edges[-1]), "the sequences must cover all keys"
+        sizes = _sizes(views, rotation, settings)
+        heads = views[0].shape[1] * views[0].shape[2]
+        output = first.new_empty((len(first), heads * first.shape[-1]))
         logsums = first.new_empty((len(first), heads), dtype=torch.float32)
 
-        pointers, strides = _places(projections)
+        pointers, strides = _places(views)
         functions["attend"](
-            *pointers, strides, rotation[0].data_ptr(), rotation[1].data_ptr(),
-            settings.edges.data_ptr(), output.data_ptr(), logsums.data_ptr(), *sizes,
+            *pointers, strides, *_tables(rotation, settings),
+            output.data_ptr(), logsums.data_ptr(), *sizes,
         )  # fmt: skip
         ctx.save_for_backward(output, logsums, *projections)
         ctx.functions = functions
@@ -121,15 +133,37 @@ class _Attention(torch.autograd.Function):
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in projections
         ]
 
-        pointers, strides = _places(projections)
-        targets, target_strides = _places(gradients)
+        settings: Settings = ctx.settings
+        views = _seen(projections, settings)
+        of_views = _by_kv_head(gradients)
+        of_keys: Tensor | None = None
+        if settings.keys is not None:
+            of_keys = views[1].new_empty((len(views[1]), views[1].shape[1], 2, views[1].shape[3]))
+            of_views = [of_views[0], of_keys[:, :, :1], of_keys[:, :, 1:]]
+
+        pointers, strides = _places(views)
+        targets, target_strides = _places(of_views)
         ctx.functions["attend_back"](
-            *pointers, strides, ctx.rotation[0].data_ptr(), ctx.rotation[1].data_ptr(),
-            ctx.settings.edges.data_ptr(), output.data_ptr(), output_gradient.data_ptr(),
-            logsums.data_ptr(), *targets, target_strides,
-            *_sizes(projections, ctx.rotation, ctx.settings),
+            *pointers, strides, *_tables(ctx.rotation, settings),
+            output.data_ptr(), output_gradient.data_ptr(), logsums.data_ptr(),
+            *targets, target_strides, *_sizes(views, ctx.rotation, settings),
         )  # fmt: skip
+
+        if settings.keys is not None and of_keys is not None:
+            own = settings.keys.give_back(of_keys)
+            _, of_own_keys, of_own_values = _by_kv_head(gradients)
+            of_own_keys.copy_(own[:, :, :1])
+            of_own_values.copy_(own[:, :, 1:])
         return (None, None, None, *gradients)
+
+
+def _seen(projections: Sequence[Tensor], settings: Settings) -> list[Tensor]:
+    """q of this rank's tokens, and k and v of the tokens that they may see, as `_by_kv_head`."""
+    query, key, value = _by_kv_head(projections)
+    if settings.keys is None:
+        return [query, key, value]
+    both = settings.keys.lay_out(torch.cat([key, value], dim=2))
+    return [query, both[:, :, :1], both[:, :, 1:]]
 
 
 def _by_kv_head(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -141,20 +175,25 @@ def _by_kv_head(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [query.unflatten(1, (key.shape[1], -1)), key.unsqueeze(2), value.unsqueeze(2)]
 
 
-def _places(tensors: Sequence[Tensor]) -> tuple[list[int], Any]:
+def _places(views: Sequence[Tensor]) -> tuple[list[int], Any]:
     """Where q, k and v begin, and for each the strides of tokens, KV heads and query heads."""
-    views = _by_kv_head(tensors)
     strides = [stride for view in views for stride in view.stride()[:3]]
     return [view.data_ptr() for view in views], (ctypes.c_int64 * len(strides))(*strides)
 
 
+def _tables(rotation: tuple[Tensor, Tensor], settings: Settings) -> list[int]:
+    """Where the tables of positions and of sequences begin."""
+    tables = (*rotation, settings.query_edges, settings.key_edges)
+    return [table.data_ptr() for table in tables]
+
+
 def _sizes(
-    projections: Sequence[Tensor], rotation: tuple[Tensor, Tensor], settings: Settings
+    views: Sequence[Tensor], rotation: tuple[Tensor, Tensor], settings: Settings
 ) -> tuple[Any, ...]:
     """The numbers with which both functions end."""
-    tokens, kv_heads, per_kv_head, dim = _by_kv_head(projections)[0].shape
+    tokens, kv_heads, per_kv_head, dim = views[0].shape
     threads = threads_for(16 * tokens * kv_heads * per_kv_head * dim)
     return (
-        len(settings.edges) - 1, kv_heads, per_kv_head, dim, 2 * rotation[0].shape[1],
+        len(settings.query_edges) - 1, kv_heads, per_kv_head, dim, 2 * rotation[0].shape[1],
         settings.window or 0, settings.scale, threads,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.layout import MODEL_AXES, Axis, Coordinates, EngineLayout, ParallelLayout
 from mrlhf.parallel.machine import Machine, name_of_this_machine
+from mrlhf.parallel.segments import Segments
 
 Group = dist.ProcessGroup
 
@@ -62,6 +63,11 @@ class RoleGroups:
     def cp(self) -> Group:
         """Ranks that hold the parts of each sequence."""
         return self.collection.cp
+
+    @property
+    def segments(self) -> Segments:
+        """The segments of each sequence that this rank holds."""
+        return Segments(self.coordinates.cp, self.layout.cp)
 
     @property
     def is_first_replica(self) -> bool:

@@ -51,7 +51,13 @@ class AxisSizes:
     def of(cls, section: RoleSection) -> AxisSizes:
         """Those of a role's section."""
         pp_layers = None if section.pp_layers is None else tuple(section.pp_layers)
-        return cls(tp=section.tp, pp=section.pp, vpp=section.vpp, pp_layers=pp_layers)
+        return cls(
+            tp=section.tp,
+            cp=section.cp,
+            pp=section.pp,
+            vpp=section.vpp,
+            pp_layers=pp_layers,
+        )
 
     @property
     def ranks(self) -> int:

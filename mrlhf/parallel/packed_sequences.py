@@ -1,7 +1,8 @@
 """What a model's layers need to know of a pack, made once for all of them.
 
 The layers of megatron-core and TransformerEngine read the fields of `PackedSeqParams`; ours also
-ask for the angles by which each token is rotated. This file knows no layer.
+ask for the angles by which each token is rotated, and for the keys that lie on other ranks. This
+file knows no layer.
 """
 
 from __future__ import annotations
@@ -10,47 +11,115 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mrlhf.parallel.key_exchange import KeyExchange, seen_places
 from mrlhf.parallel.packs import Pack
 
-Rotation = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True)
+class Rotation:
+    """The angles by which the tokens of a pack are rotated.
+
+    Attributes:
+        cosines: float32 [positions, rotary_dim / 2], for each position of the longest sequence.
+        sines: of the same angles.
+        position_ids: int64 [tokens].
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    position_ids: Tensor
+
+    @cached_property
+    def by_token(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of each token, float32 [tokens, rotary_dim / 2] each."""
+        return self.cosines[self.position_ids], self.sines[self.position_ids]
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Sequences laid end to end.
+    """Sequences laid end to end, or the segments of them that this rank holds.
+
+    `cu_seqlens_q` says where each sequence or segment begins, and `cu_seqlens_kv` where the keys
+    that it may see begin. The last query of each sees the last of its keys.
 
     Attributes:
         position_ids: int64 [tokens], from 0 in each sequence.
+        lengths: int32 [sequences], tokens of each whole sequence. Padding at its end does not
+            count; nor does a sequence of padding, which stands behind the others.
+        keys: brings the keys of whole sequences here; None where this rank has whole sequences.
     """
 
     position_ids: Tensor = field(kw_only=True)
+    lengths: Tensor = field(kw_only=True)
+    keys: KeyExchange | None = field(kw_only=True, default=None)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
     )
 
     @classmethod
-    def of_pack(cls, pack: Pack) -> PackedSequences:
-        """The sequences of a pack, with its padding as a last one."""
+    def of_pack(cls, pack: Pack, cp_group: dist.ProcessGroup | None = None) -> PackedSequences:
+        """The sequences of a pack, with its padding as a last one.
+
+        Args:
+            pack: what this rank holds of them.
+            cp_group: the ranks that share the sequences; None if this rank has them whole.
+        """
+        segments = pack.segments
+        query_edges = key_edges = pack.boundaries
+        longest_keys = pack.longest
+        keys = None
+
+        if segments.size > 1:
+            assert cp_group is not None and cp_group.size() == segments.size
+            lengths = pack.boundaries.diff() // segments.count
+            held = torch.tensor(segments.held, dtype=torch.int32, device=lengths.device)
+            query_edges = _edges(lengths.repeat_interleave(len(segments.held)))
+            key_edges = _edges((lengths[:, None] * (held + 1)).flatten())
+            longest_keys = pack.longest // segments.count * (segments.held[-1] + 1)
+            tokens = len(pack.token_ids)
+            keys = KeyExchange(cp_group, seen_places(pack.boundaries, tokens, segments), tokens)
+
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=pack.boundaries,
-            cu_seqlens_kv=pack.boundaries,
-            max_seqlen_q=pack.longest,
-            max_seqlen_kv=pack.longest,
+            cu_seqlens_q=query_edges,
+            cu_seqlens_kv=key_edges,
+            max_seqlen_q=pack.longest // segments.count,
+            max_seqlen_kv=longest_keys,
             position_ids=pack.position_ids,
+            lengths=pack.lengths,
+            keys=keys,
         )
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence; on a GPU the first call waits for the device."""
+    def query_lengths(self) -> list[int]:
+        """Tokens of each sequence or segment; on a GPU the first call waits for the device."""
         lengths: list[int] = self.cu_seqlens_q.diff().tolist()
         return lengths
 
+    @cached_property
+    def key_lengths(self) -> list[int]:
+        """Tokens that each sequence or segment may see; see `query_lengths`."""
+        lengths: list[int] = self.cu_seqlens_kv.diff().tolist()
+        return lengths
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """The sequence that each token belongs to, int64 [tokens]; `len(lengths)` for padding."""
+        parts = self.cu_seqlens_q.diff()
+        segments_each = 1 if self.keys is None else 2
+        numbers = torch.arange(len(parts), device=parts.device) // segments_each
+        tokens = len(self.position_ids)
+        numbers = numbers.repeat_interleave(parts, output_size=tokens)
+
+        ends = torch.nn.functional.pad(self.lengths, (0, 1))  # of a sequence of padding: 0
+        return numbers.where(self.position_ids < ends[numbers], len(self.lengths))
+
     def rotation(self, frequencies: Tensor, scale: float) -> Rotation:
-        """Cosines and sines of each token, float32 [tokens, len(frequencies)] each.
+        """How a layer rotates the tokens.
 
         Args:
             frequencies: radians by which a step of one position rotates. Layers that rotate alike
@@ -59,10 +128,14 @@ class PackedSequences(PackedSeqParams):
         """
         if id(frequencies) not in self._rotations:
             device = self.position_ids.device
-            positions = torch.arange(self.max_seqlen_q, dtype=torch.float32, device=device)
+            positions = torch.arange(self.max_seqlen_kv, dtype=torch.float32, device=device)
             angles = torch.outer(positions, frequencies.to(device))
-            cosines = (angles.cos() * scale)[self.position_ids]
-            sines = (angles.sin() * scale)[self.position_ids]
+            rotation = Rotation(angles.cos() * scale, angles.sin() * scale, self.position_ids)
             # The tensor is kept, so that no other can come to have its id.
-            self._rotations[id(frequencies)] = (frequencies, (cosines, sines))
+            self._rotations[id(frequencies)] = (frequencies, rotation)
         return self._rotations[id(frequencies)][1]
+
+
+def _edges(lengths: Tensor) -> Tensor:
+    """Where parts of these lengths begin, and the end; int32 [parts + 1]."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

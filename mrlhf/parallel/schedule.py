@@ -65,7 +65,9 @@ class Pipeline:
         # What takes the place of the micro-batches after a stop, and of those that an interleaved
         # schedule needs beyond the packs: as little as goes through.
         multiple = layout.tp if config.sequence_parallel else 1
-        [self._shortest] = make_packs(Sequences.of([[0]], [1]), [[0]], "last", multiple, device)
+        [self._shortest] = make_packs(
+            Sequences.of([[0]], [1]), [[0]], "last", multiple, device, groups.segments
+        )
         vp_size = layout.vpp if layout.vpp > 1 else None
         self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)
         self._communication = {}
@@ -107,7 +109,8 @@ class Pipeline:
         """Run the packs forward and backward, then reduce the gradients; every rank calls it.
 
         The gradient is that of the sum of all scalars that `loss` returns, over all packs of all
-        data-parallel ranks.
+        data-parallel and context-parallel ranks. A scalar that several context-parallel ranks have
+        counts once, if each of them differentiates it in its own numbers alone.
 
         Args:
             packs: at least one micro-batch.
@@ -119,8 +122,8 @@ class Pipeline:
         Raises:
             Interrupted: the run stops here; the gradient is of no use.
         """
-        # The schedule divides by the number of micro-batches, and the reduction by the number of
-        # data-parallel ranks.
+        # The schedule divides by the number of micro-batches and multiplies by the number of
+        # context-parallel ranks. The reduction divides by the number of both kinds of ranks.
         scale = self._rounds(packs) * self._groups.layout.dp
 
         def finish(pack: Pack, number: int, output: Tensor) -> tuple[Tensor, Result]:
@@ -176,7 +179,7 @@ class Pipeline:
         return rounds(len(packs), layout.pp, layout.vpp)
 
     def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
-        packed = PackedSequences.of_pack(pack)
+        packed = PackedSequences.of_pack(pack, self._groups.cp)
         token_ids = pack.token_ids.long()[None]
         return model(token_ids, packed.position_ids[None], None, packed_seq_params=packed)
 

@@ -6,15 +6,16 @@ of tokens at a time. A few numbers for each token remain of a chunk's logits, so
 
 For training, a loss of these numbers is evaluated as soon as the numbers are there, and its
 gradient is taken while the logits are. A chunk holds whole sequences wherever they are short
-enough, so that a loss over whole sequences needs the logits once. This file knows no loss.
+enough, so that a loss over whole sequences needs the logits once. Where several ranks hold parts of
+each sequence, all of them cut between the same sequences. This file knows no loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,20 @@ from mrlhf.parallel.vocab_sums import (
 _CHUNK_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
 _LEAST_ROWS = 128
 
-Objective = Callable[[slice, TokenNumbers], Tensor]
+
+class Part(NamedTuple):
+    """Consecutive tokens whose loss is evaluated at once.
+
+    Attributes:
+        tokens: which of this rank's tokens.
+        rows: which of the sequences they are of.
+    """
+
+    tokens: slice
+    rows: slice
+
+
+Objective = Callable[[Part, TokenNumbers], Tensor]
 """Takes some of the tokens and their numbers, which have gradients; gives their loss, a scalar."""
 
 
@@ -69,9 +83,11 @@ class Tokens:
     Attributes:
         hidden: [tokens, hidden], equal on all ranks of the output layer's group.
         targets: int64 [tokens], each in [0, vocab_size).
-        lengths: how many tokens each sequence has, one sequence after the other.
+        lengths: how many tokens each sequence has here, one sequence after the other.
         ref_layer: the output layer of the reference, if the KL to it is wanted.
         ref_hidden: [tokens, hidden], the hidden states of the reference.
+        most_lengths: the most tokens that each has on any of the ranks that hold parts of it; None
+            if this rank holds them whole.
     """
 
     hidden: Tensor
@@ -79,6 +95,7 @@ class Tokens:
     lengths: Sequence[int]
     ref_layer: OutputLayer | None = None
     ref_hidden: Tensor | None = None
+    most_lengths: Sequence[int] | None = None
 
 
 @torch.no_grad()
@@ -88,7 +105,7 @@ def token_numbers(layer: OutputLayer, tokens: Tokens, wanted: Wanted) -> TokenNu
     They are equal, bit for bit, to those that `token_loss` computes from the same tokens.
     """
     projection = _Projection(layer, tokens, wanted)
-    return projection.measure(list(chain.from_iterable(projection.spans)))[0]
+    return projection.measure(projection.chunks)[0]
 
 
 def token_loss(
@@ -105,8 +122,9 @@ def token_loss(
         wanted: the numbers that the objective reads.
         objective: the loss of some of the tokens; equal on all ranks of the group.
         by_token: whether the losses of any parts of the tokens add up to the loss of all. If not,
-            those of whole sequences do: the objective gets no part of a sequence, and the logits of
-            a sequence that is longer than a chunk are computed twice.
+            those of whole sequences do: the objective gets all tokens of a sequence that are here,
+            and the logits of a sequence that is longer than a chunk are computed twice. Ranks that
+            hold parts of the same sequences call the objective together.
     """
     hidden = tokens.hidden
     weight = layer.weight
@@ -116,14 +134,31 @@ def token_loss(
         gradients = _Gradients(torch.empty_like(hidden), weight)
         spans = projection.spans
         if by_token:
-            spans = [[chunk] for chunk in chain.from_iterable(spans)]
-        for chunks in spans:
-            numbers, normalisers = projection.measure(chunks)
-            part = slice(chunks[0].start, chunks[-1].stop)
-            part_loss, of_numbers = _differentiate(objective, part, numbers)
+            spans = [_Span(span.rows, [chunk]) for span in spans for chunk in span.chunks]
+        for span in spans:
+            numbers, normalisers = projection.measure(span.chunks)
+            part_loss, of_numbers = _differentiate(objective, span.part, numbers)
             loss += part_loss
-            projection.differentiate(chunks, numbers, of_numbers, normalisers, gradients)
+            projection.differentiate(span.chunks, numbers, of_numbers, normalisers, gradients)
     return _KnownGradients.apply(loss, hidden, weight, gradients.hidden, gradients.weight)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Whole sequences, as far as they are here, whose logits are computed chunk by chunk.
+
+    Attributes:
+        rows: which of the sequences.
+        chunks: their tokens, at least one chunk; it may be empty.
+    """
+
+    rows: slice
+    chunks: list[slice]
+
+    @property
+    def part(self) -> Part:
+        """All tokens of the span."""
+        return Part(slice(self.chunks[0].start, self.chunks[-1].stop), self.rows)
 
 
 class _Projection:
@@ -143,8 +178,8 @@ class _Projection:
         shard = len(layer.weight)
         row_bytes = shard * layer.weight.element_size()
         most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
-        self.spans = _spans(tokens.lengths, most_rows)
-        rows = max(chunk.stop - chunk.start for chunk in chain.from_iterable(self.spans))
+        self.spans = _spans(tokens.lengths, tokens.most_lengths or tokens.lengths, most_rows)
+        rows = max(chunk.stop - chunk.start for chunk in self.chunks)
         shape = (rows, shard)
         self._logits = layer.weight.new_empty(shape)
         self._ref_logits: Tensor | None = None
@@ -152,6 +187,11 @@ class _Projection:
             # The reference may have another dtype.
             self._ref_logits = tokens.ref_layer.weight.new_empty(shape)
         self._held: slice | None = None
+
+    @property
+    def chunks(self) -> list[slice]:
+        """The chunks of all spans."""
+        return [chunk for span in self.spans for chunk in span.chunks]
 
     def measure(self, chunks: Sequence[slice]) -> tuple[TokenNumbers, Normalisers]:
         """The numbers of the tokens of consecutive chunks, and what their gradient needs."""
@@ -211,29 +251,36 @@ class _Projection:
         return logits, ref_logits
 
 
-def _spans(lengths: Sequence[int], most_rows: int) -> list[list[slice]]:
+def _spans(lengths: Sequence[int], most_lengths: Sequence[int], most_rows: int) -> list[_Span]:
     """Cut tokens at the ends of sequences; at least one span.
 
     A span is one chunk of whole sequences, of at most `most_rows` tokens, or one longer sequence in
     as few chunks as possible, of nearly equal size.
 
     Args:
-        lengths: how many tokens each sequence has.
-        most_rows: of a chunk.
+        lengths: how many tokens each sequence has here.
+        most_lengths: how many it has at most on any rank that cuts the same sequences; where the
+            spans begin and end depends on this alone.
+        most_rows: of a chunk, tokens.
     """
-    ends = [0]  # of the spans
+    edges = [0]  # the first sequence of each span
     filled = 0
-    for length in lengths:
-        if filled > ends[-1] and filled + length - ends[-1] > most_rows:
-            ends.append(filled)
+    for row, length in enumerate(most_lengths):
+        if filled > 0 and filled + length > most_rows:
+            edges.append(row)
+            filled = 0
         filled += length
-    ends.append(filled)
+    edges.append(len(lengths))
 
     spans = []
-    for begin, end in pairwise(ends):
+    begin = 0
+    for first, last in pairwise(edges):
+        end = begin + sum(lengths[first:last])
         height = max(1, -(-(end - begin) // max(1, -(-(end - begin) // most_rows))))
         tops = range(begin, max(end, begin + 1), height)
-        spans.append([slice(top, min(top + height, end)) for top in tops])
+        chunks = [slice(top, min(top + height, end)) for top in tops]
+        spans.append(_Span(slice(first, last), chunks))
+        begin = end
     return spans
 
 
@@ -259,7 +306,7 @@ class _Gradients:
 
 
 def _differentiate(
-    objective: Objective, part: slice, numbers: TokenNumbers
+    objective: Objective, part: Part, numbers: TokenNumbers
 ) -> tuple[Tensor, TokenNumbers]:
     """The loss of these tokens, and its gradient in each of their numbers."""
     leaves = {

@@ -194,7 +194,8 @@ class LocalSums:
         return numbers, Normalisers(maximum + log_total, reference)
 
     def _gather(self, group: dist.ProcessGroup | None) -> Tensor:
-        if group is None or group.size() == 1:
+        # All ranks of the group have the same tokens; there may be none.
+        if group is None or group.size() == 1 or not self._table.numel():
             return self._table[None]
         parts = [torch.empty_like(self._table) for _ in range(group.size())]
         dist.all_gather(parts, self._table, group=group)

@@ -17,6 +17,7 @@ from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
+from mrlhf.parallel.segments import Segments
 from mrlhf.parallel.stages import Stages
 from mrlhf.preflight.method_checks import in_yaml, method_problems
 from mrlhf.preflight.metric_checks import metric_problems
@@ -55,18 +56,22 @@ def check(config: AnyConfig, world_size: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def longest_unit(config: AnyConfig) -> int:
-    """Tokens of the longest unit that one micro-batch must hold: a sequence, or a pair of them."""
-    if isinstance(config, RewardModelConfig):
-        return 2 * config.data.max_length
-    return config.data.max_length
+def longest_unit(config: AnyConfig, cp: int = 1) -> int:
+    """Tokens of the longest unit that one micro-batch must hold: a sequence, or a pair of them.
+
+    Args:
+        config: says which unit it is.
+        cp: how many context-parallel ranks share a sequence, which is padded for them.
+    """
+    longest = Segments(size=cp).padded(config.data.max_length)
+    return 2 * longest if isinstance(config, RewardModelConfig) else longest
 
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
     for name, role in config.roles().items():
         problem = AxisSizes.of(role).problem(name, world_size)
-        if problem is not None and not _is_inherited(config, name, ("tp", "pp")):
+        if problem is not None and not _is_inherited(config, name, ("tp", "cp", "pp")):
             yield problem
 
 
@@ -83,21 +88,26 @@ def _is_inherited(config: AnyConfig, name: str, keys: Sequence[str]) -> bool:
 def _role_problems(config: AnyConfig) -> Iterator[str]:
     """Layouts and micro-batches that contradict each other, whatever the ranks."""
     too_small = []
-    longest = longest_unit(config)
+    needed = longest_unit(config)
+    padded_for = ""
     for name, role in config.roles().items():
         if role.sequence_parallel and role.tp == 1:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
         if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
             yield from _stage_problems(name, AxisSizes.of(role).stages)
-        if role.micro_batch_tokens < longest:
+        with_padding = longest_unit(config, role.cp)
+        if role.micro_batch_tokens < with_padding:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
+            if with_padding > needed:
+                needed = with_padding
+                padded_for = f", padded to {needed} for {name}.cp {role.cp}"
 
     if too_small:
         unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
         verb = "is" if len(too_small) == 1 else "are"
         yield (
             f"{_joined(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
-            f"tokens; raise micro_batch_tokens to at least {longest} or lower the length"
+            f"tokens{padded_for}; raise micro_batch_tokens to at least {needed} or lower the length"
         )
 
 
@@ -228,8 +238,8 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     if not sizes["reference"].has_ranks_of(sizes["actor"]):
         yield (
             "KL 'full' compares whole distributions rank by rank, but reference is "
-            f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp and reference.pp "
-            "out"
+            f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp, reference.cp "
+            "and reference.pp out"
         )
     if reference.sequence_parallel and not actor.sequence_parallel:
         yield (

@@ -211,19 +211,19 @@ def _updates(
     yield (
         f"    a mini-batch: {_count(prompts, 'prompt')} x {n} = {_count(samples, 'sample')}, at "
         f"full length {per_rank} a data-parallel rank and "
-        f"{_micro_batches(role, per_rank, longest_unit(config))}"
+        f"{_micro_batches(role, per_rank, longest_unit(config, role.cp))}"
     )
 
 
 def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
     noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
     batch = config.data.batch_size
-    longest = longest_unit(config)
     per_rank = -(-batch // AxisSizes.of(config.model).dp(world_size))
     yield "each optimizer step"
+    micro_batches = _micro_batches(config.model, per_rank, longest_unit(config, config.model.cp))
     yield (
-        f"  {_count(batch, noun)} of <= {longest} tokens, at full length {per_rank} a "
-        f"data-parallel rank and {_micro_batches(config.model, per_rank, longest)}"
+        f"  {_count(batch, noun)} of <= {longest_unit(config)} tokens, at full length {per_rank} a "
+        f"data-parallel rank and {micro_batches}"
     )
 
 

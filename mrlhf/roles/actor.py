@@ -210,7 +210,9 @@ class Actor:
             shape = (len(mini_batch.rows), experience.rollout.shape[1])
             batch = settings.prepared(batch, self._token_logprobs.of_batch(packs, shape))
 
-        numbers = PolicyMiniBatch.of(batch, packs if self.engine.groups.is_last_stage else [])
+        if not self.engine.groups.is_last_stage:
+            packs = []
+        numbers = PolicyMiniBatch.of(batch, packs, settings.by_token)
         return HiddenObjective(
             settings, numbers, self._token_logprobs, mini_batch.packs, ref_states
         )

@@ -108,7 +108,7 @@ class _ValueObjective:
     def __call__(self, output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         """The pack's part of the loss, and its tally."""
         tokens = self._packs[number]
-        rows = len(self._mini_batch.packs[number].rows)
+        pack = self._mini_batch.packs[number]
         values = output[:, 0].float()
         squared = value_loss(
             values, tokens.old_values, tokens.returns, self._section.cliprange_value
@@ -117,7 +117,9 @@ class _ValueObjective:
         loss = masked_sum(squared.per_token * tokens.weights, mask) / self._count
 
         tally = Tally()
-        tally.add("critic/vf_loss", loss, rows / self._sequences)
+        # Each of the ranks that share the pack's sequences has its part of the loss.
+        share = len(pack.rows) / self._sequences / pack.segments.size
+        tally.add("critic/vf_loss", loss, share)
         tally.add("critic/vf_clipfrac", masked_sum(squared.clipped.float(), mask), mask.sum())
         tally.add("critic/vpred_mean", masked_sum(values, mask), mask.sum())
         return loss, PackResult(tally)

@@ -68,9 +68,9 @@ class PolicyBatch:
         }
         return PolicyBatch(**fields)
 
-    def of_packs(self, packs: Sequence[Pack]) -> list[PolicyBatch]:
-        """The tokens of each pack, [selected], where the model is."""
-        return [PolicyBatch(**tables) for tables in lay_flat(vars(self), packs)]
+    def of_packs(self, packs: Sequence[Pack], whole_rows: bool) -> list[PolicyBatch]:
+        """The tokens of each pack, [selected], where the model is; see `lay_flat`."""
+        return [PolicyBatch(**tables) for tables in lay_flat(vars(self), packs, whole_rows)]
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,16 @@ of hidden states. Neither knows where advantages and weights come from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mrlhf.metrics import Tally
 from mrlhf.parallel.packs import Pack, lay_in_rows
+from mrlhf.parallel.vocab import Part
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.rl.kl import kl_penalty
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.masking import masked_sum
@@ -41,7 +43,8 @@ class PolicyMiniBatch:
         sequences: sequences of the mini-batch over all ranks.
         tokens: their tokens that correction has kept.
         right_tokens: their drawn tokens in right responses.
-        packs: the numbers of each of this rank's packs, where the model is.
+        packs: the numbers of each of this rank's packs, where the model is: of the tokens that
+            this rank holds, or of whole sequences where the loss needs these.
     """
 
     sequences: int
@@ -50,18 +53,19 @@ class PolicyMiniBatch:
     packs: list[PolicyBatch]
 
     @staticmethod
-    def of(batch: PolicyBatch, packs: Sequence[Pack]) -> PolicyMiniBatch:
+    def of(batch: PolicyBatch, packs: Sequence[Pack], by_token: bool) -> PolicyMiniBatch:
         """The mini-batch with these tables.
 
         Args:
             batch: the whole mini-batch.
             packs: this rank's packs, their rows counted from the mini-batch's first row.
+            by_token: whether the loss of a token depends on no other token.
         """
         return PolicyMiniBatch(
             sequences=len(batch.mask),
             tokens=int(batch.mask.sum()),
             right_tokens=0 if batch.right is None else int(batch.right.sum()),
-            packs=batch.of_packs(packs),
+            packs=batch.of_packs(packs, whole_rows=not by_token),
         )
 
 
@@ -164,26 +168,26 @@ class HiddenObjective:
         """
         settings = self._settings
         pack = self._packs[number]
-        of_pack = self._mini_batch.packs[number]
-        share = len(pack.rows) / self._mini_batch.sequences
-        tokens = len(pack.select)
         tally = Tally()
-        logprobs = []
+        logprobs: list[Tensor] = []
 
-        def objective(part: slice, numbers: TokenNumbers) -> Tensor:
+        def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+            # The pack counts once, however many parts and ranks there are.
+            share = 0.0 if logprobs else len(pack.rows) / self._mini_batch.sequences
             logprobs.append(numbers.logprobs.detach())
-            part_of_pack = (part.stop - part.start) / tokens if tokens else 1.0
-            counts = None if settings.by_token else pack.counts_in(part)
+            if settings.by_token:
+                batch = self._mini_batch.packs[number].map(lambda flat: flat[part.tokens][None])
+                table = numbers.map(lambda flat: flat[None])
+                share /= pack.segments.size
+            else:
+                batch, table = self._whole_rows(number, part.rows, numbers)
 
-            def lay(flat: Tensor) -> Tensor:
-                return flat[None] if counts is None else lay_in_rows(flat, counts, pack.width)
-
-            batch = of_pack.map(lambda flat: lay(flat[part]))
-            table = numbers.map(lay)
             if not settings.needs_mini_batch_pass:
                 batch = settings.corrected(batch, table.logprobs)
-            loss, part_tally = self._objective(batch, table, share * part_of_pack)
-            tally.merge(part_tally)
+            loss, part_tally = self._objective(batch, table, share)
+            # All ranks that share the sequences have the loss of whole ones; one of them counts it.
+            if settings.by_token or pack.segments.rank == 0:
+                tally.merge(part_tally)
             return loss
 
         wanted = Wanted(entropy=settings.wants_entropy, kl=settings.wants_full_kl)
@@ -197,3 +201,28 @@ class HiddenObjective:
         )
         kept = None if settings.bypass is None else torch.cat(logprobs)
         return loss, PackResult(tally, kept)
+
+    def _whole_rows(
+        self, number: int, rows: slice, numbers: TokenNumbers
+    ) -> tuple[PolicyBatch, TokenNumbers]:
+        """Tables of some rows of pack `number`, [rows, response_len].
+
+        Args:
+            number: of the pack.
+            rows: which of its rows.
+            numbers: those of this rank's tokens of the rows.
+        """
+        pack = self._packs[number]
+        counts = pack.row_counts
+        first = int(counts[: rows.start].sum())
+        counts = counts[rows]
+        flat = slice(first, first + int(counts.sum()))
+
+        def lay(whole: Tensor) -> Tensor:
+            return lay_in_rows(whole, counts, pack.width)
+
+        wanted = {name: own for name, own in vars(numbers).items() if own is not None}
+        cp_group = self._token_logprobs.engine.groups.cp
+        whole = gather_rows(torch.stack(list(wanted.values())), pack, cp_group, rows)
+        table = replace(numbers, **dict(zip(wanted, map(lay, whole), strict=True)))
+        return self._mini_batch.packs[number].map(lambda of_pack: lay(of_pack[flat])), table

@@ -101,7 +101,13 @@ class TokenLogprobs:
         return token_loss(self.layer, tokens, wanted, objective, by_token)
 
     def _tokens(self, hidden: Tensor, pack: Pack, reference: ReferenceStates | None) -> Tokens:
-        tokens = Tokens(hidden, pack.targets, pack.counts.tolist())
+        counts = pack.rank_counts
+        tokens = Tokens(
+            hidden,
+            pack.targets,
+            lengths=counts[pack.segments.rank].tolist(),
+            most_lengths=counts.amax(dim=0).tolist(),
+        )
         if reference is None:
             return tokens
         return replace(

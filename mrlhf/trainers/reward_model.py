@@ -16,6 +16,7 @@ from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
+from mrlhf.parallel.whole_rows import gather_rows
 from mrlhf.preflight import read_reward_model_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
@@ -65,12 +66,17 @@ class PreferenceLearning:
         cut = engine.cut(sequences, "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
-            margin = output[0::2, 0].float() - output[1::2, 0].float()
+            pack = cut.packs[number]
+            # The last tokens of a pair may lie on two ranks.
+            [scores] = gather_rows(output.float().T, pack, engine.groups.cp)
+            margin = scores[0::2] - scores[1::2]
             total = -logsigmoid(margin).sum()
+
             tally = Tally()
-            tally.add("rm/loss", total, len(margin))
-            tally.add("rm/accuracy", (margin > 0).sum(), len(margin))
-            tally.add("rm/margin", margin.sum(), len(margin))
+            if pack.segments.rank == 0:  # the other ranks that share the pairs have the same loss
+                tally.add("rm/loss", total, len(margin))
+                tally.add("rm/accuracy", (margin > 0).sum(), len(margin))
+                tally.add("rm/margin", margin.sum(), len(margin))
             return total / len(rows), PackResult(tally)
 
         names = ("rm/loss", "rm/accuracy", "rm/margin")

@@ -15,6 +15,7 @@ from mrlhf.config.roots import SFTConfig
 from mrlhf.data.sft import SftExample
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
+from mrlhf.parallel.vocab import Part
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from mrlhf.preflight import read_sft_inputs
 from mrlhf.roles.token_logprobs import TokenLogprobs
@@ -67,7 +68,7 @@ class FineTuning:
         cut = engine.cut(sequences, "response")
         packs = cut.packs
 
-        def of_tokens(part: slice, numbers: TokenNumbers) -> Tensor:
+        def of_tokens(part: Part, numbers: TokenNumbers) -> Tensor:
             return -numbers.logprobs.sum()
 
         def loss(hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:

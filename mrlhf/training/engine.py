@@ -1,7 +1,8 @@
 """`ModelEngine` holds one sharded model, runs packed micro-batches through it and trains it.
 
-It is given whole (global) batches. It works on the share that the cut of a batch gives
-to its data-parallel rank, and returns results for the whole batch on every rank. It does not know
+It is given whole (global) batches. It works on the share that the cut of a batch gives to its
+data-parallel rank, and of that on the segments of its context-parallel rank; it returns results for
+the whole batch on every rank. It does not know
 what its outputs are used for, nor which loss it minimises.
 """
 
@@ -216,9 +217,10 @@ class ModelEngine:
             mini_batch_rows: rows of one optimizer step; all rows where None.
             together: number of consecutive rows that must stay in one micro-batch.
         """
-        lengths = sequences.lengths.tolist()
-        costs = self._costs(sequences, select)
         layout = self.groups.layout
+        segments = self.groups.segments
+        lengths = segments.padded(sequences.lengths).tolist()
+        costs = self._costs(sequences, select)
         mini_batches = cut_mini_batches(
             lengths,
             costs,
@@ -233,7 +235,7 @@ class ModelEngine:
         ]
         multiple = layout.tp if self._section.sequence_parallel else 1
         packs = make_packs(
-            sequences, list(chain.from_iterable(shares)), select, multiple, self.device
+            sequences, list(chain.from_iterable(shares)), select, multiple, self.device, segments
         )
 
         remaining = iter(packs)
@@ -257,7 +259,7 @@ class ModelEngine:
         """Evaluate every selected position of the whole batch.
 
         Args:
-            packs: this rank's share of the batch.
+            packs: what this rank holds of the batch.
             shape: batch and width of the tables that the packs' places count in.
             evaluate: as for `Pipeline.forward`; returns [channels, selected].
             channels: numbers for each position.

@@ -38,6 +38,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 AXES: dict[str, tuple[Any, ...]] = {
     "ranks": (4, 8),
     "tp": (1, 2, 4),
+    "cp": (1, 2),
     "pp": (1, 2, 4),
     "vpp": (1, 2),
     "uneven_stages": (False, True),

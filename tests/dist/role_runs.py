@@ -46,14 +46,22 @@ CPU = Device("cpu", torch.device("cpu"), "gloo")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3")
 LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes()],
-    4: [AxisSizes(tp=2, pp=2), AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(tp=4)],
+    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2), AxisSizes()],
+    4: [
+        AxisSizes(tp=2, pp=2),
+        AxisSizes(tp=2),
+        AxisSizes(pp=2),
+        AxisSizes(tp=4),
+        AxisSizes(tp=2, cp=2),
+        AxisSizes(cp=2, pp=2),
+    ],
 }
 """By world size. The models have one or two KV heads, which two or four ranks share."""
 STAGED_LAYOUTS = {
     2: [AxisSizes(pp=2, vpp=2), AxisSizes(pp=2, pp_layers=(3, 1))],
     4: [
         AxisSizes(tp=2, pp=2, vpp=2),
+        AxisSizes(cp=2, pp=2, vpp=2),
         AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
         AxisSizes(pp=4),
         AxisSizes(pp=4, pp_layers=(1, 1, 2, 0)),
@@ -122,10 +130,10 @@ class Setting:
     device: Device = CPU
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        """World size, tp, pp."""
+    def layout(self) -> tuple[int, AxisSizes]:
+        """World size, and the sizes that the role asks for."""
         layout = self.groups.layout
-        return layout.world_size, layout.tp, layout.pp
+        return layout.world_size, AxisSizes(tp=layout.tp, cp=layout.cp, pp=layout.pp)
 
     @property
     def name(self) -> str:
@@ -134,7 +142,7 @@ class Setting:
         stages = ""
         if self.is_staged:
             stages = f" vpp{layout.vpp} layers {'-'.join(map(str, layout.pp_layers or ()))}"
-        return f"tp{layout.tp} pp{layout.pp} dp{layout.dp}{stages} {self.form.name}"
+        return f"tp{layout.tp} cp{layout.cp} pp{layout.pp} dp{layout.dp}{stages} {self.form.name}"
 
     @property
     def is_staged(self) -> bool:
@@ -352,6 +360,7 @@ def _form_keys(setting: Setting) -> dict[str, Any]:
     layout = setting.groups.layout
     return {
         "tp": layout.tp,
+        "cp": layout.cp,
         "pp": layout.pp,
         "vpp": layout.vpp,
         "pp_layers": None if layout.pp_layers is None else list(layout.pp_layers),

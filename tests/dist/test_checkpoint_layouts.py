@@ -21,11 +21,11 @@ from mrlhf.checkpoint.model_slices import SliceReader
 from mrlhf.checkpoint.restorer import open_checkpoint
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.errors import CheckpointError
+from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
 from mrlhf.weights.boxes import whole
 from tests import plain_ppo
 from tests.dist.role_runs import (
-    LAYOUTS,
     STAGED_LAYOUTS,
     Form,
     Setting,
@@ -40,6 +40,11 @@ from tests.ranks import run_ranks
 
 SHARDED = Form("sharded", 1000, distributed_optimizer=True)
 PLAIN = Form("plain", 1000, distributed_optimizer=False)
+LAYOUTS = {
+    1: [AxisSizes()],
+    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2)],
+    4: [AxisSizes(tp=2, pp=2), AxisSizes(pp=2), AxisSizes(tp=4), AxisSizes(tp=2, cp=2)],
+}
 STAGED = {4: [STAGED_LAYOUTS[4][0]]}
 """Two tensor-parallel x two pipeline ranks of two virtual stages; for the model of four layers."""
 SAVED = 2 * sum(map(len, LAYOUTS.values()))  # checkpoints of each case: two optimizers a layout
@@ -73,7 +78,7 @@ def _saver(directory: Path, asynchronous: bool) -> Saver:
 
 def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]]:
     every = []
-    everywhere = settings(root, world_size, (SHARDED, PLAIN))
+    everywhere = settings(root, world_size, (SHARDED, PLAIN), LAYOUTS)
     staged = settings(root, world_size, (SHARDED, PLAIN), STAGED)
     for setting in chain(everywhere, staged):
         for dtype, case in CASES.items():

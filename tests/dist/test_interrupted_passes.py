@@ -33,8 +33,10 @@ LAYOUTS = [
     (AxisSizes(tp=2, pp=2), True),
     (AxisSizes(tp=2, pp=2, vpp=2), True),
     (AxisSizes(tp=2), True),
+    (AxisSizes(tp=2, cp=2), True),
     (AxisSizes(pp=2), False),
     (AxisSizes(pp=2, vpp=2), False),
+    (AxisSizes(tp=2, cp=2), True),
     (AxisSizes(), False),
 ]
 """With or without sequence parallelism."""

@@ -47,14 +47,27 @@ MIXED = Scenario(
         "reward_model.vpp=2",
     ],
 )
+SHARED = Scenario(
+    "tp2 cp2",
+    [
+        "actor.tp=2",
+        "actor.cp=2",
+        "actor.sequence_parallel=true",
+        "critic.cp=4",
+        "critic.micro_batch_tokens=40",
+        "reward_model.cp=2",
+        "rollout.tp=4",
+        "rollout.verify_reshard=true",
+    ],
+)
 
 
 def test_a_step_is_the_same_on_every_layout(runs: Runs) -> None:
-    assert_same_on_every_layout(runs, DEEP, WIDE, MIXED)
+    assert_same_on_every_layout(runs, DEEP, WIDE, MIXED, SHARED)
 
 
 def test_all_ranks_tell_the_same(runs: Runs) -> None:
-    for scenario in (DEEP, WIDE, MIXED):
+    for scenario in (DEEP, WIDE, MIXED, SHARED):
         for rank in range(1, WORLD_SIZE):
             pairs = zip(runs.steps(scenario, rank), runs.steps(scenario), strict=True)
             for step, wanted in pairs:

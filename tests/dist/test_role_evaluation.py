@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mrlhf.parallel.layout import AxisSizes
 from tests import plain_ppo
 from tests.dist.role_runs import (
     LAYOUTS,
@@ -78,7 +79,8 @@ def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, Any]:
             results["evaluated"][label] = {name: table.tolist() for name, table in tables.items()}
             results["first update"][label], _ = _first_update(setting, UPDATED[model])
 
-        if setting.layout == (4, 2, 2) and setting.form is SEQUENCE_PARALLEL:
+        deep = (4, AxisSizes(tp=2, pp=2))
+        if setting.layout == deep and setting.form is SEQUENCE_PARALLEL:
             model = "qwen2-tied" if setting.is_staged else "llama"
             metrics, logprobs = _first_update(setting, UPDATED[model], dtype="bfloat16")
             results["bfloat16"][model] = metrics, logprobs.tolist()

@@ -17,6 +17,7 @@ import torch
 
 from mrlhf.batch import Experience
 from mrlhf.errors import TrainingError
+from mrlhf.parallel.layout import AxisSizes
 from tests import plain_ppo
 from tests.dist.role_runs import (
     ONE_PACK,
@@ -36,7 +37,7 @@ from tests.ranks import run_ranks
 
 CASE = Case("llama", "token-mean")
 FORMS = (ONE_PACK, SEQUENCE_PARALLEL)  # without and with the distributed optimizer
-LAYOUTS = ((1, 1, 1), (4, 2, 1))  # world size, tp, pp; the others share the code
+LAYOUTS = ((1, AxisSizes()), (4, AxisSizes(tp=2)))  # by world size; the others share the code
 
 
 @dataclass(frozen=True)

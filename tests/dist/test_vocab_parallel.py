@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.parallel import vocab
-from mrlhf.parallel.vocab import OutputLayer, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab import OutputLayer, Part, Tokens, token_loss, token_numbers
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 from tests.ranks import run_ranks
 
@@ -24,9 +24,9 @@ def _random(rows: int, seed: int) -> Tensor:
     return 1.6 * torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
-def _weighted(part: slice, numbers: TokenNumbers) -> Tensor:
+def _weighted(part: Part, numbers: TokenNumbers) -> Tensor:
     values = torch.stack([numbers.logprobs, numbers.entropy, numbers.full_kl])
-    return (values * FACTORS[:, part]).sum()
+    return (values * FACTORS[:, part.tokens]).sum()
 
 
 def _all_sizes(
@@ -66,7 +66,7 @@ def _shard_results(
     assert calls == 1, "one gather for all chunks"
     seen = []
 
-    def objective(part: slice, current: TokenNumbers) -> Tensor:
+    def objective(part: Part, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
@@ -89,7 +89,7 @@ def _shard_results(
         full_kl=(p * (log_p - log_q)).sum(dim=1),
         sum_of_squares=p.square().sum(dim=1),
     )
-    _weighted(slice(0, TOKENS), expected).backward()
+    _weighted(Part(slice(0, TOKENS), slice(0, 2)), expected).backward()
 
     pairs = zip(vars(numbers).values(), vars(expected).values(), strict=True)
     worst_value = max((found - wanted).abs().max().item() for found, wanted in pairs)

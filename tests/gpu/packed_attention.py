@@ -24,6 +24,21 @@ def _packed(device: torch.device) -> PackedSequences:
         max_seqlen_q=max(LENGTHS),
         max_seqlen_kv=max(LENGTHS),
         position_ids=torch.cat([torch.arange(length) for length in LENGTHS]).to(device),
+        lengths=edges.diff(),
+    )
+
+
+def _last_tokens(device: torch.device) -> PackedSequences:
+    """Fewer queries than keys, as with context parallelism: the last tokens of each sequence."""
+    queries = [-(-length // 3) for length in LENGTHS]
+    return PackedSequences(
+        "thd",
+        torch.tensor([0, *queries]).cumsum(0).int().to(device),
+        torch.tensor([0, *LENGTHS]).cumsum(0).int().to(device),
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=max(LENGTHS),
+        position_ids=torch.zeros(sum(queries), dtype=torch.int64, device=device),
+        lengths=torch.tensor(LENGTHS, device=device),
     )
 
 
@@ -53,6 +68,25 @@ def _outputs(mixed: Tensor, slopes: Tensor, window: int | None) -> tuple[Tensor,
     return output.detach().float().cpu(), gradient.float().cpu()
 
 
+def _outputs_of_last_tokens(
+    mixed: Tensor, slopes: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The same of the last tokens alone; the gradient is that in the keys and values."""
+    packed = _last_tokens(mixed.device)
+    tokens = int(packed.cu_seqlens_q[-1])
+    query = mixed[:tokens, :, :-2].flatten(1, 2)
+    both = mixed[:, :, -2:].clone().requires_grad_()
+    output = _attention(window)((query, both[:, :, 0], both[:, :, 1]), None, packed)
+    (gradient,) = torch.autograd.grad((output.float() * slopes[:tokens]).sum(), [both])
+    return output.detach().float().cpu(), gradient.float().cpu()
+
+
+COMPUTED = (
+    (_outputs_of_last_tokens, ("output of last tokens", "gradient of their keys")),
+    (_outputs, ("output", "gradient")),
+)
+
+
 def gaps(device: torch.device) -> dict[str, float]:
     """The largest differences, after they were found to be within what the dtype allows."""
     found = {}
@@ -62,10 +96,12 @@ def gaps(device: torch.device) -> dict[str, float]:
             mixed = torch.randn(SHAPE, generator=generator).to(dtype)
             slopes = torch.randn(SHAPE[0], 384, generator=generator)
 
-            wanted = _outputs(mixed.float(), slopes, window)
-            given = _outputs(mixed.to(device), slopes.to(device), window)
-            for name, value, expected in zip(("output", "gradient"), given, wanted, strict=True):
-                torch.testing.assert_close(value, expected, atol=tolerance, rtol=tolerance)
-                gap = float((value - expected).abs().max())
-                found[f"{name}, {dtype}, window {window}"] = gap
+            on_device = (mixed.to(device), slopes.to(device), window)
+            for compute, names in COMPUTED:
+                wanted = compute(mixed.float(), slopes, window)
+                given = compute(*on_device)
+                for name, value, expected in zip(names, given, wanted, strict=True):
+                    torch.testing.assert_close(value, expected, atol=tolerance, rtol=tolerance)
+                    gap = float((value - expected).abs().max())
+                    found[f"{name}, {dtype}, window {window}"] = gap
     return found

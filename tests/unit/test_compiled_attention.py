@@ -20,6 +20,7 @@ def packed(lengths):
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        lengths=edges.diff(),
     )
 
 
@@ -70,7 +71,7 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     slopes = torch.randn(tokens, heads * dim, generator=generator)
 
     query, key, value = rotated_heads((mixed,), rotation)
-    expected = layer.attend_one_by_one(query, key, value, LENGTHS).flatten(1)
+    expected = layer.attend_one_by_one(query, key, value, LENGTHS, LENGTHS).flatten(1)
     (expected_gradient,) = gradients(expected, [mixed], slopes)
 
     output = layer((mixed,), rotation, pack)
@@ -84,6 +85,45 @@ def test_compiled_attention_equals_torch(dtype, heads, kv_heads, dim, rotary, wi
     torch.testing.assert_close(gradient, expected_gradient, atol=4 * tolerance, rtol=4 * tolerance)
     assert torch.equal(from_three, output)
     assert torch.equal(gradient_from_three, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "window"), [(24, None), (32, 20), (10, 100)])
+def test_the_last_tokens_of_sequences_get_what_they_get_in_whole_ones(dtype, dim, window):
+    """As with context parallelism: fewer queries than keys, and keys that stand there twice."""
+    generator = torch.Generator().manual_seed(dim)
+    layer = core(4, 2, dim, window)
+    queries = [1, 40, 49, 7, 100]
+    seen = [5, 200, 49, 150, 203]
+    rows = [torch.randn(3, length, 4, dim, generator=generator).to(dtype) for length in seen]
+    pack = PackedSequences(
+        "thd",
+        torch.tensor([0, *queries]).cumsum(0).int(),
+        torch.tensor([0, *seen]).cumsum(0).int(),
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=max(seen),
+        position_ids=torch.zeros(sum(queries), dtype=torch.int64),
+        lengths=torch.tensor(seen),
+    )
+    lasts = [row[0, -count:] for row, count in zip(rows, queries, strict=True)]
+    query = torch.cat(lasts).requires_grad_()
+    key = torch.cat([row[1, :, :2] for row in rows]).requires_grad_()
+    value = torch.cat([row[2, :, :2] for row in rows]).requires_grad_()
+    tensors = (query, key, value)
+    slopes = torch.randn(sum(queries), 4 * dim, generator=generator)
+
+    output = layer(tensors, None, pack)
+    by_torch = layer.attend_one_by_one(*tensors, queries, seen).flatten(1)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(output, by_torch, atol=tolerance, rtol=tolerance)
+    found = gradients(output, tensors, slopes)
+    for gradient, wanted in zip(found, gradients(by_torch, tensors, slopes), strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=4 * tolerance, rtol=4 * tolerance)
+
+    parts = output.split(queries)
+    for row, part in zip(rows, parts, strict=True):
+        whole = layer((row[0], row[1, :, :2], row[2, :, :2]), None, packed([row.shape[1]]))
+        assert torch.equal(part, whole[-len(part) :])
 
 
 def test_a_sequence_does_not_depend_on_its_pack_or_the_threads():

@@ -64,6 +64,23 @@ def test_configurations_that_fit_pass():
             "micro_batch_tokens to at least 100 or lower the length",
         ),
         (
+            {"critic__cp": 2, "critic__tp": 1, "critic__micro_batch_tokens": 98},
+            "critic.micro_batch_tokens 98 is less than the longest sequence, "
+            "data.max_prompt_length 40 + data.max_response_length 60 = 100 tokens; raise "
+            "micro_batch_tokens to at least 100 or lower the length",
+        ),
+        (
+            {"critic__cp": 4, "critic__tp": 1, "critic__micro_batch_tokens": 100},
+            "critic.micro_batch_tokens 100 is less than the longest sequence, "
+            "data.max_prompt_length 40 + data.max_response_length 60 = 100 tokens, padded to 104 "
+            "for critic.cp 4; raise micro_batch_tokens to at least 104 or lower the length",
+        ),
+        (
+            {"critic__cp": 8},
+            "critic: world size 8 is not divisible by tp 2 x cp 8 x pp 1 = 16; start a multiple of "
+            "16 processes or change critic.tp, critic.cp or critic.pp",
+        ),
+        (
             {"critic__ppo_mini_batch_size": 48},
             "data.train_batch_size 64 is not divisible by critic.ppo_mini_batch_size 48; set "
             "critic.ppo_mini_batch_size to 32, or the train batch to a multiple of 48",
@@ -96,7 +113,7 @@ def test_configurations_that_fit_pass():
         (
             {"actor__use_kl_loss": True, "actor__kl_loss_type": "full", "reference__pp": 1},
             "KL 'full' compares whole distributions rank by rank, but reference is tp 2 x pp 1 "
-            "and actor tp 2 x pp 2; leave reference.tp and reference.pp out",
+            "and actor tp 2 x pp 2; leave reference.tp, reference.cp and reference.pp out",
         ),
         (
             {

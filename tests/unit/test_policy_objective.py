@@ -42,7 +42,7 @@ def test_metrics_and_losses_leave_out_what_the_policy_did_not_draw() -> None:
         right=DRAWN & torch.tensor([[True], [False]]),
         token_weights=KEPT.float(),
     )
-    mini_batch = PolicyMiniBatch.of(batch, [])
+    mini_batch = PolicyMiniBatch.of(batch, [], by_token=True)
     objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), mini_batch)
     loss, tally = objective(batch, TokenNumbers(logprobs, entropy, None, None), 1.0)
 
@@ -66,7 +66,7 @@ def test_an_entropy_that_is_only_measured_is_no_part_of_the_loss() -> None:
     there = torch.ones(1, 2, dtype=torch.bool)
     ones = torch.ones(1, 2)
     batch = PolicyBatch(there, there, logprobs.detach(), ones, None, None, None, ones)
-    mini_batch = PolicyMiniBatch.of(batch, [])
+    mini_batch = PolicyMiniBatch.of(batch, [], by_token=True)
     objective = PolicyObjective(PolicyLossSettings.named("vanilla", section, None), mini_batch)
     loss, tally = objective(batch, TokenNumbers(logprobs, entropy, None, None), 1.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrlhf.parallel import vocab, vocab_sums
-from mrlhf.parallel.vocab import OutputLayer, Tokens, token_loss, token_numbers
+from mrlhf.parallel.vocab import OutputLayer, Part, Tokens, token_loss, token_numbers
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
 
 VOCABULARY = 37
@@ -37,10 +37,10 @@ def _log_softmax(hidden: Tensor, weight: Tensor, scale: float) -> Tensor:
     return torch.log_softmax((hidden @ weight.T)[:, :VOCABULARY] * scale, dim=-1)
 
 
-def _weighted(part: slice, numbers: TokenNumbers) -> Tensor:
+def _weighted(part: Part, numbers: TokenNumbers) -> Tensor:
     """A loss with another factor at each number."""
     values = (numbers.logprobs, numbers.entropy, numbers.full_kl)
-    factors = FACTORS[:, part]
+    factors = FACTORS[:, part.tokens]
     return sum((f @ value for f, value in zip(factors, values, strict=True) if value is not None))
 
 
@@ -88,7 +88,7 @@ def test_numbers_and_gradients_equal_float64(
     numbers = token_numbers(layer, tokens, Wanted(entropy=True, squares=True, kl=True))
     seen = []
 
-    def objective(part: slice, current: TokenNumbers) -> Tensor:
+    def objective(part: Part, current: TokenNumbers) -> Tensor:
         seen.append(current.logprobs.detach())
         return _weighted(part, current)
 
@@ -106,7 +106,8 @@ def test_numbers_and_gradients_equal_float64(
         full_kl=(p * (log_p - log_q)).sum(dim=1),
         sum_of_squares=p.square().sum(dim=1),
     )
-    slow_loss = _weighted(slice(0, TOKENS), expected.map(lambda number: number.float()))
+    everything = Part(slice(0, TOKENS), slice(0, len(LENGTHS)))
+    slow_loss = _weighted(everything, expected.map(lambda number: number.float()))
     (3 * slow_loss).backward()
 
     for name, wanted in vars(expected).items():
@@ -133,8 +134,8 @@ def test_a_loss_of_sequences_gets_them_whole_and_their_logits_once(
     products = []
     project = torch.mm
 
-    def objective(part: slice, numbers: TokenNumbers) -> Tensor:
-        parts.append((part.start, part.stop))
+    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+        parts.append((part.tokens.start, part.tokens.stop, part.rows.start, part.rows.stop))
         return numbers.logprobs.sum().square()
 
     def counted(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
@@ -143,8 +144,43 @@ def test_a_loss_of_sequences_gets_them_whole_and_their_logits_once(
 
     monkeypatch.setattr(torch, "mm", counted)
     token_loss(layer, tokens, Wanted(), objective, by_token=False)
-    assert parts == [(0, 4), (4, 8), (8, 11)]
+    assert parts == [(0, 4, 0, 3), (4, 8, 3, 4), (8, 11, 4, 5)]
     assert products.count(VOCABULARY) == 3
+
+
+def test_ranks_that_share_sequences_cut_between_the_same_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _small_chunks(monkeypatch, 4, 100)
+    layer = _layer(1, VOCABULARY, 1.0)
+    longest = [3, 0, 2, 5, 3, 1]
+    parts: list[Part] = []
+
+    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
+        parts.append(part)
+        return numbers.logprobs.sum().square()
+
+    for lengths in ([3, 0, 1, 5, 2, 0], [0, 0, 2, 0, 3, 1], [0] * 6):
+        count = sum(lengths)
+        hidden = _random(count, 3).requires_grad_()
+        tokens = Tokens(hidden, TARGETS[:count], lengths, most_lengths=longest)
+        token_loss(layer, tokens, Wanted(), objective, by_token=False).backward()
+
+    # A chunk has four tokens: 3 + 2 are too many, 5 take two chunks, 3 + 1 fill one.
+    rows = [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
+    assert [part.rows for part in parts] == 3 * rows
+    assert [part.tokens for part in parts[:4]] == [
+        slice(0, 3),
+        slice(3, 4),
+        slice(4, 9),
+        slice(9, 11),
+    ]
+    assert [part.tokens for part in parts[4:8]] == [
+        slice(0, 0),
+        slice(0, 2),
+        slice(2, 2),
+        slice(2, 6),
+    ]
 
 
 @pytest.mark.parametrize("used", ["logprobs", "entropy"])
@@ -153,7 +189,7 @@ def test_gradient_of_one_number_alone(used: str) -> None:
     hidden = _random(TOKENS, 3).requires_grad_()
     wanted = Wanted(entropy=True)
 
-    def objective(part: slice, numbers: TokenNumbers) -> Tensor:
+    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
         return getattr(numbers, used).sum()
 
     token_loss(layer, Tokens(hidden, TARGETS, LENGTHS), wanted, objective, by_token=True).backward()
@@ -226,7 +262,7 @@ def test_kl_of_equal_distributions_is_exactly_zero() -> None:
     tokens = Tokens(hidden, TARGETS, LENGTHS, layer, hidden.detach())
     seen = []
 
-    def objective(part: slice, numbers: TokenNumbers) -> Tensor:
+    def objective(part: Part, numbers: TokenNumbers) -> Tensor:
         assert numbers.full_kl is not None
         seen.append(numbers.full_kl.detach())
         return numbers.full_kl.sum()
@@ -245,7 +281,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert numbers.logprobs.item() == -2e4
     assert numbers.entropy is not None and numbers.entropy.item() == 0.0
 
-    def objective(part: slice, current: TokenNumbers) -> Tensor:
+    def objective(part: Part, current: TokenNumbers) -> Tensor:
         return (current.logprobs + current.entropy).sum()
 
     token_loss(layer, tokens, Wanted(entropy=True), objective, by_token=True).backward()
