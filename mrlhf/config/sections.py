@@ -91,15 +91,15 @@ class OptimSection(Section):
     use_distributed_optimizer: bool = Field(
         True, description="split the optimizer states over the data-parallel ranks"
     )
-    overlap_grad_reduce: bool = Field(
-        True,
+    overlap_grad_reduce: bool | None = Field(
+        None,
         description="sum gradients over the data-parallel ranks while the backward pass goes on, "
-        "not after it",
+        "not after it; null: on a GPU alone",
     )
-    overlap_param_gather: bool = Field(
-        True,
+    overlap_param_gather: bool | None = Field(
+        None,
         description="gather the updated weights while the next micro-batch is computed, each layer "
-        "when it needs its own; false: right after the step",
+        "when it needs its own, not right after the step; null: on a GPU alone",
     )
 
     @model_validator(mode="after")

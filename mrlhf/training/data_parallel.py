@@ -49,7 +49,7 @@ def data_parallel(
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=optim.use_distributed_optimizer,
-        overlap_grad_reduce=optim.overlap_grad_reduce and has_replicas(groups),
+        overlap_grad_reduce=overlaps(optim.overlap_grad_reduce, groups, device),
         # Otherwise the optimizer of the experts and that of all else each gather all weights.
         # `WeightGather` does it once.
         overlap_param_gather=optim.use_distributed_optimizer,
@@ -66,9 +66,18 @@ def data_parallel(
     return chunks
 
 
-def has_replicas(groups: RoleGroups) -> bool:
-    """Whether several ranks hold the same weights, so that there is something to exchange."""
-    return groups.layout.group_size(*REPLICA_AXES) > 1
+def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> bool:
+    """Whether an exchange between replicas, if there are any, goes on while they compute.
+
+    Args:
+        setting: what the configuration says; None: if they are GPUs. On a CPU an exchange takes the
+            cores that compute.
+        groups: the role's process groups.
+        device: where the model is.
+    """
+    if groups.layout.group_size(*REPLICA_AXES) == 1:
+        return False
+    return device.type == "cuda" if setting is None else setting
 
 
 class WeightGather:

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.training.data_parallel import WeightGather, has_replicas
+from mrlhf.training.data_parallel import WeightGather, overlaps
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ class ShardedOptimizer:
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
         self._gather: WeightGather | None = None
         if optim.use_distributed_optimizer:
-            overlapped = optim.overlap_param_gather and has_replicas(groups)
+            device = next(chunks[0].parameters()).device
+            overlapped = overlaps(optim.overlap_param_gather, groups, device)
             self._gather = WeightGather(chunks, overlapped)
         self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0

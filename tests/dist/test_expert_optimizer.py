@@ -36,9 +36,9 @@ LAYOUTS = (
     ParallelLayout(cp=2, dp=2, ep=2),
 )
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "whole": {"use_distributed_optimizer": False, "overlap_param_gather": False},
-    "split": {"overlap_grad_reduce": False, "overlap_param_gather": False},
-    "overlapped": {},
+    "whole": {"use_distributed_optimizer": False},
+    "split": {},
+    "overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
 EXPERTS = 4
 STEPS = 3
