@@ -49,6 +49,8 @@ BETAS = (0.9, 0.95)
 # and the rounding (1e-9) of a gradient near 0 would become a step of full length.
 EPS = 1e-3
 
+OF_ALL_NUMBERS = ("actor/positive_lm_loss", "actor/entropy")
+
 Tables = dict[str, list[Tensor]]
 """By name, a number for each token of a mini-batch: one tensor [response_len] a sequence."""
 
@@ -94,17 +96,18 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def save_models(root: Path) -> None:
+def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
     """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`.
 
-    Those in `DEEP` have four layers, and the others two.
+    Those in `DEEP` have four layers, and the others `layers`.
     """
     deep = {"num_hidden_layers": 4}
+    sizes = SIZES | {"num_hidden_layers": layers}
     one_kv_head = SIZES | {"num_key_value_heads": 1}
     kinds: dict[str, Any] = {
-        "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+        "llama": transformers.LlamaConfig(**sizes, tie_word_embeddings=False),
         "llama-biases": transformers.LlamaConfig(
-            **SIZES,
+            **sizes,
             tie_word_embeddings=True,
             attention_bias=True,
             mlp_bias=True,
@@ -114,12 +117,12 @@ def save_models(root: Path) -> None:
             **(SIZES | deep), pad_token_id=None, tie_word_embeddings=False
         ),
         "phi3": transformers.Phi3Config(
-            **SIZES, pad_token_id=None, partial_rotary_factor=0.5, tie_word_embeddings=False
+            **sizes, pad_token_id=None, partial_rotary_factor=0.5, tie_word_embeddings=False
         ),
         "qwen2-tied": transformers.Qwen2Config(**(one_kv_head | deep), tie_word_embeddings=True),
-        "qwen3": transformers.Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+        "qwen3": transformers.Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=False),
         "qwen2-moe": transformers.Qwen2MoeConfig(
-            **SIZES,
+            **sizes,
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=16,
@@ -309,10 +312,19 @@ def train_actor(case: Case, model: Path, experience: Experience) -> Outcome:
                 for number, row in zip(numbers, rows, strict=True)
                 if experience.positive[number]
             ]
-            tables["extra"] = [-settings["positive_lm_coef"] * torch.cat(right).mean()]
+            tables["actor/positive_lm_loss"] = [-torch.cat(right).mean()]
+
+        if case.bypass is not None:
+            drawn = experience.rollout.loss_mask
+            tables["actor/entropy"] = [
+                _entropy(log_p)[drawn[number, : len(log_p)]]
+                for number, log_p in zip(numbers, distributions, strict=True)
+            ]
         return tables | _metrics(rows, losses)
 
-    return _train("actor", policy, case, mini_batch, ("actor/pg_loss", "actor/kl_loss"))
+    outcome = _train("actor", policy, case, mini_batch, ("actor/pg_loss", "actor/kl_loss"))
+    outcome.metrics["actor/approx_kl"] = outcome.metrics["actor/ppo_kl"]
+    return outcome
 
 
 def _row(experience: Experience, number: int, log_p: Tensor) -> Row:
@@ -388,22 +400,26 @@ def _train(
 ) -> Outcome:
     """Train on the mini-batches in order, and skip those whose gradient is no number.
 
-    The metrics named in `losses` are aggregated and averaged over mini-batches; the others are
-    averaged over tokens.
+    The metrics named in `losses` are aggregated and averaged over mini-batches, those in
+    `OF_ALL_NUMBERS` over all their numbers; the others are averaged over the tokens that count.
     """
-    optimizer = _make_optimizer(model)
+    optimizer = make_optimizer(model)
     numbers: dict[str, list[float]] = {}
+    skipped = 0
     for _ in range(EPOCHS):
         for first in range(0, len(RESPONSE_LENGTHS), MINI_BATCH):
             tables = mini_batch(range(first, first + MINI_BATCH))
             kept = tables.pop("kept")
-            loss = aggregated(tables.pop("total"), kept, case.agg) + sum(tables.pop("extra", []))
+            loss = aggregated(tables.pop("total"), kept, case.agg)
+            for of_right in tables.get("actor/positive_lm_loss", []):
+                loss = loss + case.settings["positive_lm_coef"] * of_right
 
             optimizer.zero_grad()
             loss.backward()
             largest = case.clip_grad or float("inf")
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
             if not torch.isfinite(norm):
+                skipped += 1
                 continue
             optimizer.step()
 
@@ -412,16 +428,26 @@ def _train(
                 rows = [row.detach() for row in table]
                 if name in losses:
                     values = [aggregated(rows, kept, case.agg).item()]
+                elif name in OF_ALL_NUMBERS:
+                    values = torch.cat([row.flatten() for row in rows]).tolist()
                 else:
                     values = _kept_numbers(rows, kept)
                 numbers.setdefault(name, []).extend(values)
 
     metrics = {name: sum(values) / len(values) for name, values in numbers.items()}
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Outcome(metrics, as_in_files(weights, model.config.model_type))
+    metrics[f"{role}/optimizer_steps"] = len(numbers[f"{role}/grad_norm"])
+    metrics[f"{role}/skipped_steps"] = skipped
+    metrics[f"{role}/lr"] = LR
+    return Outcome(metrics, weights_of(model))
 
 
-def _make_optimizer(model: Any) -> torch.optim.Optimizer:
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """A copy of the model's weights, by their names in files."""
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return as_in_files(weights, model.config.model_type)
+
+
+def make_optimizer(model: Any) -> torch.optim.Optimizer:
     """AdamW, with weight decay for matrices alone."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]

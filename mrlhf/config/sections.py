@@ -47,6 +47,13 @@ class OptimSection(Section):
             "is constant",
             "use linear or cosine",
         ),
+        Switch(
+            "use_distributed_optimizer",
+            lambda split: split is False,
+            ("overlap_param_gather",),
+            "is false",
+            "turn that on",
+        ),
     )
 
     lr: UpToOne = Field(1e-5, description="peak learning rate; 0: nothing is learned")
@@ -81,6 +88,16 @@ class OptimSection(Section):
     )
     use_distributed_optimizer: bool = Field(
         True, description="split the optimizer states over the data-parallel ranks"
+    )
+    overlap_grad_reduce: bool | None = Field(
+        None,
+        description="sum gradients over the data-parallel ranks while the backward pass goes on, "
+        "not after it; null: on a GPU alone",
+    )
+    overlap_param_gather: bool | None = Field(
+        None,
+        description="gather the updated weights while the next micro-batch is computed, each layer "
+        "when it needs its own, not right after the step; null: on a GPU alone",
     )
 
     @model_validator(mode="after")

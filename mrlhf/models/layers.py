@@ -43,10 +43,19 @@ class BiasedColumnLinear(ColumnParallelLinear):
 
 
 class BiasedRowLinear(RowParallelLinear):
-    """A linear layer whose columns are split over ranks, with a bias that every rank has whole."""
+    """A linear layer whose columns are split over ranks, with a bias that every rank has whole.
+
+    It adds the bias itself. An MLP that gave it to its layer could not be recomputed: the weight
+    would become a result of the recomputation, which would then compute itself again without end.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "bias": True})
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x [..., input_size of the rank] -> [..., output_size], and no bias."""
+        output, bias = super().forward(x)
+        return output + bias, None
 
 
 class GatedActivation(torch.nn.Module):
@@ -184,12 +193,10 @@ def scaled_add(multiplier: float) -> Callable[..., Any]:
 
     def get_add(training: bool, fused: bool) -> Callable[..., Tensor]:
         def add(
-            output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
+            output_and_bias: tuple[Tensor, None], residual: Tensor, probability: float
         ) -> Tensor:
-            assert probability == 0.0
             output, bias = output_and_bias
-            if bias is not None:
-                output = output + bias
+            assert bias is None and probability == 0.0
             return residual + output * multiplier
 
         return add

@@ -17,6 +17,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mrlhf.batch import Sequences
@@ -157,9 +158,9 @@ class Pipeline:
             if pack is None or not phase.may_begin(number):
                 # The stages wait for each other's micro-batches, so the schedule goes on to its
                 # end; all stages stop at the same micro-batch.
-                return self._forward_pack(model, self._shortest), _finish_nothing
+                return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
             if not pack.rows:  # other ranks have some, and send tokens to the experts of this one
-                return self._forward_pack(model, pack), _finish_nothing
+                return self._forward_pack(model, pack), partial(_finish_nothing, model)
             return self._forward_pack(model, pack), partial(finish, pack, number)
 
         results: list = self._run(
@@ -232,6 +233,15 @@ class _Request(NamedTuple):
         self.clock.stop("overlapped-send-recv")
 
 
-def _finish_nothing(output: Tensor, non_loss_data: bool = False) -> tuple[Tensor, None] | None:
-    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads."""
-    return None if non_loss_data else ((output * 0.0).sum(), None)
+def _finish_nothing(
+    model: nn.Module, output: Tensor, non_loss_data: bool = False
+) -> tuple[Tensor, None] | None:
+    """The loss, or the result of a forward pass, of a micro-batch whose result nobody reads.
+
+    The loss reaches the weight of the output layer, as every loss does: replicas that exchange
+    gradients as soon as they are there must all have them in the same order.
+    """
+    if non_loss_data:
+        return None
+    weights = unwrap_model(model).output_layer.parameters()
+    return (output * 0.0).sum() + sum(weight.sum() * 0.0 for weight in weights), None

@@ -162,6 +162,7 @@ class Actor:
             if progress.mini_batches == 0:
                 total = stopping  # no step was taken
         updated = self.engine.end_update("actor", total, progress.mini_batches)
+        self.engine.wait_for_weights()  # the inference engine takes them without a pass
         metrics = self._metrics(updated, kl_at_stop)
         if self._settings.bypass is None:
             return PolicyUpdate(metrics, None, None)

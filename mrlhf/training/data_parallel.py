@@ -1,42 +1,144 @@
-"""Wraps a part of a model so that its gradients are summed over the data-parallel ranks.
+"""Wraps the parts of a model so that its replicas train it together, and gathers its weights.
 
-It knows how gradients are kept and summed. It does not know what they are used for.
+Replicas sum their gradients. With the distributed optimizer each of them updates a range of the
+weights, which are then gathered. Both can go on while the ranks compute. This file does not know
+what gradients are used for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mrlhf.config.sections import OptimSection
 from mrlhf.models.experts import ExpertMatrix
 from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.layout import REPLICA_AXES
+
+# What is exchanged at once while the ranks compute. Larger buckets use the network better; with
+# fewer of them there is less to overlap.
+_BUCKET_PARAMETERS = 40_000_000
+_LEAST_BUCKETS = 4
 
 
 def data_parallel(
-    module: torch.nn.Module,
+    modules: Sequence[torch.nn.Module],
     config: TransformerConfig,
     groups: RoleGroups,
     device: torch.device,
-    use_distributed_optimizer: bool,
-) -> DistributedDataParallel:
-    """Wrap `module`, whose gradients are then kept in float32.
+    optim: OptimSection,
+) -> list[DistributedDataParallel]:
+    """Wrap `modules`, whose gradients are then kept in float32.
+
+    If gradients are exchanged while the backward pass goes on, every parameter must get a gradient
+    from every micro-batch: the replicas exchange a bucket once all of it is there, and they must do
+    so in the same order.
 
     Args:
-        module: one chunk of the model.
+        modules: the chunks of the model on this rank.
         config: of the model.
         groups: the role's process groups.
-        device: where the module is.
-        use_distributed_optimizer: whether the data-parallel ranks share the optimizer's work.
+        device: where the modules are.
+        optim: says what the replicas share, and when they exchange it.
     """
+    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optim.use_distributed_optimizer,
+        overlap_grad_reduce=overlaps(optim.overlap_grad_reduce, groups, device),
+        # Otherwise the optimizer of the experts and that of all else each gather all weights.
+        # `WeightGather` does it once.
+        overlap_param_gather=optim.use_distributed_optimizer,
+        bucket_size=min(_BUCKET_PARAMETERS, -(-max(sizes) // _LEAST_BUCKETS)),
     )
-    wrapped = DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
+
+    chunks = [
+        DistributedDataParallel(config, settings, module, pg_collection=groups.collection)
+        for module in modules
+    ]
     if device.type == "cpu":
-        _add_weight_gradients_in_place(wrapped)
-    return wrapped
+        for chunk in chunks:
+            _add_weight_gradients_in_place(chunk)
+    return chunks
+
+
+def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> bool:
+    """Whether an exchange between replicas, if there are any, goes on while they compute.
+
+    Args:
+        setting: what the configuration says; None: if they are GPUs. On a CPU an exchange takes the
+            cores that compute.
+        groups: the role's process groups.
+        device: where the model is.
+    """
+    if groups.layout.group_size(*REPLICA_AXES) == 1:
+        return False
+    return device.type == "cuda" if setting is None else setting
+
+
+class WeightGather:
+    """Gives every replica the weights of which each replica has updated a range.
+
+    If it is overlapped, it goes on while the ranks compute, and each layer waits for its weights.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], overlapped: bool) -> None:
+        """Watch the layers of the chunks; the weights are whole now.
+
+        Args:
+            chunks: this rank's parts of the model, with the distributed optimizer's buffers.
+            overlapped: whether `start` returns before the weights are whole.
+        """
+        self._overlapped = overlapped
+        self._buckets: list[_ParamAndGradBucketGroup] = []
+        for chunk in chunks:
+            # megatron-core's own hooks also start what has not been started, which a rank that has
+            # no rows to evaluate would not join.
+            chunk.disable_forward_pre_hook(param_sync=False)
+            # A forward pass needs the weights of the last bucket first.
+            self._buckets += reversed(chunk.bucket_groups)
+            self._buckets += reversed(chunk.expert_parallel_bucket_groups)
+            if overlapped:
+                for module in chunk.module.modules():
+                    _wait_in(module, chunk)
+
+    def start(self) -> None:
+        """Gather the weights that the optimizer has changed; every replica calls it."""
+        for bucket in self._buckets:
+            bucket.start_param_sync()
+        if not self._overlapped:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all weights are whole."""
+        for bucket in self._buckets:
+            _finish(bucket)
+
+
+def _wait_in(module: torch.nn.Module, chunk: DistributedDataParallel) -> None:
+    """Let `module` wait for its own parameters before it computes."""
+    buckets = {
+        chunk.param_to_bucket_group[parameter] for parameter in module.parameters(recurse=False)
+    }
+    if not buckets:
+        return
+
+    def wait(*_: object) -> None:
+        for bucket in buckets:
+            _finish(bucket)
+
+    module.register_forward_pre_hook(wait)
+
+
+def _finish(bucket: _ParamAndGradBucketGroup) -> None:
+    if bucket.param_gather_handle is not None:
+        bucket.param_gather_handle.wait()
+        bucket.param_gather_handle = None
 
 
 def _add_weight_gradients_in_place(wrapped: DistributedDataParallel) -> None:

@@ -43,7 +43,7 @@ from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
-from mrlhf.weights.shard import Shape
+from mrlhf.weights.shard import Shape, Slot
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,6 @@ class ModelEngine:
         dtype: of parameters and activations.
         chunks: this rank's parts of the model, one for each virtual pipeline stage; each is wrapped
             in DistributedDataParallel once there is an optimizer.
-        slots: where each named slice of a weight is stored on this rank.
         optimizer: None for a frozen model.
     """
 
@@ -128,7 +127,7 @@ class ModelEngine:
         )
         self._config = built.config
         self.chunks: list[Any] = list(built.chunks)
-        self.slots = slots_of(built.chunks, spec, groups.layout, groups.coordinates)
+        self._slots = slots_of(built.chunks, spec, groups.layout, groups.coordinates)
         self.optimizer: ShardedOptimizer | None = None
         self._routing: ExpertRouting | None = None
         self._pipeline = Pipeline(self.chunks, self._config, groups, self.device, stops)
@@ -140,10 +139,29 @@ class ModelEngine:
         return self._shapes
 
     @property
+    def slots(self) -> list[Slot]:
+        """Where each named slice of a weight is stored on this rank; the weights are whole.
+
+        After an optimizer step they are whole once this has been called again, or
+        `wait_for_weights`.
+        """
+        self.wait_for_weights()
+        return self._slots
+
+    def wait_for_weights(self) -> None:
+        """Wait until all weights are as the last optimizer step left them.
+
+        Every pass waits by itself. Whoever reads weights in another way, through slots taken
+        earlier, calls this first.
+        """
+        if self.optimizer is not None:
+            self.optimizer.wait_for_weights()
+
+    @property
     def output_weight(self) -> Tensor:
         """This rank's shard of a language model's output layer, [vocab_shard, hidden].
 
-        It is on the last stage only.
+        It is on the last stage only. After an optimizer step it is whole once a pass has begun.
         """
         model = unwrap_model(self.chunks[-1])
         assert isinstance(model, GPTHiddenModel), "a scalar model has no output layer"
@@ -280,11 +298,7 @@ class ModelEngine:
             optim: the optimizer's section of the configuration.
             total_updates: how often `end_update` will be called in the whole run.
         """
-        split = optim.use_distributed_optimizer
-        self.chunks = [
-            data_parallel(chunk, self._config, self.groups, self.device, split)
-            for chunk in self.chunks
-        ]
+        self.chunks = data_parallel(self.chunks, self._config, self.groups, self.device, optim)
         self.optimizer = ShardedOptimizer(
             self.chunks, self.groups, optim, self.dtype, total_updates
         )

@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
+from mrlhf.training.data_parallel import WeightGather, overlaps
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,12 @@ class ShardedOptimizer:
             pg_collection=groups.collection,
         )
 
+        # Of ranks that hold the same weight, the first of their tensor-parallel group counts it in
+        # the gradient norm; experts have such a group of their own.
+        for optimizer in self._megatron_optimizers():
+            if any(group["is_expert_parallel"] for group in optimizer.param_groups):
+                optimizer.tp_group = groups.collection.expt_tp
+
         # megatron-core leaves torch its default, which is a loop in Python.
         for inner in self._inner_optimizers():
             if isinstance(inner, torch.optim.AdamW):
@@ -111,6 +118,11 @@ class ShardedOptimizer:
                     group["fused"] = True
 
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
+        self._gather: WeightGather | None = None
+        if optim.use_distributed_optimizer:
+            device = next(chunks[0].parameters()).device
+            overlapped = overlaps(optim.overlap_param_gather, groups, device)
+            self._gather = WeightGather(chunks, overlapped)
         self._wait_for_reader: Callable[[], None] | None = None
         self.skipped_in_a_row = 0
 
@@ -136,11 +148,13 @@ class ShardedOptimizer:
         """Update the weights from their gradients, unless the gradient cannot be used.
 
         A gradient cannot be used if its norm is not finite or above `skip_grad_norm`; the weights
-        and moments then stay as they are.
+        and moments then stay as they are. Otherwise the weights may not be whole yet when this
+        returns: layers wait for theirs, and who else reads them calls `wait_for_weights`.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
+        self.wait_for_weights()
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         if not self._is_usable(grad_norm):
@@ -151,8 +165,15 @@ class ShardedOptimizer:
         self._clip(grad_norm)
         successful = self._optimizer.step_with_ready_grads()
         assert successful, "the optimizer refused finite gradients"
+        if self._gather is not None:
+            self._gather.start()
         self.skipped_in_a_row = 0
         return OptimizerStep(grad_norm, taken=True)
+
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has all its weights as the last step left them."""
+        if self._gather is not None:
+            self._gather.finish()
 
     def hold_until(self, wait: Callable[[], None]) -> None:
         """Call `wait` before weights and moments change next.

@@ -7,7 +7,7 @@ stands in this file, which starts no ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from mrlhf.config.sections import (
     OptimSection,
     PolicyLossSection,
     ReferenceSection,
+    RoleSection,
 )
 from mrlhf.device import Device
 from mrlhf.models.families import load_spec
@@ -34,6 +35,7 @@ from mrlhf.roles.actor import Actor
 from mrlhf.roles.critic import Critic
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
+from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.training.engine import ModelEngine
 from tests import plain_losses, plain_ppo
 from tests.plain_ppo import Case
@@ -84,7 +86,10 @@ _BYPASS = {
 
 @dataclass(frozen=True)
 class Form:
-    """How a role is run, which must not change a number."""
+    """How a role is run, which must not change a number.
+
+    `keys` and `optim` are more keys of the role's section and of its optimizer's.
+    """
 
     name: str
     micro_batch_tokens: int
@@ -92,6 +97,8 @@ class Form:
     sequence_parallel: bool = False
     recompute: str = "none"
     dtype: str = "float32"
+    keys: dict[str, Any] = field(default_factory=dict, compare=False)
+    optim: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 # 12 tokens are the longest sequence; all sequences of a mini-batch fit into 1000.
@@ -146,9 +153,9 @@ class Setting:
         return layout.stages.count == 4 or layout.pp_layers is not None
 
 
-def save_inputs(root: Path) -> None:
-    """Write the models and, for each, an experience."""
-    plain_ppo.save_models(root)
+def save_inputs(root: Path, layers: int = 2) -> None:
+    """Write the models, of so many layers, and an experience for each."""
+    plain_ppo.save_models(root, layers)
     for model in MODELS:
         torch.save(plain_ppo.make_experience(root / model), root / f"{model}.experience")
 
@@ -193,25 +200,39 @@ def train(setting: Setting, case: Case, out: Path) -> dict[str, float]:
     Returns:
         Their metrics. Their weights go to `out`.
     """
-    experience = load_experience(setting.root, case)
-    rollout = experience.rollout
-
-    actor = build_actor(setting, case)
-    cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
-    ref_states = None
-    if case.settings.get("kl_loss_type") == "full":
-        ref_states = _build_reference(setting, case).states(cut)
-    update = actor.update(experience, cut, ref_states)
-    if update.logprobs is not None:
-        assert torch.equal(update.evaluated, rollout.loss_mask)
-    metrics = update.metrics
+    actor, metrics = train_actor(setting, case)
     actor.engine.export(out / "actor", 10**9)
-
     if case.has_critic:
-        critic = build_critic(setting, case)
-        metrics |= critic.update(experience, cut_responses(critic, rollout, plain_ppo.MINI_BATCH))
-        critic.engine.export(out / "critic", 10**9)
+        critic, of_critic = train_critic(setting, case)
+        critic.export(out / "critic", 10**9)
+        metrics |= of_critic
     return metrics
+
+
+def train_actor(setting: Setting, case: Case) -> tuple[Actor, dict[str, float]]:
+    """Update the case's policy; it, and the metrics."""
+    experience = load_experience(setting.root, case)
+    actor = build_actor(setting, case)
+    cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
+    update = actor.update(experience, cut, reference_states(setting, case, cut))
+    if update.logprobs is not None:
+        assert torch.equal(update.evaluated, experience.rollout.loss_mask)
+    return actor, update.metrics
+
+
+def reference_states(setting: Setting, case: Case, cut: BatchCut) -> list[ReferenceStates] | None:
+    """What the case's loss needs of the reference."""
+    if case.settings.get("kl_loss_type") != "full":
+        return None
+    return _build_reference(setting, case).states(cut)
+
+
+def train_critic(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
+    """Update the case's critic; the trained model, and the metrics."""
+    experience = load_experience(setting.root, case)
+    critic = build_critic(setting, case)
+    cut = cut_responses(critic, experience.rollout, plain_ppo.MINI_BATCH)
+    return critic.engine, critic.update(experience, cut)
 
 
 def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
@@ -302,6 +323,15 @@ def build_critic(setting: Setting, case: Case) -> Critic:
     return Critic(engine, section)
 
 
+def build_supervised(setting: Setting, name: str, head: Head, clip_grad: float) -> ModelEngine:
+    """The checkpoint `name`, ready to be trained with another loss than those of roles."""
+    section = RoleSection(path=str(setting.root / name), **_form_keys(setting))
+    engine = _build_engine(setting, section, head)
+    optim = _optim(OptimSection, setting, Case(name, "token-mean", clip_grad=clip_grad))
+    engine.attach_optimizer(optim, total_updates=2)
+    return engine
+
+
 def _build_reference(setting: Setting, case: Case) -> Reference:
     path = str(setting.root / f"{case.model}-ref")
     section = ReferenceSection(path=path, **_form_keys(setting))
@@ -310,15 +340,16 @@ def _build_reference(setting: Setting, case: Case) -> Reference:
 
 def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
     beta1, beta2 = plain_ppo.BETAS
-    return make(
-        lr=plain_ppo.LR,
-        weight_decay=plain_ppo.WEIGHT_DECAY,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        adam_eps=plain_ppo.EPS,
-        clip_grad=case.clip_grad,
-        use_distributed_optimizer=setting.form.distributed_optimizer,
-    )
+    keys: dict[str, Any] = {
+        "lr": plain_ppo.LR,
+        "weight_decay": plain_ppo.WEIGHT_DECAY,
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "adam_eps": plain_ppo.EPS,
+        "clip_grad": case.clip_grad,
+        "use_distributed_optimizer": setting.form.distributed_optimizer,
+    }
+    return make(**(keys | setting.form.optim))
 
 
 def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
@@ -341,4 +372,5 @@ def _form_keys(setting: Setting) -> dict[str, Any]:
         "recompute": setting.form.recompute,
         "dtype": setting.form.dtype,
         "micro_batch_tokens": setting.form.micro_batch_tokens,
+        **setting.form.keys,
     }

@@ -132,7 +132,7 @@ def _outcome(
 
     def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         computed[-1] += 1
-        return output.square().mean(), PackResult(Tally())
+        return _loss_of(engine, output), PackResult(Tally())
 
     def forward() -> None:
         engine.forward(packs, evaluate)
@@ -164,13 +164,18 @@ def _whole_passes(engine: ModelEngine) -> tuple[list[float], dict[str, float]]:
     def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
         tally = Tally()
         tally.add("mean", output.mean(), 1)
-        return output.square().mean() / ROWS, PackResult(tally)
+        return _loss_of(engine, output) / ROWS, PackResult(tally)
 
     results = [engine.train_mini_batch(packs, loss, ["mean"]) for _ in range(3)]
     at_once = engine.metrics_of(results)
     first = engine.metrics_of(results[:1])
     assert engine.metrics_of(results[1:], first).state_dict() == at_once.state_dict()
     return [float(total) for total in sums], at_once.means()
+
+
+def _loss_of(engine: ModelEngine, output: Tensor) -> Tensor:
+    """As every loss does, it gives each weight a gradient, that of the output layer too."""
+    return output.square().mean() + engine.output_weight.square().mean()
 
 
 def _section(root: str, sequence_parallel: bool) -> ActorSection:

@@ -109,6 +109,13 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
             "'critic.ppo_micro_batch_size_per_gpu' is 'critic.micro_batch_tokens' here",
         ),
         (
+            "actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather=true",
+            "unknown key "
+            "'actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather'; verl's "
+            "'actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather' is "
+            "'actor.optim.overlap_param_gather' here",
+        ),
+        (
             "critic.model.lora.rank=4",
             "unknown key 'critic.model.lora.rank'; verl's 'critic.model.lora.rank' has no "
             "counterpart here: there is no LoRA",

@@ -1,0 +1,110 @@
+"""What the invariance matrix combines: one line for each axis, and the rules between axes.
+
+A value of an axis that is named like a key of a role's section, or of its optimizer's, is the value
+of that key. This file starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mrlhf.config.sections import OptimSection, RoleSection
+from mrlhf.parallel.layout import MODEL_AXES, REPLICA_AXES
+from tests.covering import Row, Rule, covering_rows
+
+LAYERS = 4  # of every model
+LOSSES: dict[str, dict[str, Any]] = {
+    "sampled KL": {
+        "agg": "seq-mean-token-mean",
+        "settings": {
+            "use_kl_loss": True,
+            "kl_loss_type": "low_var_kl",
+            "kl_loss_coef": 0.3,
+            "entropy_coeff": 0.05,
+        },
+        "corrected": True,
+    },
+    "full KL": {
+        "agg": "seq-mean-token-sum-norm",
+        "settings": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.3},
+        "clip_grad": 1.0,
+    },
+    "holes": {"agg": "token-mean", "settings": {"positive_lm_coef": 0.3}, "holes": True},
+    "whole sequences": {"agg": "seq-mean-token-mean", "loss": "gspo", "clip_grad": 1.0},
+}
+"""By name, what a `tests.plain_ppo.Case` says of the policy's loss."""
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "ranks": (4, 8),
+    "tp": (1, 2, 4),
+    "cp": (1, 2),
+    "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "uneven_stages": (False, True),
+    "dp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "recompute": ("none", "full", "core_attn", "mlp"),
+    "micro_batch_tokens": (24, 1000),  # a pair of sequences, all sequences
+    "use_distributed_optimizer": (True, False),
+    "overlap_grad_reduce": (True, False),
+    "overlap_param_gather": (True, False),
+    "model": ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3"),
+    "loss": tuple(LOSSES),
+}
+# Layers of each stage where they are not equal, by the number of stages.
+_UNEVEN = {2: [3, 1], 4: [1, 1, 2, 0]}
+
+_SIZES = tuple(axis for axis in (*MODEL_AXES, "dp") if axis in AXES)
+_REPLICAS = tuple(axis for axis in REPLICA_AXES if axis in AXES)
+
+RULES = [
+    Rule(("ranks", *_SIZES), lambda ranks, *sizes: math.prod(sizes) == ranks),
+    Rule(("sequence_parallel", "tp"), lambda split, tp: tp > 1 or not split),
+    Rule(("pp", "vpp"), lambda pp, vpp: vpp == 1 or 1 < pp <= LAYERS // vpp),
+    Rule(("pp", "uneven_stages"), lambda pp, uneven: pp > 1 or not uneven),
+    # Without replicas there is nothing to overlap.
+    Rule(
+        ("overlap_grad_reduce", *_REPLICAS),
+        lambda overlapped, *sizes: math.prod(sizes) > 1 or not overlapped,
+    ),
+    Rule(
+        ("overlap_param_gather", "use_distributed_optimizer", *_REPLICAS),
+        lambda overlapped, split, *sizes: (split and math.prod(sizes) > 1) or not overlapped,
+    ),
+    # It has two KV heads, which ranks must not share.
+    Rule(("model", "tp"), lambda model, tp: model != "olmo2" or tp <= 2),
+]
+
+
+def matrix_rows() -> list[Row]:
+    """The combinations that the matrix runs."""
+    return covering_rows(AXES, RULES)
+
+
+def role_keys(row: Row) -> dict[str, Any]:
+    """The keys of a role's section that the row sets."""
+    keys = {axis: value for axis, value in row.items() if axis in RoleSection.model_fields}
+    if row["uneven_stages"]:
+        keys["pp_layers"] = _UNEVEN[row["pp"] * row["vpp"]]
+    return keys
+
+
+def optim_keys(row: Row) -> dict[str, Any]:
+    """The keys of its optimizer's section that the row sets."""
+    return {axis: value for axis, value in row.items() if axis in OptimSection.model_fields}
+
+
+def name_of(row: Row) -> str:
+    """The row in words; a switch that is off is left out."""
+    words = []
+    for axis, value in row.items():
+        if value is True:
+            words.append(axis)
+        elif value is False:
+            continue
+        elif isinstance(value, int):
+            words.append(f"{axis} {value}")
+        else:
+            words.append(str(value))
+    return ", ".join(words)

@@ -1,0 +1,165 @@
+"""Trains a fine-tuned model, a reward model, a critic and an actor in a rank, row by row of the
+invariance matrix, and once more with the plain loops.
+
+A test compares the two. This file starts no ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from mrlhf.config.sections import RoleSection
+from mrlhf.parallel.groups import GroupFactory
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
+from mrlhf.roles.actor import Actor
+from mrlhf.roles.update_progress import UpdateProgress
+from mrlhf.trainers.reward_model import PreferenceLearning
+from mrlhf.trainers.sft import FineTuning
+from mrlhf.training.engine import ModelEngine
+from mrlhf.weights.shard import Key
+from tests import plain_ppo, plain_supervised
+from tests.covering import Row
+from tests.dist.invariance_axes import LOSSES, name_of, optim_keys, role_keys
+from tests.dist.role_runs import (
+    Form,
+    Setting,
+    build_supervised,
+    cut_responses,
+    load_experience,
+    reference_states,
+    train_actor,
+    train_critic,
+)
+from tests.plain_ppo import Case, Outcome
+from tests.plain_supervised import HELD_OUT, PAIR_STEPS, SFT_STEPS
+
+ROLES = ("sft", "rm", "critic", "actor")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One role of one row, as one rank sees it.
+
+    Attributes:
+        metrics: those of the last step, or of the update; the validation's too.
+        digests: of each slice of a weight that this rank holds.
+        fresh: of an actor, the metrics of one more step, on log-probabilities that it has just
+            computed.
+    """
+
+    metrics: dict[str, float]
+    digests: dict[Key, int]
+    fresh: dict[str, float] = field(default_factory=dict)
+
+
+def case_of(row: Row) -> Case:
+    """The row's policy loss and model."""
+    return Case(model=row["model"], **LOSSES[row["loss"]])
+
+
+def train_rows(
+    rank: int, world_size: int, root: str, rows: Sequence[Row]
+) -> dict[str, dict[str, Trained]]:
+    """Train each row, by its name and by role; the weights go to `<root>/<row>/<role>`."""
+    torch.set_num_threads(1)
+    factory = GroupFactory(timeout_s=120.0)
+    results = {}
+    for row in rows:
+        results[name_of(row)] = _train_row(Path(root), factory, row)
+    return results
+
+
+def plain_outcomes(root: Path, case: Case) -> dict[str, Outcome]:
+    """The same roles as the plain loops train them."""
+    model = root / case.model
+    critic = root / f"{case.model}-critic"
+    experience = load_experience(root, case)
+    rollout = experience.rollout
+    clip_grad = case.clip_grad
+
+    examples = plain_supervised.sft_examples(rollout)
+    pairs = plain_supervised.preference_pairs(rollout)
+    return {
+        "sft": plain_supervised.train_sft(model, examples, clip_grad),
+        "rm": plain_supervised.train_reward_model(critic, pairs, clip_grad),
+        "critic": plain_ppo.train_critic(case, model, experience),
+        "actor": plain_ppo.train_actor(case, model, experience),
+    }
+
+
+def _train_row(root: Path, factory: GroupFactory, row: Row) -> dict[str, Trained]:
+    keys = role_keys(row)
+    sizes = AxisSizes.of(RoleSection(path=".", **keys))
+    layout = ParallelLayout.for_world("model", row["ranks"], sizes)
+    form = Form(
+        name_of(row),
+        row["micro_batch_tokens"],
+        row["use_distributed_optimizer"],
+        keys=keys,
+        optim=optim_keys(row),
+    )
+    setting = Setting(root, factory.role_groups(layout), form)
+
+    case = case_of(row)
+    actor, of_actor = train_actor(setting, case)
+    trained = {
+        "sft": _train_sft(setting, case),
+        "rm": _train_reward_model(setting, case),
+        "critic": train_critic(setting, case),
+        "actor": (actor.engine, of_actor),
+    }
+    results = {}
+    for role, (engine, metrics) in trained.items():
+        results[role] = Trained(metrics, _digests(engine))
+        engine.export(root / name_of(row) / role, 10**9)
+    results["actor"] = replace(results["actor"], fresh=_fresh_step(setting, case, actor))
+    return results
+
+
+def _fresh_step(setting: Setting, case: Case, actor: Actor) -> dict[str, float]:
+    """Evaluate the whole batch as one mini-batch, and train on it once."""
+    experience = load_experience(setting.root, case)
+    rollout = experience.rollout
+    cut = cut_responses(actor, rollout)
+    logprobs = actor.evaluate(rollout, cut).logprobs
+    states = reference_states(setting, case, cut)
+
+    # All epochs but one are done.
+    progress = UpdateProgress(mini_batches=plain_ppo.EPOCHS - 1)
+    experience = replace(experience, old_logprobs=logprobs)
+    return actor.update(experience, cut, states, progress).metrics
+
+
+def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
+    engine = build_supervised(setting, case.model, "lm", case.clip_grad)
+    examples = plain_supervised.sft_examples(load_experience(setting.root, case).rollout)
+    task = FineTuning(examples, examples[:HELD_OUT])
+    metrics: dict[str, float] = {}
+    for rows in SFT_STEPS:
+        metrics = task.step(engine, rows)
+    return engine, metrics | task.validate(engine)
+
+
+def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
+    engine = build_supervised(setting, f"{case.model}-critic", "scalar", case.clip_grad)
+    pairs = plain_supervised.preference_pairs(load_experience(setting.root, case).rollout)
+    held_out = replace(
+        pairs, chosen_ids=pairs.chosen_ids[:HELD_OUT], rejected_ids=pairs.rejected_ids[:HELD_OUT]
+    )
+    task = PreferenceLearning(pairs, held_out)
+    metrics: dict[str, float] = {}
+    for rows in PAIR_STEPS:
+        metrics = task.step(engine, rows)
+    return engine, metrics | task.validate(engine)
+
+
+def _digests(engine: ModelEngine) -> dict[Key, int]:
+    return {
+        slot.piece.key: zlib.crc32(slot.load().contiguous().numpy().tobytes())
+        for slot in engine.slots
+    }

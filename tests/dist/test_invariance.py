@@ -1,0 +1,109 @@
+"""The contract of training: the same numbers on every layout, whatever is trained.
+
+Each test is one combination of the axes in `invariance_axes`, chosen so that every two values which
+go together meet in one of them. Fine-tuning, reward model, critic and actor are trained, and their
+losses, all their other metrics, their gradient norms and their updated weights are compared with
+plain loops in one process. A policy that is trained on log-probabilities which it has just computed
+sees the ratio 1 exactly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mrlhf.weights.shard import Key
+from tests.covering import Row
+from tests.dist.invariance_axes import AXES, LAYERS, matrix_rows, name_of
+from tests.dist.invariance_runs import ROLES, Trained, case_of, plain_outcomes, train_rows
+from tests.dist.role_runs import assert_near, save_inputs
+from tests.plain_ppo import Case, Outcome
+from tests.ranks import run_ranks
+
+ROWS = matrix_rows()
+# These depend on the layout, and so do how long things take.
+OF_THE_LAYOUT = ("train/", "perf/", "timing")
+
+
+class Matrix:
+    """Runs the rows of each world size in one start of ranks, when the first of them is asked for.
+
+    Attributes:
+        root: holds the models, the experiences, and the weights that the rows have trained.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        save_inputs(root, LAYERS)
+        self.ranks = cache(self._ranks)
+        self._plain: dict[str, dict[str, Outcome]] = {}
+
+    def _ranks(self, world_size: int) -> list[dict[str, dict[str, Trained]]]:
+        """For each rank, the results by row and role."""
+        rows = [row for row in ROWS if row["ranks"] == world_size]
+        return run_ranks(world_size, train_rows, str(self.root), rows, timeout=600.0)
+
+    def plain(self, case: Case) -> dict[str, Outcome]:
+        """What the plain loops train, by role."""
+        if str(case) not in self._plain:
+            self._plain[str(case)] = plain_outcomes(self.root, case)
+        return self._plain[str(case)]
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """The trained rows."""
+    return Matrix(tmp_path_factory.mktemp("invariance"))
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_training_equals_plain_loops(matrix: Matrix, row: Row) -> None:
+    name = name_of(row)
+    ranks = [results[name] for results in matrix.ranks(row["ranks"])]
+    plain = matrix.plain(case_of(row))
+    for role in ROLES:
+        title = f"{name}: {role}"
+        _assert_metrics([results[role].metrics for results in ranks], plain[role], title)
+        _assert_weights(matrix.root / name / role, plain[role], title)
+        _assert_replicas([results[role].digests for results in ranks], title)
+
+    fresh = ranks[0]["actor"].fresh
+    assert (fresh["actor/ppo_kl"], fresh["actor/pg_clipfrac"]) == (0.0, 0.0), name
+    assert fresh["actor/grad_norm"] > 0.01, name
+
+
+def _assert_metrics(ranks: list[dict[str, float]], outcome: Outcome, title: str) -> None:
+    metrics = {k: v for k, v in ranks[0].items() if not k.startswith(OF_THE_LAYOUT)}
+    assert metrics.keys() == outcome.metrics.keys(), title
+    for name, value in outcome.metrics.items():
+        assert metrics[name] == pytest.approx(value, rel=5e-5, abs=1e-5), f"{title}: {name}"
+        assert all(rank[name] == metrics[name] for rank in ranks), f"{title}: {name} by rank"
+
+
+def _assert_weights(directory: Path, outcome: Outcome, title: str) -> None:
+    weights = load_file(directory / "model.safetensors")
+    assert weights.keys() == outcome.weights.keys(), title
+    for name, tensor in weights.items():
+        # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so a
+        # step by up to 1e-2 * 4e-6 / EPS.
+        assert_near(tensor, outcome.weights[name], atol=5e-5, title=f"{title}: {name}")
+
+
+def _assert_replicas(ranks: list[dict[Key, int]], title: str) -> None:
+    """All ranks that hold a slice of a weight hold the same, bit for bit."""
+    found: dict[Key, set[int]] = defaultdict(set)
+    for digests in ranks:
+        for key, digest in digests.items():
+            found[key].add(digest)
+    assert not [key for key, digests in found.items() if len(digests) > 1], title
+
+
+def test_every_value_of_every_axis_is_run() -> None:
+    for axis, values in AXES.items():
+        assert {row[axis] for row in ROWS} == set(values), axis
+    assert len({name_of(row) for row in ROWS}) == len(ROWS)
