@@ -49,11 +49,11 @@ def data_parallel(
     sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=optim.use_distributed_optimizer,
+        use_distributed_optimizer=splits_optimizer(optim, groups),
         overlap_grad_reduce=overlaps(optim.overlap_grad_reduce, groups, device),
         # Otherwise the optimizer of the experts and that of all else each gather all weights.
         # `WeightGather` does it once.
-        overlap_param_gather=optim.use_distributed_optimizer,
+        overlap_param_gather=splits_optimizer(optim, groups),
         bucket_size=min(_BUCKET_PARAMETERS, -(-max(sizes) // _LEAST_BUCKETS)),
     )
 
@@ -67,6 +67,11 @@ def data_parallel(
     return chunks
 
 
+def splits_optimizer(optim: OptimSection, groups: RoleGroups) -> bool:
+    """Whether replicas share the optimizer's work; a model without any would only copy weights."""
+    return optim.use_distributed_optimizer and _has_replicas(groups)
+
+
 def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> bool:
     """Whether an exchange between replicas, if there are any, goes on while they compute.
 
@@ -76,9 +81,13 @@ def overlaps(setting: bool | None, groups: RoleGroups, device: torch.device) -> 
         groups: the role's process groups.
         device: where the model is.
     """
-    if groups.layout.group_size(*REPLICA_AXES) == 1:
+    if not _has_replicas(groups):
         return False
     return device.type == "cuda" if setting is None else setting
+
+
+def _has_replicas(groups: RoleGroups) -> bool:
+    return groups.layout.group_size(*REPLICA_AXES) > 1
 
 
 class WeightGather:

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from mrlhf.config.sections import OptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
-from mrlhf.training.data_parallel import WeightGather, overlaps
+from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ShardedOptimizer:
                 adam_beta2=optim.adam_beta2,
                 adam_eps=optim.adam_eps,
                 clip_grad=optim.clip_grad,
-                use_distributed_optimizer=optim.use_distributed_optimizer,
+                use_distributed_optimizer=splits_optimizer(optim, groups),
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
             ),
@@ -119,7 +119,7 @@ class ShardedOptimizer:
 
         self._scheduler = learning_rate_schedule(self._optimizer, optim, total_updates)
         self._gather: WeightGather | None = None
-        if optim.use_distributed_optimizer:
+        if splits_optimizer(optim, groups):
             device = next(chunks[0].parameters()).device
             overlapped = overlaps(optim.overlap_param_gather, groups, device)
             self._gather = WeightGather(chunks, overlapped)
