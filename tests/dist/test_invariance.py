@@ -89,8 +89,8 @@ def _assert_weights(directory: Path, outcome: Outcome, title: str) -> None:
     weights = load_file(directory / "model.safetensors")
     assert weights.keys() == outcome.weights.keys(), title
     for name, tensor in weights.items():
-        # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so each
-        # step by up to 1e-2 * 4e-6 / EPS.
+        # Up to four steps of up to 1e-2. Gradients of four layers are rounded by up to 4e-6, so
+        # each step by up to 1e-2 * 4e-6 / EPS.
         assert_near(tensor, outcome.weights[name], atol=1.6e-4, title=f"{title}: {name}")
 
 
