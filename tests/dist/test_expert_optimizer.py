@@ -239,7 +239,9 @@ def test_experts_train_as_in_one_process(
 def test_the_optimizer_finds_what_it_holds_of_each_parameter(
     ranks: list[dict[tuple[ParallelLayout, str], Result]], layout: ParallelLayout, optimizer: str
 ) -> None:
-    # Over all ranks, every element is held once, or by each replica if the optimizer is whole.
+    # Over all ranks, every element is held once, or by each replica if the optimizer is whole, as
+    # it is where all but the experts has no replicas.
+    is_whole = optimizer == "whole" or layout.dp * layout.cp == 1
     copies = {"vector": layout.tp, "matrix": 1, "expert": 1}
     replicas = {"vector": layout.dp * layout.cp, "matrix": layout.dp * layout.cp}
     replicas["expert"] = layout.edp
@@ -251,5 +253,5 @@ def test_the_optimizer_finds_what_it_holds_of_each_parameter(
 
     for kind, total in elements.items():
         held = sum(results[layout, optimizer].optimized.get(kind, 0) for results in ranks)
-        times = copies[kind] * (replicas[kind] if optimizer == "whole" else 1)
+        times = copies[kind] * (replicas[kind] if is_whole else 1)
         assert held == total * times, kind
