@@ -18,9 +18,8 @@ setup(
     package_data={
         "mrlhf": [
             "compiled/*.h",
-            "inference/native/kernels.cpp",
-            "models/attention.cpp",
-            "models/kernels.cpp",
+            "inference/native/*.cpp",
+            "models/*.cpp",
         ]
     },
     install_requires=[

@@ -171,6 +171,7 @@ def _convert(options: argparse.Namespace) -> int:
         vpp=options.vpp,
         pp_layers=None if options.pp_layers is None else tuple(options.pp_layers),
         dp=options.dp,
+        etp=options.tp,  # as in training with one expert-parallel rank
     )
     target = TargetOptions(
         format=options.to,

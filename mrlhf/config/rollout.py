@@ -18,7 +18,9 @@ class RolloutSection(Section):
         "native", description="inference engine; vllm needs its package"
     )
     tp: Ranks = Field(
-        1, description="ranks of one engine replica; divides actor.tp x actor.cp x actor.pp"
+        1,
+        description="ranks of one engine replica; divides actor.tp x actor.cp x actor.pp, or the "
+        "ranks of the job where the experts of a layer lie on more ranks than actor.tp x actor.cp",
     )
     ep: Ranks | None = Field(
         None,

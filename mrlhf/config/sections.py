@@ -87,12 +87,12 @@ class OptimSection(Section):
         10, description="after so many skipped optimizer steps in a row the run ends"
     )
     use_distributed_optimizer: bool = Field(
-        True, description="split the optimizer states over the data-parallel ranks"
+        True, description="split the optimizer states over the ranks that hold the same weights"
     )
     overlap_grad_reduce: bool | None = Field(
         None,
-        description="sum gradients over the data-parallel ranks while the backward pass goes on, "
-        "not after it; null: on a GPU alone",
+        description="sum gradients over the ranks that hold the same weights while the backward "
+        "pass goes on, not after it; null: on a GPU alone",
     )
     overlap_param_gather: bool | None = Field(
         None,

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT = 8  # numbers of bfloat16 that the kernel reads together
+# Hopper and Blackwell. On other GPUs torch multiplies group by group, and waits for the host.
+_ARCHITECTURES = (9, 10)
 
 
 def has_kernel(rows: Tensor, *sizes: int) -> bool:
@@ -26,8 +28,8 @@ def has_kernel(rows: Tensor, *sizes: int) -> bool:
     return (
         rows.is_cuda
         and rows.dtype == torch.bfloat16
-        and len(rows) > 0
         and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(rows.device)[0] in _ARCHITECTURES
         and all(size % _ALIGNMENT == 0 for size in sizes)
     )
 
@@ -44,17 +46,28 @@ def grouped_products(rows: Tensor, ends: Tensor, matrices: Sequence[Tensor]) -> 
 
 
 class _GroupedProducts(torch.autograd.Function):
-    """The matrices are put together anew for the backward pass, so that no copy is kept."""
+    """The matrices are put together anew for the backward pass, so that no copy is kept.
+
+    Without rows it gives gradients of zero in the same order as with rows: replicas of the matrices
+    may exchange them as soon as they are there.
+    """
 
     @staticmethod
     def forward(context: Any, rows: Tensor, ends: Tensor, *matrices: Tensor) -> Tensor:
         context.save_for_backward(rows, ends, *matrices)
+        if not len(rows):
+            return rows.new_empty(0, len(matrices[0]))
         return F.grouped_mm(rows, torch.stack(matrices).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *matrices = context.saved_tensors
+        if not len(rows):
+            return torch.zeros_like(rows), None, *map(torch.zeros_like, matrices)
         grad = grad.contiguous()
         grad_rows = F.grouped_mm(grad, torch.stack(matrices), offs=ends)
+        # Not every version of the kernel writes the zeros of a group without rows.
+        is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
         grad_matrices = F.grouped_mm(grad.t(), rows, offs=ends)
+        grad_matrices = grad_matrices.masked_fill(is_empty[:, None, None], 0.0)
         return grad_rows, None, *grad_matrices.unbind()

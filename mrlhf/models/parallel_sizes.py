@@ -94,31 +94,35 @@ def ep_problem(role: str, sizes: AxisSizes, spec: ModelSpec) -> str | None:
     """Why the sizes of expert parallelism do not fit a model, and which do, in one line.
 
     Args:
-        role: names the keys in the message.
+        role: the section whose keys are named in the message; "" for none.
         sizes: of the role's axes.
         spec: the model.
 
     Returns:
         None if the sizes fit.
     """
+    prefix = f"{role}." if role else ""
     experts = spec.experts
     if experts is None:
         if sizes.ep > 1:
-            return f"{role}.ep {sizes.ep} does not fit a model without experts; set {role}.ep=1"
+            return f"{prefix}ep {sizes.ep} does not fit a model without experts; set {prefix}ep=1"
         if sizes.expert_tp != sizes.tp:
-            return f"{role}.etp {sizes.etp} does not fit a model without experts; leave it out"
+            return (
+                f"{prefix}etp {sizes.etp} does not fit a model without experts; set "
+                f"{prefix}etp={sizes.tp}"
+            )
         return None
 
     if experts.count % sizes.ep:
         fits = [str(size) for size in range(1, experts.count + 1) if experts.count % size == 0]
         return (
-            f"{role}.ep {sizes.ep} does not fit the model's {experts.count} experts; use "
+            f"{prefix}ep {sizes.ep} does not fit the model's {experts.count} experts; use "
             f"{_one_of(fits)}"
         )
     if experts.ffn_size % sizes.expert_tp:
         return (
-            f"{role}.etp {sizes.expert_tp} does not fit the experts' intermediate size "
-            f"{experts.ffn_size}; set {role}.etp to a divisor of it, such as 1"
+            f"{prefix}etp {sizes.expert_tp} does not fit the experts' intermediate size "
+            f"{experts.ffn_size}; set {prefix}etp to a divisor of it, such as 1"
         )
     return None
 

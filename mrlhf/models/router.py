@@ -185,7 +185,7 @@ class Router(torch.nn.Module):
             logits: [tokens, experts].
             scores: of the logits.
         """
-        if self._sequence_group.size() > 1:
+        if losses.balance and self._sequence_group.size() > 1:
             dist.all_reduce(counts, group=self._sequence_group)
         # A sequence counts as much as any other, so its tokens count less the more there are;
         # padding does not count.

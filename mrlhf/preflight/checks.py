@@ -25,6 +25,9 @@ from mrlhf.rewards.term_names import term_names
 
 AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
+# The keys of a role that place its ranks.
+_AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
+
 
 def check(config: AnyConfig, world_size: int) -> None:
     """Refuse a configuration that cannot run on `world_size` ranks.
@@ -71,7 +74,7 @@ def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
     """Layouts that do not fit the ranks."""
     for name, role in config.roles().items():
         problem = AxisSizes.of(role).problem(name, world_size)
-        if problem is not None and not _is_inherited(config, name, ("tp", "cp", "pp")):
+        if problem is not None and not _is_inherited(config, name, _AXES_OF_RANKS):
             yield problem
 
 
@@ -207,13 +210,13 @@ def _rollout_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
     rollout = config.rollout
     sizes = AxisSizes.of(config.actor)
     ranks = sizes.ranks
-    fits_across = sizes.shares_experts_across and world_size % rollout.tp == 0
-    if ranks % rollout.tp and not fits_across:
+    divided = sizes.product("actor")
+    if sizes.shares_experts_across:  # a replica may then span model-parallel groups
+        ranks = world_size
+        divided = f"the world size {world_size}"
+    if ranks % rollout.tp:
         divisors = ", ".join(str(divisor) for divisor in _divisors(ranks, most=ranks))
-        yield (
-            f"rollout.tp {rollout.tp} does not divide {sizes.product('actor')}; use one of "
-            f"{divisors}"
-        )
+        yield f"rollout.tp {rollout.tp} does not divide {divided}; use one of {divisors}"
     if rollout.ep is not None and rollout.tp % rollout.ep:
         divisors = ", ".join(str(size) for size in _divisors(rollout.tp, most=rollout.tp))
         yield (
@@ -242,11 +245,11 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     if not config.needs_full_kl:
         return
     sizes = {"reference": AxisSizes.of(reference), "actor": AxisSizes.of(actor)}
+    keys = [f"reference.{axis}" for axis in _AXES_OF_RANKS]
     if not sizes["reference"].has_ranks_of(sizes["actor"]):
         yield (
             "KL 'full' compares whole distributions rank by rank, but reference is "
-            f"{sizes['reference']} and actor {sizes['actor']}; leave reference.tp, reference.cp "
-            "and reference.pp out"
+            f"{sizes['reference']} and actor {sizes['actor']}; leave {_joined(keys)} out"
         )
     if reference.sequence_parallel and not actor.sequence_parallel:
         yield (

@@ -35,8 +35,11 @@ _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 
 
 def smallest_world(config: AnyConfig) -> int:
-    """The fewest ranks on which the layout of every role fits."""
-    return math.lcm(*(AxisSizes.of(role).smallest_world for role in config.roles().values()))
+    """The fewest ranks on which the layout of every role fits, and a replica of the engine."""
+    smallest = math.lcm(*(AxisSizes.of(role).smallest_world for role in config.roles().values()))
+    if isinstance(config, PPOConfig) and AxisSizes.of(config.actor).shares_experts_across:
+        return math.lcm(smallest, config.rollout.tp)
+    return smallest
 
 
 def dry_run(config: AnyConfig, world_size: int | None) -> str:

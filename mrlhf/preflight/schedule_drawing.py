@@ -95,7 +95,7 @@ def _micro_batches_of(name: str, role: RoleSection, config: AnyConfig, world_siz
     else:
         samples = config.data.batch_size
     share = -(-samples // AxisSizes.of(role).dp(world_size))
-    return micro_batches(role, share, longest_unit(config))
+    return micro_batches(role, share, longest_unit(config, role.cp))
 
 
 def _ends(numbers: Sequence[int], most: int) -> list[int | None]:

@@ -132,7 +132,9 @@ class WeightGather:
 def _wait_in(module: torch.nn.Module, chunk: DistributedDataParallel) -> None:
     """Let `module` wait for its own parameters before it computes."""
     buckets = {
-        chunk.param_to_bucket_group[parameter] for parameter in module.parameters(recurse=False)
+        chunk.param_to_bucket_group[parameter]
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad
     }
     if not buckets:
         return

@@ -2,8 +2,8 @@
 
 It is given whole (global) batches. It works on the share that the cut of a batch gives to its
 data-parallel rank, and of that on the segments of its context-parallel rank; it returns results for
-the whole batch on every rank. It does not know
-what its outputs are used for, nor which loss it minimises.
+the whole batch on every rank. It does not know what its outputs are used for, nor which loss it
+minimises.
 """
 
 from __future__ import annotations

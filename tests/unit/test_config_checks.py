@@ -117,7 +117,8 @@ def test_configurations_that_fit_pass():
         (
             {"actor__use_kl_loss": True, "actor__kl_loss_type": "full", "reference__pp": 1},
             "KL 'full' compares whole distributions rank by rank, but reference is tp 2 x pp 1 "
-            "and actor tp 2 x pp 2; leave reference.tp, reference.cp and reference.pp out",
+            "and actor tp 2 x pp 2; leave reference.tp, reference.cp, "
+            "reference.pp, reference.ep and reference.etp out",
         ),
         (
             {

@@ -7,25 +7,25 @@ import torch
 
 from mrlhf.models.grouped_products import grouped_products, has_kernel
 
-COUNTS = (5, 0, 16, 3)
 OUT = 24
 IN = 16
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="an older torch")
-def test_outputs_and_gradients_equal_those_of_single_products() -> None:
+@pytest.mark.parametrize("counts", [(5, 0, 16, 3), (0, 0)], ids=str)
+def test_outputs_and_gradients_equal_those_of_single_products(counts: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16().requires_grad_()
 
-    rows = draw(sum(COUNTS), IN)
-    matrices = [draw(OUT, IN) for _ in COUNTS]
-    weights = draw(sum(COUNTS), OUT).detach()
-    ends = torch.tensor(COUNTS).cumsum(0).int()
+    rows = draw(sum(counts), IN)
+    matrices = [draw(OUT, IN) for _ in counts]
+    weights = draw(sum(counts), OUT).detach()
+    ends = torch.tensor(counts).cumsum(0).int()
 
     (grouped_products(rows, ends, matrices) * weights).sum().backward()
-    parts = zip(rows.detach().float().split(COUNTS), matrices, weights.split(COUNTS), strict=True)
+    parts = zip(rows.detach().float().split(counts), matrices, weights.split(counts), strict=True)
     grad_rows = []
     for part, matrix, weight in parts:
         grad_rows.append(weight.float() @ matrix.detach().float())

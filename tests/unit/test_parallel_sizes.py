@@ -167,7 +167,7 @@ def test_a_norm_over_all_heads_does_not_share_a_head(whole_kv_heads: bool) -> No
         (
             "llama",
             AxisSizes(tp=2, etp=1),
-            "actor.etp 1 does not fit a model without experts; lea",
+            "actor.etp 1 does not fit a model without experts; set",
         ),
         ("mixtral", AxisSizes(ep=4), None),
         ("mixtral", AxisSizes(tp=8, etp=8), None),

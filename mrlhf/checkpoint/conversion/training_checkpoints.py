@@ -37,10 +37,10 @@ from mrlhf.checkpoint.state_tree import StateCopy
 from mrlhf.checkpoint.tensor_file import TensorSource, WrittenFile, write_bytes, write_tensors
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import family_of, spec_of
-from mrlhf.models.parallel_sizes import pp_problem, tp_problem
+from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.weights.boxes import Box, whole
 
 WEIGHTS_ONLY = "Weights"
@@ -297,7 +297,10 @@ def _write_model(
 ) -> tuple[list[WrittenFile], StoredModel]:
     """Write a model's slices, one file for each rank of a replica, and describe them."""
     spec = model_spec(model)
-    for problem in (tp_problem("tp", layout.tp, spec), pp_problem("", layout.stages, spec)):
+    problems = [tp_problem("tp", layout.tp, spec), pp_problem("", layout.stages, spec)]
+    if spec.experts is not None:
+        problems.append(ep_problem("", AxisSizes(tp=layout.tp, etp=layout.etp), spec))
+    for problem in problems:
         if problem is not None:
             raise WeightError(f"{role}: {problem}")
 

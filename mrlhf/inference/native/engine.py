@@ -250,10 +250,14 @@ class NativeEngine:
     def take_cache(self) -> None:
         """Take the memory of the KV cache, unless it is there; `submit` does so otherwise.
 
+        On a GPU `commit` stacks the experts of a mixture, so before it nothing is taken: the cache
+        gets what they leave.
+
         Raises:
             EngineError: there is not enough memory.
         """
-        if self._cache is not None:
+        stacks_experts = self._device.type == "cuda" and self._spec.experts is not None
+        if self._cache is not None or (stacks_experts and self._decoder is None):
             return
         spare = int(self._device.type == "cuda")
         shape = self._cache_shape

@@ -50,7 +50,7 @@ inline void totals<4>(const Lanes* lanes, float* out) {  // neighbours are added
 #endif
 
 // out[r][c] = x[r] . w[c], where the columns of the product are the rows of w [columns, size]. Each
-// sum has the same order whatever kR and kC are.
+// sum has the same order whatever kR is, and so whatever other rows there are.
 template <typename W, int kR, int kC>
 inline void tile(const float* const* x, const W* w, int64_t size, float* out) {
     Lanes sums[kR][kC] = {};

@@ -122,7 +122,7 @@ class TorchExperts:
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum over the chosen experts of share * expert(x), as `Experts` says."""
-        if has_kernel(x, *self._stack.fc1.shape[1:], self._stack.fc2.shape[-1]):
+        if len(x) and has_kernel(x, *self._stack.fc1.shape[1:], self._stack.fc2.shape[-1]):
             return grouped(self._stack, x, chosen, shares)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return all_at_once(self._stack, x, chosen, shares)
