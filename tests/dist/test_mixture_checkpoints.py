@@ -78,7 +78,11 @@ def _engine(path: Path, sizes: AxisSizes, distributed: bool, load: bool) -> Mode
         pp=sizes.pp,
         ep=sizes.ep,
         etp=sizes.etp,
-        optim=ActorOptimSection(lr=1e-2, use_distributed_optimizer=distributed),
+        optim=ActorOptimSection(
+            lr=1e-2,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=True if distributed else None,
+        ),
     )
     layout = ParallelLayout.for_world("actor", dist.get_world_size(), sizes)
     groups = GroupFactory(timeout_s=120.0).role_groups(layout)
