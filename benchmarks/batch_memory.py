@@ -160,7 +160,9 @@ def take_step(
         # The actor keeps the numbers of all of them for its epochs, until the update has ended.
         numbers = [
             PolicyMiniBatch.of(
-                trainer.parts.losses.batch(experience, mini_batch.rows), mini_batch.local_packs
+                trainer.parts.losses.batch(experience, mini_batch.rows),
+                mini_batch.local_packs,
+                by_token=True,
             )
             for mini_batch in cuts.actor.mini_batches
         ]
