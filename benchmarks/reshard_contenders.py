@@ -108,10 +108,8 @@ class Engine:
     """The native engine's weights, which a reshard fills."""
 
     def __init__(self, case: Case) -> None:
-        _, tp_rank = case.engines.place(case.rank)
-        self._parameters = Parameters(
-            case.spec, tp_rank, case.engines.tp, case.device.torch_device, case.dtype
-        )
+        place = case.engines.place_in_replica(case.rank)
+        self._parameters = Parameters(case.spec, place, case.device.torch_device, case.dtype)
         self.bind = self._parameters.bind
         self.weight_slots = self._parameters.slots
 
