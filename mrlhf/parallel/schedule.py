@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.packed_sequences import PackedSequences
-from mrlhf.parallel.packs import Pack, make_packs
+from mrlhf.parallel.packing import make_packs
+from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.pipeline_order import group_size, rounds
 from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
