@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
 from mrlhf.errors import ConfigError
@@ -56,16 +56,10 @@ class AxisSizes:
     @classmethod
     def of(cls, section: RoleSection) -> AxisSizes:
         """Those of a role's section."""
-        pp_layers = None if section.pp_layers is None else tuple(section.pp_layers)
-        return cls(
-            tp=section.tp,
-            cp=section.cp,
-            pp=section.pp,
-            ep=section.ep,
-            etp=section.etp,
-            vpp=section.vpp,
-            pp_layers=pp_layers,
-        )
+        sizes = {field.name: section.value_of(field.name) for field in fields(cls)}
+        if sizes["pp_layers"] is not None:
+            sizes["pp_layers"] = tuple(sizes["pp_layers"])
+        return cls(**sizes)
 
     @property
     def ranks(self) -> int:

@@ -33,14 +33,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         per_token=count(config, "num_experts_per_tok"),
         ffn_size=config["intermediate_size"],
         layers=(True,) * config["num_hidden_layers"],
-        scoring="softmax",
         normalised=True,
-        scale=1.0,
-        groups=1,
-        groups_per_token=1,
-        has_correction=False,
-        shared_ffn_size=0,
-        shared_gate=False,
     )
     return with_experts(with_window(dense_spec(config, head)), experts)
 
