@@ -101,6 +101,7 @@ class InstantEngine:
                         version=0,
                     )
                 )
+
         self._requests = ()
         return Finished(samples, EngineStats(steps=RESPONSE_TOKENS))
 

@@ -28,6 +28,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     if config.get("head_dim") is None:  # as transformers takes it then
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         config = {**config, "head_dim": head_dim}
+
     experts = Experts(
         count=count(config, "num_local_experts", least=2),
         per_token=count(config, "num_experts_per_tok"),
