@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Sequences, ranges
+from mrlhf.batch import Sequences
 from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.parts import Parts
 from mrlhf.parallel.segments import WHOLE, Segments
 
 Select = Literal["response", "last"]
@@ -188,15 +189,14 @@ def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
     """All tokens of all packs on this rank, int32, zeros where they are padded."""
     held = _Held(laid, segments)
     positions, counts = held.within(torch.zeros_like(laid.lengths), laid.lengths)
-    places = ranges((sequences.begins[laid.rows][:, None] + positions).flatten(), counts.flatten())
-    # NumPy takes them several times as fast as torch does.
-    tokens = torch.from_numpy(sequences.token_ids.numpy()[places.numpy()])
+    begins = sequences.begins[laid.rows][:, None] + positions
+    tokens = Parts(begins.flatten(), counts.flatten()).of(sequences.token_ids)
     total = int(laid.ends[-1]) // segments.size
     if len(tokens) == total:
         return tokens
 
     padded = torch.zeros(total, dtype=torch.int32)
-    padded[ranges(held.begins.flatten(), counts.flatten())] = tokens
+    padded[Parts(held.begins.flatten(), counts.flatten()).places] = tokens
     return padded
 
 
@@ -236,14 +236,13 @@ def _select(sequences: Sequences, laid: _Laid, segments: Segments, select: Selec
     low, count = held.within(first, end)
     pack_begins = (laid.pack_begins // segments.size)[laid.pack_of]
     begins = held.begins - pack_begins[:, None] + low - held.positions
-    positions = ranges(begins.flatten(), count.flatten())
+    positions = Parts(begins.flatten(), count.flatten()).places
     count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1))
 
     target_ids = torch.zeros(len(positions), dtype=torch.int32)
     if select == "response":
-        next_places = sequences.begins[laid.rows][:, None] + low + 1
-        places = ranges(next_places.flatten(), count.flatten())
-        target_ids = torch.from_numpy(sequences.token_ids.numpy()[places.numpy()])
+        next_begins = sequences.begins[laid.rows][:, None] + low + 1
+        target_ids = Parts(next_begins.flatten(), count.flatten()).of(sequences.token_ids)
     return _Selected(
         count_in, torch.stack(columns), torch.stack(counts), positions.int(), target_ids, width
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrlhf.batch import ranges
+from mrlhf.parallel.parts import Parts
 from mrlhf.parallel.segments import Segments
 
 
@@ -85,14 +85,17 @@ class Pack:
 
         That is row * width + column, on the host, where the tables of the whole batch are.
         """
-        begins = torch.tensor(self.rows, dtype=torch.int64) * self.width
-        return self._own_places(begins, slice(None))
+        return self.parts.places
 
     @property
-    def places_of_rows(self) -> Tensor:
-        """As `places`, of the selected positions of whole rows, whichever ranks hold them."""
-        begins = torch.tensor(self.rows, dtype=torch.int64) * self.width
-        return ranges(begins, self.row_counts)
+    def parts(self) -> Parts:
+        """The parts of a flat [batch, width] table that `places` are made of."""
+        return self._own_parts(self._row_begins, slice(None))
+
+    @property
+    def parts_of_rows(self) -> Parts:
+        """As `parts`, with the selected positions of whole rows, whichever ranks hold them."""
+        return Parts(self._row_begins, self.row_counts)
 
     @property
     def row_counts(self) -> Tensor:
@@ -111,13 +114,18 @@ class Pack:
             rows: which of the pack's rows, counted from its first.
         """
         counts = self.row_counts[rows]
-        return self._own_places(counts.cumsum(0) - counts, rows)
+        return self._own_parts(counts.cumsum(0) - counts, rows).places
 
-    def _own_places(self, begins: Tensor, rows: slice) -> Tensor:
-        """The places of this rank's numbers of some rows, if those of each row begin so."""
+    @property
+    def _row_begins(self) -> Tensor:
+        """Where each row begins in a flat [batch, width] table, [rows]."""
+        return torch.tensor(self.rows, dtype=torch.int64) * self.width
+
+    def _own_parts(self, begins: Tensor, rows: slice) -> Parts:
+        """Where this rank's numbers of some rows stand, if those of each row begin so."""
         columns = self.columns[self.segments.rank, rows]
         counts = self.counts[self.segments.rank, rows]
-        return ranges((begins[:, None] + columns).flatten(), counts.flatten())
+        return Parts((begins[:, None] + columns).flatten(), counts.flatten())
 
 
 def lay_flat(
@@ -135,17 +143,17 @@ def lay_flat(
     """
     if not packs:
         return []
-    places_of = [pack.places_of_rows if whole_rows else pack.places for pack in packs]
-    places = torch.cat(places_of)
+    parts_of = [pack.parts_of_rows if whole_rows else pack.parts for pack in packs]
+    parts = Parts.join(parts_of)
     device = packs[0].select.device
-    sizes = [len(places) for places in places_of]
+    sizes = [int(parts.counts.sum()) for parts in parts_of]
 
     columns: dict[str, Sequence[Tensor | None]] = {}
     for name, table in tables.items():
         if table is None:
             columns[name] = [None] * len(packs)
         else:
-            columns[name] = table.reshape(-1)[places].to(device).split(sizes)
+            columns[name] = parts.of(table.reshape(-1)).to(device).split(sizes)
     return [
         dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]
@@ -160,5 +168,5 @@ def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
         width: columns of the table.
     """
     rows = len(counts)
-    places = ranges(torch.arange(rows) * width, counts).to(flat.device)
+    places = Parts(torch.arange(rows) * width, counts).places.to(flat.device)
     return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width)
