@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mrlhf.batch import Sequences
 from mrlhf.parallel.packs import Pack
-from mrlhf.parallel.parts import Parts
 from mrlhf.parallel.segments import WHOLE, Segments
+from mrlhf.parts import Parts
 
 Select = Literal["response", "last"]
 
