@@ -28,7 +28,7 @@ from mrlhf.inference.cache_size import (
 )
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.vllm.pieces import unsupported_feature
+from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
 from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
@@ -255,8 +255,12 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     rollout = config.rollout
     problem = engine_tp_problem(rollout.engine, rollout.tp, spec, sizes.ranks if excludes else None)
     if problem is None and rollout.ep is not None:
-        problem = engine_ep_problem(rollout.ep, rollout.tp, spec)
-    feature = unsupported_feature(spec) if rollout.engine == "vllm" else None
+        problem = engine_ep_problem(rollout.engine, rollout.ep, rollout.tp, spec)
+    feature = None
+    if rollout.engine == "vllm":
+        feature = unsupported_feature(spec)
+        if feature is None and device_kind(config.distributed.device) == "cpu":
+            feature = unsupported_on_cpu(spec)
     if feature is not None:
         yield (
             f"rollout.engine is vllm, which is not supported for a model with {feature}; set "

@@ -78,7 +78,7 @@ def build_generator(
     rollout = config.rollout
     backend = _BACKENDS[rollout.engine]
     training = actor.groups.layout
-    ep = engine_ep(rollout.ep, rollout.tp, training.etp, actor.spec)
+    ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
     engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
     engine = backend.engine(
