@@ -273,8 +273,9 @@ class _SliceOfPart:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         part = self._part
         start, stop, _ = rows.indices(part.stop - part.start)
-        place = slice(part.number, part.number + 1)
-        read: Tensor = self._stack[(place, slice(part.start + start, part.start + stop), *columns)]
+        matrix = slice(part.number, part.number + 1)
+        place = (matrix, slice(part.start + start, part.start + stop), *columns)
+        read: Tensor = self._stack[place]
         return read[0]
 
 

@@ -57,7 +57,8 @@ CONFIGS = {
         **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
     ),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **{**SIZES, "hidden_size": 128, "head_dim": None},
+        **{name: size for name, size in SIZES.items() if name not in ("head_dim", "hidden_size")},
+        hidden_size=128,
         **EXPERTS,
         num_experts=4,
         shared_expert_intermediate_size=40,
