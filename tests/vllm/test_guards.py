@@ -81,10 +81,6 @@ def _tied_output_follows(engine: VllmEngine) -> bool:
     return _follows(engine, "qwen2-tied")
 
 
-def _experts_follow() -> bool:
-    return _follows(_engine(hf_model("mixtral")), "mixtral")
-
-
 def _pack_by_the_hook(experts: Any) -> None:
     experts.quant_method.process_weights_after_loading(experts)
 
@@ -136,11 +132,6 @@ def _one_rank(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
         found[name] = check(tied), broken
     del tied
     gc.collect()
-    guarded = _experts_follow()
-    gc.collect()
-    with without(guards, "pack_experts", _pack_by_the_hook):
-        found["pack_experts"] = guarded, _experts_follow()
-    gc.collect()
     guarded = _host_randomness_is_untouched()
     gc.collect()
     with without(guards.SeparateRandomness, "active", lambda self: contextlib.nullcontext()):
@@ -162,12 +153,23 @@ def test_guards_of_one_rank() -> None:
     (found,) = run_ranks(1, _one_rank)
     assert found == {
         "repack_output_layer": (True, False),
-        "pack_experts": (True, False),
         "drop_prefix_cache": (True, False),
         "request_seed": (True, False),
         "SeparateRandomness": (True, False),
         "keep_default_group": (True, False),
     }
+
+
+def _mixture(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether new experts are answered with, and whether they are without the guard."""
+    engine = _engine(hf_model("mixtral"))
+    with without(guards, "pack_experts", _pack_by_the_hook):
+        broken = _follows(engine, "mixtral")
+    return _follows(engine, "mixtral"), broken
+
+
+def test_experts_are_packed_again() -> None:
+    assert run_ranks(1, _mixture) == [(True, False)]
 
 
 def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str], list[str]]:
