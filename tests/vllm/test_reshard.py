@@ -47,7 +47,7 @@ DENSE: list[Case] = [  # model, layout of the actor, tp of the engine
     # The embedding, which is the output layer too, is training's own storage.
     ("qwen2-tied-whole", AxisSizes(), 1),
 ]
-# vLLM keeps a mixture, and with it the groups of its size, for as long as the process lives.
+# vLLM's groups outlive an engine with experts, so those of another size need other ranks.
 SPLIT: list[Case] = [("qwen2-moe", AxisSizes(tp=2, ep=2, etp=1), 2)]
 WHOLE: list[Case] = [
     ("glm4-moe", AxisSizes(ep=2), 1),
