@@ -81,6 +81,36 @@ def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 @dataclass(frozen=True)
+class ExpertRecord:
+    """The experts that tokens were sent to, in every mixture of a model.
+
+    There is a record of the first tokens of a sequence; the tokens after them have none. The last
+    token of a response never has one: no engine computes it, and nothing depends on its experts.
+
+    Attributes:
+        chosen: uint8 or int16 [positions, mixtures, per_token], the numbers of the experts.
+        begins: int64 [rows], where the positions of each sequence begin.
+        counts: int64 [rows], of how many tokens of each sequence there is a record.
+    """
+
+    chosen: Tensor
+    begins: Tensor
+    counts: Tensor
+
+    def of_rows(self, rows: Sequence[int] | range) -> ExpertRecord:
+        """That of the sequences `rows`, in that order, in the same memory."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        return ExpertRecord(self.chosen, self.begins[index], self.counts[index])
+
+    @staticmethod
+    def join(parts: Sequence[ExpertRecord]) -> ExpertRecord:
+        """That of the sequences of all parts, one part after the other, with nothing between."""
+        chosen = [part.chosen[ranges(part.begins, part.counts)] for part in parts]
+        counts = torch.cat([part.counts for part in parts])
+        return ExpertRecord(torch.cat(chosen), counts.cumsum(0) - counts, counts)
+
+
+@dataclass(frozen=True)
 class Prompts:
     """Tokenised prompts; every list has one entry for each prompt.
 
@@ -157,6 +187,8 @@ class Rollout:
             `NO_VERSION` where `loss_mask` is False.
         stopped: bool [batch], True if a stop token ended the response, False if the length limit
             did.
+        experts: those to which the engine sent each row's prompt and response; None if it has not
+            recorded them.
     """
 
     prompts: Prompts
@@ -167,6 +199,7 @@ class Rollout:
     rollout_logprobs: Tensor
     versions: Tensor
     stopped: Tensor
+    experts: ExpertRecord | None = None
 
     def __post_init__(self) -> None:
         batch = len(self.prompts)
@@ -174,6 +207,7 @@ class Rollout:
             f"{len(self.sample_index)} sample indices and {len(self.stopped)} stop flags for "
             f"{batch} prompts"
         )
+        assert self.experts is None or len(self.experts.counts) == batch
 
         shape = self.response_ids.shape
         assert shape[0] == batch, f"{shape[0]} responses to {batch} prompts"
@@ -239,12 +273,17 @@ class Rollout:
             rollout_logprobs=self.rollout_logprobs[index],
             versions=self.versions[index],
             stopped=self.stopped[index],
+            experts=None
+            if self.experts is None
+            else ExpertRecord.join([self.experts.of_rows(rows)]),
         )
 
     @staticmethod
     def join(parts: Sequence[Rollout]) -> Rollout:
         """The samples of all parts, one part after the other, padded to the longest response."""
         width = max(part.response_ids.shape[1] for part in parts)
+        records = [part.experts for part in parts if part.experts is not None]
+        assert len(records) in (0, len(parts)), "some parts have no record of experts"
 
         def stack(tables: Sequence[Tensor], padding: int = 0) -> Tensor:
             padded = []
@@ -262,6 +301,7 @@ class Rollout:
             rollout_logprobs=stack([part.rollout_logprobs for part in parts]),
             versions=stack([part.versions for part in parts], padding=NO_VERSION),
             stopped=torch.cat([part.stopped for part in parts]),
+            experts=None if not records else ExpertRecord.join(records),
         )
 
     def sequences(self) -> Sequences:
@@ -309,6 +349,8 @@ class Experience:
         weights: factors of each token's policy loss that correct for the engine's policy, or None.
         positive: bool [batch], True for right responses, or None if no reward term says which
             responses are right.
+        experts: those that the policy chose in the pass that gave `old_logprobs`; None if the
+            update does not replay them.
     """
 
     rollout: Rollout
@@ -322,6 +364,7 @@ class Experience:
     returns: Tensor
     weights: Tensor | None = None
     positive: Tensor | None = None
+    experts: ExpertRecord | None = None
 
     def __post_init__(self) -> None:
         assert not (self.loss_mask & ~self.rollout.loss_mask).any(), (
