@@ -158,7 +158,8 @@ class DrawnSamples:
             table[headers.rows] = of_samples
             tables.append(table)
         stats = [EngineStats(*numbers) for numbers in state["stats"]]
-        return DrawnSamples(stats, headers, *tables, state["experts"])
+        tables.append(state["experts"])
+        return DrawnSamples(stats, headers, *tables)
 
 
 def exchange_samples(
