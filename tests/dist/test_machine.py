@@ -278,7 +278,7 @@ def test_a_table_is_what_an_all_reduce_gives(ranks: list[dict[str, Any]], name: 
     assert [rank[name]["sharers"] for rank in ranks] == sharers
     assert [number for number in range(WORLD_SIZE) if ranks[number][name]["leader"]] == leaders
     for number, rank in enumerate(ranks):
-        assert rank[name]["tables"] == [(True, sharers[number] > 1)] * 15
+        assert rank[name]["tables"] == [(True, sharers[number] > 1)] * 12
 
 
 def test_the_leader_of_a_machine_that_cannot_share_says_why(ranks: list[dict[str, Any]]) -> None:
