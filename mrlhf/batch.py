@@ -91,7 +91,12 @@ class ExpertRecord:
     @staticmethod
     def join(parts: Sequence[ExpertRecord]) -> ExpertRecord:
         """That of the sequences of all parts, one part after the other, with nothing between."""
-        chosen = [part.chosen[ranges(part.begins, part.counts)] for part in parts]
+        chosen = []
+        for part in parts:
+            ends = part.begins + part.counts
+            for begin, end in zip(part.begins.tolist(), ends.tolist(), strict=True):
+                chosen.append(part.chosen[begin:end])
+
         counts = torch.cat([part.counts for part in parts])
         return ExpertRecord(torch.cat(chosen), counts.cumsum(0) - counts, counts)
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import ranges
 from mrlhf.inference.base import EngineStats, Sample
 from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
+from mrlhf.parallel.parts import Parts
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
@@ -232,8 +232,9 @@ def _exchange_experts(
 
     known = earlier.headers
     if dist.get_rank() == 0 and len(earlier.experts):
-        places = ranges(begins[: len(known.rows)], known.recorded)
-        table.entries[places] = earlier.experts[ranges(known.record_begins, known.recorded)]
+        held = Parts(known.record_begins, known.recorded)
+        wanted = Parts(begins[: len(known.rows)], known.recorded)
+        table.entries[wanted.places] = held.of(earlier.experts)
     if groups.tp_rank == 0:
         begin_of = dict(zip(headers.rows.tolist(), begins.tolist(), strict=True))
         numbers = table.entries.numpy()
