@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Sequences
-from mrlhf.parallel.parts import Parts
 from mrlhf.parallel.segments import WHOLE, Segments
+from mrlhf.parts import Parts
 
 Select = Literal["response", "last"]
 
