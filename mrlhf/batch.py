@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mrlhf.parts import Parts
+
 NO_VERSION = -1  # of a token that no policy drew
 _ROWS_AT_ONCE = 256
 
@@ -91,12 +93,7 @@ class ExpertRecord:
     @staticmethod
     def join(parts: Sequence[ExpertRecord]) -> ExpertRecord:
         """That of the sequences of all parts, one part after the other, with nothing between."""
-        chosen = []
-        for part in parts:
-            ends = part.begins + part.counts
-            for begin, end in zip(part.begins.tolist(), ends.tolist(), strict=True):
-                chosen.append(part.chosen[begin:end])
-
+        chosen = [Parts(part.begins, part.counts).of(part.chosen) for part in parts]
         counts = torch.cat([part.counts for part in parts])
         return ExpertRecord(torch.cat(chosen), counts.cumsum(0) - counts, counts)
 
@@ -302,7 +299,9 @@ class Rollout:
         lengths = prompt_lengths + torch.tensor(response_lengths, dtype=torch.int64)
 
         prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), prompt_lengths.cumsum(0)[:-1])
-        table = self.response_ids.numpy()  # which makes slices several times as fast as torch does
+        table = (
+            self.response_ids.int().numpy()
+        )  # which makes slices several times as fast as torch does
         responses = [row[:length] for row, length in zip(table, response_lengths, strict=True)]
         in_turn = chain.from_iterable(zip(prompts, responses, strict=True))
         return Sequences(

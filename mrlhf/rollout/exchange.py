@@ -20,7 +20,7 @@ from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
-from mrlhf.parallel.parts import Parts
+from mrlhf.parts import Parts
 
 _STATS = len(fields(EngineStats))
 _NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
