@@ -299,9 +299,8 @@ class Rollout:
         lengths = prompt_lengths + torch.tensor(response_lengths, dtype=torch.int64)
 
         prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), prompt_lengths.cumsum(0)[:-1])
-        table = (
-            self.response_ids.int().numpy()
-        )  # which makes slices several times as fast as torch does
+        # NumPy makes slices several times as fast as torch does.
+        table = self.response_ids.int().numpy()
         responses = [row[:length] for row, length in zip(table, response_lengths, strict=True)]
         in_turn = chain.from_iterable(zip(prompts, responses, strict=True))
         return Sequences(

@@ -22,8 +22,9 @@ from torch import Tensor
 from mrlhf.errors import MethodError, UserTraceback
 from mrlhf.inference.base import EngineStats, Sample
 from mrlhf.models.spec import Experts
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import Machine
 from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
 from tests.ranks import run_ranks
@@ -38,14 +39,7 @@ EXPERTS = Experts(
     per_token=3,
     ffn_size=1,
     layers=(True, False, True),
-    scoring="softmax",
     normalised=True,
-    scale=1.0,
-    groups=1,
-    groups_per_token=1,
-    has_correction=False,
-    shared_ffn_size=0,
-    shared_gate=False,
 )
 
 
