@@ -16,7 +16,7 @@ import torch
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.router import RouterSection
-from mrlhf.config.sections import RoleSection
+from mrlhf.config.sections import ActorSection, RoleSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
@@ -60,10 +60,13 @@ class CacheNeeds:
 
     def __str__(self) -> str:
         shape = self.shape
-        return (
+        pairs = (
             f"2 x {shape.num_layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} x "
-            f"{shape.itemsize} bytes x {self.tokens} tokens = {self.bytes} bytes"
+            f"{shape.itemsize} bytes"
         )
+        if shape.record_bytes:
+            pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
+        return f"{pairs} x {self.tokens} tokens = {self.bytes} bytes"
 
 
 def check_models(
@@ -187,7 +190,8 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     if rollout.engine == "vllm" and device.type == "cpu":
         blocks += 1  # vLLM leaves one unused
 
-    shape = CacheShape.on_rank(spec, rollout.tp, itemsize=dtype.itemsize, block_size=block)
+    experts = spec.experts if rollout.records_experts else None
+    shape = CacheShape.on_rank(spec, rollout.tp, dtype.itemsize, block, experts)
     return CacheNeeds(shape, tokens=blocks * block)
 
 
@@ -232,9 +236,14 @@ def _layout_problems(
 
 
 def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[str]:
-    """Losses of routers that the model does not have."""
+    """What concerns routers, of a model that has none."""
     if spec.experts is not None or not isinstance(role, RouterSection):
         return
+    if isinstance(role, ActorSection) and role.router_replay != "none":
+        yield (
+            f"{name}.router_replay {role.router_replay} does not fit a model without experts; set "
+            "it to none"
+        )
     for key in RouterSection.model_fields:
         if vars(role)[key]:
             yield f"{name}.{key} does not fit a model without experts; set it to 0"

@@ -109,7 +109,14 @@ def build_generator(
         timeout_s=config.distributed.timeout_s,
     )
     resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
-    return Generator(engine, engine_groups, resharder, config.seed, stops=run.stops)
+    return Generator(
+        engine,
+        engine_groups,
+        resharder,
+        config.seed,
+        stops=run.stops,
+        experts=actor.spec.experts if rollout.records_experts else None,
+    )
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:
