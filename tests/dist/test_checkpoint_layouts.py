@@ -24,7 +24,7 @@ from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
 from mrlhf.weights.boxes import whole
-from tests import plain_ppo
+from tests import plain_models, plain_ppo
 from tests.dist.role_runs import (
     STAGED_LAYOUTS,
     Form,
@@ -82,7 +82,7 @@ def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]
     staged = settings(root, world_size, (SHARDED, PLAIN), STAGED)
     for setting in chain(everywhere, staged):
         for dtype, case in CASES.items():
-            if case.model in plain_ppo.DEEP or not setting.is_staged:
+            if case.model in plain_models.DEEP or not setting.is_staged:
                 every.append((dtype, case, setting))
     return every
 

@@ -60,7 +60,7 @@ def _body(rank: int, world_size: int) -> list[list[tuple[int, ...]]]:
         )
         slots = make_slots(role_pieces(spec, actor, rank))
         planner = Planner(sides, 4)
-        group = None if not engines.is_inside else factory.role_groups(actor).mp
+        group = None if not engines.is_inside else factory.role_groups(actor).collection.mp
         options = TransferOptions(bucket_bytes=50_000, verify=True)
         resharder = Resharder(planner, slots, engine, rank, options, group)
         assert [
