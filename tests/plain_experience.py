@@ -11,7 +11,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Prompts, Rollout
 from tests import rollouts
 from tests.padding import pad_responses
-from tests.plain_models import SIZES, load
+from tests.plain_models import SIZES, critic_of, load
 from tests.plain_tables import evaluate, token_values
 
 PROMPT_LENGTHS = (1, 5, 3, 8, 2, 6, 4, 1)
@@ -51,7 +51,7 @@ def make_experience(model: Path) -> Experience:
         return torch.where(mask, size * torch.randn(mask.shape, generator=generator), 0.0)
 
     logprobs, _ = evaluate(load(model), rollout)
-    values = token_values(load(Path(f"{model}-critic")), rollout)
+    values = token_values(load(model.parent / critic_of(model.name)), rollout)
     return Experience(
         rollout=rollout,
         scores=torch.zeros(len(rollout)),

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
 from tests.feature_models import YARN
 from tests.mixture_models import as_in_files
@@ -32,17 +30,20 @@ MIXTURES = ("qwen2-moe", "qwen3-moe", "glm4-moe")
 MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", *MIXTURES)
 
 
-class Glm4MoeForSequenceClassification(GenericForSequenceClassification, Glm4MoePreTrainedModel):
-    """As transformers has it for the other families."""
+# One operation after the other, as the formulas say.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-transformers.AutoModelForSequenceClassification.register(
-    transformers.Glm4MoeConfig, Glm4MoeForSequenceClassification, exist_ok=True
-)
+def critic_of(model: str) -> str:
+    """The name of the critic, or reward model, that belongs to a policy.
+
+    transformers has no critics of GLM-4.5.
+    """
+    return "qwen3-moe-critic" if model == "glm4-moe" else f"{model}-critic"
 
 
 def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
-    """Write random models: `<model>`, `<model>-ref` not far from it, and `<model>-critic`.
+    """Write random models: `<model>`, `<model>-ref` not far from it, and its critic.
 
     Those in `DEEP` have four layers, and the others `layers`.
     """
@@ -50,14 +51,16 @@ def save_models(root: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
     for name, config in _configs(layers).items():
         config.num_labels = 1
 
-        policy = transformers.AutoModelForCausalLM.from_config(config)
+        policy = transformers.AutoModelForCausalLM.from_config(config, **EAGER)
         _randomise(policy, generator)
         policy.save_pretrained(root / name)
         for parameter in policy.parameters():
             parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
         policy.save_pretrained(root / f"{name}-ref")
 
-        critic = transformers.AutoModelForSequenceClassification.from_config(config)
+        if f"{name}-critic" != critic_of(name):
+            continue
+        critic = transformers.AutoModelForSequenceClassification.from_config(config, **EAGER)
         _randomise(critic, generator)
         critic.save_pretrained(root / f"{name}-critic")
 
@@ -143,7 +146,7 @@ def load(path: Path) -> Any:
     auto = transformers.AutoModelForCausalLM
     if path.name.endswith("-critic"):
         auto = transformers.AutoModelForSequenceClassification
-    return auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return auto.from_pretrained(path, dtype=torch.float32, **EAGER).eval()
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mrlhf.batch import Experience
 from tests.plain_experience import RESPONSE_LENGTHS
 from tests.plain_losses import Row, RowLoss, bypass, geometric_mean, token_losses
-from tests.plain_models import load, weights_of
+from tests.plain_models import critic_of, load, weights_of
 from tests.plain_optimizer import LR, Outcome, differentiate, make_optimizer
 from tests.plain_routers import Routers
 from tests.plain_tables import distribution, drawn, entropy, kl_between, values
@@ -163,7 +163,7 @@ def _kl(kind: str, experience: Experience, row: int, log_p: Tensor, reference: A
 
 def train_critic(case: Case, model: Path, experience: Experience) -> Outcome:
     """Update the critic: `EPOCHS` times each mini-batch."""
-    critic = load(Path(f"{model}-critic"))
+    critic = load(model.parent / critic_of(model.name))
     assert experience.values is not None
     old_values = experience.values
 

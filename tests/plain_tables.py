@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from tests.padding import pad_responses
-from tests.plain_models import load
+from tests.plain_models import critic_of, load
 
 TEMPERATURE = 0.7
 
@@ -29,7 +29,7 @@ def all_tables(model: Path, rollout: Rollout) -> dict[str, Tensor]:
         "full_kl": full_kl(policy, reference, rollout),
         "sum_of_squares": sum_of_squares(policy, rollout),
         "ref_logprobs": evaluate(reference, rollout)[0],
-        "values": token_values(load(Path(f"{model}-critic")), rollout),
+        "values": token_values(load(model.parent / critic_of(model.name)), rollout),
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 
-import transformers.models.glm4_moe.modeling_glm4_moe
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 

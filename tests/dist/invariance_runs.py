@@ -37,6 +37,7 @@ from tests.dist.role_runs import (
     load_experience,
     tables_of,
 )
+from tests.plain_models import critic_of
 from tests.plain_optimizer import Outcome
 from tests.plain_ppo import Case
 from tests.plain_supervised import HELD_OUT, PAIR_STEPS, SFT_STEPS
@@ -88,7 +89,7 @@ def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> di
 def plain_trained(root: Path, case: Case) -> dict[str, Outcome]:
     """The same roles as the plain loops train them."""
     model = root / case.model
-    critic = root / f"{case.model}-critic"
+    critic = root / critic_of(case.model)
     experience = load_experience(root, case)
     examples = plain_supervised.sft_examples(experience.rollout)
     pairs = plain_supervised.preference_pairs(experience.rollout)
@@ -175,7 +176,7 @@ def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, flo
 
 
 def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
-    engine = build_supervised(setting, case, f"{case.model}-critic", "scalar")
+    engine = build_supervised(setting, case, critic_of(case.model), "scalar")
     pairs = plain_supervised.preference_pairs(load_experience(setting.root, case).rollout)
     held_out = replace(
         pairs, chosen_ids=pairs.chosen_ids[:HELD_OUT], rejected_ids=pairs.rejected_ids[:HELD_OUT]

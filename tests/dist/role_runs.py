@@ -307,7 +307,7 @@ def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
 def build_critic(setting: Setting, case: Case) -> Critic:
     """The case's critic, ready to be trained."""
     section = CriticSection(
-        path=str(setting.root / f"{case.model}-critic"),
+        path=str(setting.root / plain_models.critic_of(case.model)),
         ppo_epochs=plain_ppo.EPOCHS,
         cliprange_value=plain_ppo.CLIP_VALUE,
         loss_agg_mode=case.agg,
