@@ -86,18 +86,24 @@ def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> di
     return {name_of(row): _train_row(Path(root), factory, row) for row in rows}
 
 
-def plain_trained(root: Path, case: Case) -> dict[str, Outcome]:
-    """The same roles as the plain loops train them."""
-    model = root / case.model
+def plain_supervised_roles(root: Path, case: Case) -> dict[str, Outcome]:
+    """Fine-tuned model and reward model as the plain loops train them."""
+    rollout = load_experience(root, case).rollout
+    examples = plain_supervised.sft_examples(rollout)
+    pairs = plain_supervised.preference_pairs(rollout)
     critic = root / critic_of(case.model)
-    experience = load_experience(root, case)
-    examples = plain_supervised.sft_examples(experience.rollout)
-    pairs = plain_supervised.preference_pairs(experience.rollout)
     return {
-        "sft": plain_supervised.train_sft(model, examples, case),
+        "sft": plain_supervised.train_sft(root / case.model, examples, case),
         "rm": plain_supervised.train_reward_model(critic, pairs, case),
-        "critic": plain_ppo.train_critic(case, model, experience),
-        "actor": plain_ppo.train_actor(case, model, experience),
+    }
+
+
+def plain_ppo_roles(root: Path, case: Case) -> dict[str, Outcome]:
+    """Critic and actor as the plain loops train them."""
+    experience = load_experience(root, case)
+    return {
+        "critic": plain_ppo.train_critic(case, root / case.model, experience),
+        "actor": plain_ppo.train_actor(case, root / case.model, experience),
     }
 
 

@@ -25,7 +25,8 @@ from tests.dist.invariance_runs import (
     ROLES,
     RowResult,
     case_of,
-    plain_trained,
+    plain_ppo_roles,
+    plain_supervised_roles,
     train_rows,
 )
 from tests.dist.role_runs import assert_near, load_experience, save_inputs
@@ -53,13 +54,20 @@ class Matrix:
         save_inputs(root, LAYERS)
         self.ranks = cache(self._ranks)
         self.tables = cache(self._tables)
-        self._plain: dict[str, dict[str, Outcome]] = {}
+        self._supervised: dict[str, dict[str, Outcome]] = {}
+        self._ppo: dict[str, dict[str, Outcome]] = {}
 
     def plain(self, case: Case) -> dict[str, Outcome]:
         """What the plain loops train, by role."""
-        if str(case) not in self._plain:
-            self._plain[str(case)] = plain_trained(self.root, case)
-        return self._plain[str(case)]
+        # No policy loss reaches the first two.
+        supervised = Case(
+            case.model, "token-mean", clip_grad=case.clip_grad, router_losses=case.router_losses
+        )
+        if str(supervised) not in self._supervised:
+            self._supervised[str(supervised)] = plain_supervised_roles(self.root, supervised)
+        if str(case) not in self._ppo:
+            self._ppo[str(case)] = plain_ppo_roles(self.root, case)
+        return self._supervised[str(supervised)] | self._ppo[str(case)]
 
     def _ranks(self, world_size: int) -> list[dict[str, RowResult]]:
         rows = [row for row in ROWS if row["ranks"] == world_size]
