@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from tests import preloaded
 
 _LEAVES = 60.0  # seconds in which a rank that is done ends
-_LATE = 5.0  # seconds after which a stack that is due has been written
+_BEFORE = 30.0  # seconds before its time is over a rank writes where it is
 
 
 def fork_server() -> BaseContext:
@@ -70,7 +70,7 @@ def _main(
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     file = (Path(stacks) / str(rank)).open("w")
-    faulthandler.dump_traceback_later(timeout, file=file)
+    faulthandler.dump_traceback_later(max(1.0, timeout - _BEFORE), file=file)
 
     # A fork has the random numbers of its server; a rank that forgets to seed must have its own.
     torch.seed()
@@ -81,7 +81,7 @@ def _main(
             "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
         results.put((rank, True, body(rank, world_size, *args)))
-        faulthandler.dump_traceback_later(_LEAVES, file=file)
+        faulthandler.dump_traceback_later(_LEAVES - _BEFORE, file=file)
         gc.collect()  # a fork leaves without destructors, and an engine may hold shared memory
         dist.barrier()
         dist.destroy_process_group()
@@ -130,19 +130,19 @@ def _results(ranks: list[Any], received: Any, timeout: float, stacks: Path) -> l
     results: dict[int, Any] = {}
     for _ in ranks:
         try:
-            rank, succeeded, value = received.get(timeout=timeout + _LATE)
+            rank, succeeded, value = received.get(timeout=timeout)
         except queue.Empty:
             raise AssertionError(f"not done after {timeout:.0f} s:\n{_written(stacks)}") from None
         assert succeeded, f"rank {rank} failed:\n{value}"
         results[rank] = value
 
     for rank, process in enumerate(ranks):
-        process.join(timeout=_LEAVES + _LATE)
+        process.join(timeout=_LEAVES)
         assert not process.is_alive(), f"rank {rank} is done and stays:\n{_written(stacks)}"
     return [results[rank] for rank in range(len(ranks))]
 
 
 def _written(stacks: Path) -> str:
-    """Where each rank was as its time was over."""
+    """Where each rank was shortly before its time was over."""
     files = sorted(stacks.iterdir())
     return "\n".join(f"rank {file.name}\n{file.read_text()}" for file in files)

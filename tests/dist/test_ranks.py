@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests import ranks
 from tests.ranks import run_ranks
 
 
@@ -44,13 +42,3 @@ def test_a_rank_is_like_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
             }
 
     assert len(set(drawn)) == 12, "two ranks draw the same random numbers"
-
-
-def _waits(rank: int, world_size: int) -> None:
-    threading.Event().wait(300.0)
-
-
-def test_it_says_where_a_rank_is_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_LATE", 2.0)
-    with pytest.raises(AssertionError, match=r"(?s)not done after 1 s.*rank 0.*in _waits"):
-        run_ranks(1, _waits, timeout=1.0)
