@@ -36,7 +36,7 @@ def make_rollout() -> Rollout:
         ground_truth=[""] * count,
         extra_info=[{} for _ in range(count)],
     )
-    ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int64)
+    ids, mask = pad_responses([draw(length) for length in RESPONSE_LENGTHS], torch.int32)
     stopped = torch.ones(count, dtype=torch.bool)
     return rollouts.make_rollout(prompts, [0] * count, ids, mask, torch.zeros(mask.shape), stopped)
 
