@@ -202,7 +202,7 @@ class TrainedModelSection(RouterSection, RoleSection):
 
 
 class SupervisedConfig(Root):
-    """What supervised fine-tuning and reward-model training share."""
+    """What the trainings on rows of a file share: fine-tuning, and those on preference pairs."""
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
 
@@ -224,7 +224,14 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataSection = Field(description="prompts with the responses to learn")
 
 
-class RewardModelConfig(SupervisedConfig):
-    """The configuration of launch/train_rm.py."""
+class PreferenceConfig(SupervisedConfig):
+    """What the trainings on preference pairs share."""
 
     data: PreferenceDataSection = Field(description="prompts with a chosen and a rejected response")
+
+
+class RewardModelConfig(PreferenceConfig):
+    """The configuration of launch/train_rm.py."""
+
+
+AnyConfig = PPOConfig | SFTConfig | PreferenceConfig

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.pipeline_order import bubble
-from mrlhf.preflight.checks import AnyConfig, check, longest_unit
+from mrlhf.preflight.checks import check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
 from mrlhf.preflight.model_checks import (
@@ -219,8 +219,8 @@ def _updates(
     )
 
 
-def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
-    noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
+def _supervised_step(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:
+    noun = "pair" if isinstance(config, PreferenceConfig) else "sequence"
     batch = config.data.batch_size
     per_rank = -(-batch // AxisSizes.of(config.model).dp(world_size))
     yield "each optimizer step"

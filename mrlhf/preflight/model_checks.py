@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
 from mrlhf.config.router import RouterSection
 from mrlhf.config.sections import RoleSection
 from mrlhf.device import device_kind, dtype_on
@@ -66,9 +66,7 @@ class CacheNeeds:
         )
 
 
-def check_models(
-    config: PPOConfig | SFTConfig | RewardModelConfig, need_weights: bool = False
-) -> dict[str, ModelSpec | None]:
+def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
     """Check each role's model, and the layout of each role and of the engine against it.
 
     Args:
@@ -114,7 +112,7 @@ def check_models(
     return specs
 
 
-def head_of(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+def head_of(config: AnyConfig, name: str) -> Head:
     """The head that the model of role `name` has."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"
@@ -135,9 +133,7 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _check_weights(
-    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
-) -> tuple[str, ...]:
+def _check_weights(config: AnyConfig, name: str, spec: ModelSpec) -> tuple[str, ...]:
     """Check the headers of the weights that role `name` loads.
 
     Returns:
@@ -154,7 +150,7 @@ def _check_weights(
         raise ConfigError(f"{name}: {error}") from None
 
 
-def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]:
+def without_weights(config: AnyConfig) -> list[str]:
     """The roles that load weights, but whose directories hold a `config.json` alone."""
     if not _loads_weights(config):
         return []
@@ -166,7 +162,7 @@ def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[s
     return roles
 
 
-def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
+def _loads_weights(config: AnyConfig) -> bool:
     """Whether models begin with stored weights; supervised training may draw them at random."""
     return isinstance(config, PPOConfig) or config.model.init != "random"
 
@@ -200,9 +196,7 @@ def cache_block(config: PPOConfig) -> int:
     return wanted or (NATIVE_CPU_BLOCK if on_cpu else NATIVE_GPU_BLOCK)
 
 
-def _layout_problems(
-    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
-) -> Iterator[str]:
+def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Layouts that do not fit their models, a line for each key, and a KV cache that is too small.
 
     Args:
@@ -268,9 +262,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
         yield from _cache_problems(config, spec)
 
 
-def _position_problems(
-    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
-) -> Iterator[str]:
+def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Data that is longer than a model's positions; a line for each model directory."""
     longest = config.data.max_length
     reported: set[str] = set()

@@ -11,9 +11,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrlhf.config.roots import PPOConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
-from mrlhf.preflight.paths import AnyConfig, input_paths
+from mrlhf.preflight.paths import input_paths
 
 _FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
 _FILES = ("metrics.jsonl", "config.yaml", "run.json", "summary.json", "curves.png")

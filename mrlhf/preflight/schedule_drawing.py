@@ -8,11 +8,11 @@ from __future__ import annotations
 import string
 from collections.abc import Collection, Iterator, Sequence
 
-from mrlhf.config.roots import PPOConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.pipeline_order import Pass, bubble, timeline
-from mrlhf.preflight.checks import AnyConfig, longest_unit
+from mrlhf.preflight.checks import longest_unit
 
 _COLUMNS = 88  # characters of the passes on a line
 _STAGES = 16  # lines of a drawing

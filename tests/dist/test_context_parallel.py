@@ -61,7 +61,7 @@ def _pairs() -> PreferencePairs:
             for _ in range(ROWS)
         ]
 
-    return PreferencePairs(chosen_ids=side(), rejected_ids=side(), dropped=0)
+    return PreferencePairs(side(), side(), prompt_lengths=ROWS * [1], dropped=0)
 
 
 @pytest.fixture(scope="module")
