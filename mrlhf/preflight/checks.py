@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import UTILIZATION
-from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
@@ -97,7 +97,8 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
         if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
             yield from _stage_problems(name, AxisSizes.of(role).stages)
         with_padding = longest_unit(config, role.cp)
-        if role.micro_batch_tokens < with_padding:
+        is_inherited = _is_inherited(config, name, ("micro_batch_tokens",))
+        if role.micro_batch_tokens < with_padding and not is_inherited:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
             if with_padding > needed:
                 needed = with_padding
@@ -282,6 +283,11 @@ def _supervised_problems(config: SFTConfig | PreferenceConfig, world_size: int) 
         yield (
             f"data.batch_size {config.data.batch_size} is less than the data-parallel size {dp} of "
             f"model; set data.batch_size to at least {dp} or raise model.tp"
+        )
+    if isinstance(config, DPOConfig) and config.model.init == "random":
+        yield (
+            "model.init is random, but DPO compares with the policy that it starts from; set it to "
+            "checkpoint, and model.path to a trained policy"
         )
 
 

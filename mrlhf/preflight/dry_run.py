@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
+from mrlhf.config.preference import DPOSection
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
@@ -105,6 +106,8 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
         lines += describe_method(config)
         lines += _ppo_step(config, world_size)
     else:
+        if isinstance(config, DPOConfig):
+            lines += _preference_loss(config.dpo)
         lines += _supervised_step(config, world_size)
     lines += _run(config, steps)
     return "\n".join(lines)
@@ -217,6 +220,15 @@ def _updates(
         f"full length {per_rank} a data-parallel rank and "
         f"{_micro_batches(role, per_rank, longest_unit(config, role.cp))}"
     )
+
+
+def _preference_loss(section: DPOSection) -> Iterator[str]:
+    smoothing = ""
+    if section.label_smoothing:
+        smoothing = f", label smoothing {section.label_smoothing:g}"
+    yield "the method"
+    yield f"  loss: {section.loss_type}, beta {section.beta:g}{smoothing}"
+    yield "  the reference is asked once about all pairs, before the first step, and then freed"
 
 
 def _supervised_step(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:

@@ -208,8 +208,8 @@ def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -
         spec = specs.get(name)
         if spec is None:
             continue
-        if isinstance(config, PPOConfig) and name == "reference" and _is_as_actor(config):
-            continue  # its problems are the actor's, whose keys it inherits
+        if name == "reference" and _is_as_trained(role, config):
+            continue  # its problems are those of the policy, whose keys it inherits
         problems = (
             tp_problem(f"{name}.tp", role.tp, spec),
             pp_problem(name, AxisSizes.of(role).stages, spec),
@@ -234,11 +234,10 @@ def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[
             yield f"{name}.{key} does not fit a model without experts; set it to 0"
 
 
-def _is_as_actor(config: PPOConfig) -> bool:
-    """Whether the reference is the actor's model in the actor's layout."""
-    actor = config.actor
-    reference = config.reference
-    return reference.path == actor.path and AxisSizes.of(reference) == AxisSizes.of(actor)
+def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:
+    """Whether the reference is the model of the policy that is trained, in its layout."""
+    policy = config.actor if isinstance(config, PPOConfig) else config.model
+    return reference.path == policy.path and AxisSizes.of(reference) == AxisSizes.of(policy)
 
 
 def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:

@@ -16,7 +16,14 @@ from mrlhf.errors import ConfigError
 from mrlhf.preflight.paths import input_paths
 
 _FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
-_FILES = ("metrics.jsonl", "config.yaml", "run.json", "summary.json", "curves.png")
+_FILES = (
+    "metrics.jsonl",
+    "config.yaml",
+    "run.json",
+    "summary.json",
+    "curves.png",
+    "reference_logprobs.npz",
+)
 _LONGEST_NAME = 255
 _NO_FILES_THERE = ("proc", "sys")
 _FULL_OR_READ_ONLY = {
