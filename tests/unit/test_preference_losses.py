@@ -1,4 +1,4 @@
-"""Losses on preference pairs against numbers worked out by hand, and what is reported beside them."""
+"""Losses on preference pairs against numbers worked out by hand, and what is reported of pairs."""
 
 from __future__ import annotations
 
