@@ -154,11 +154,12 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
 
 
 def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
-    """Write sft.jsonl, train.jsonl, preferences.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
+    """Write the data files of the task and tokenizer/ into `out_dir`.
 
-    preferences.jsonl has a right and a wrong answer to each prompt of train.jsonl. sft.jsonl and
-    train.jsonl may share prompts; neither shares any with held_out.jsonl. Only sft.jsonl has wrong
-    answers in place of right ones.
+    These are sft.jsonl, train.jsonl, preferences.jsonl and held_out.jsonl. preferences.jsonl has a
+    right and a wrong answer to each prompt of train.jsonl. sft.jsonl and train.jsonl may share
+    prompts; neither shares any with held_out.jsonl. sft.jsonl alone has wrong answers in place of
+    right ones.
 
     Returns:
         Rows written, by file name.
