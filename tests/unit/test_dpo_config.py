@@ -33,7 +33,8 @@ def test_the_loss_and_its_numbers(tmp_path):
     dpo = load_text(tmp_path, SUPERVISED, root=DPOConfig).dpo
     assert (dpo.loss_type, dpo.beta, dpo.label_smoothing) == ("sigmoid", 0.1, 0.0)
     for wrong in ("dpo.beta=0", "dpo.label_smoothing=0.5", "dpo.loss_type=hinge"):
-        assert message(tmp_path, SUPERVISED, wrong, root=DPOConfig).startswith(wrong.split("=")[0])
+        said = message(tmp_path, SUPERVISED, wrong, root=DPOConfig)
+        assert f"for '{wrong.split('=')[0]}'" in said
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_the_loss_and_its_numbers(tmp_path):
         ),
         (
             {"model__tp": 3},
-            "model.tp 3 x cp 1 x pp 1 = 3 does not divide the world size 4; ",
+            "model: world size 4 is not divisible by tp 3 x pp 1 = 3; ",
         ),
     ],
 )
@@ -74,7 +75,7 @@ def test_mistakes_are_told_once(changes, line):
 def test_a_reference_of_another_layout_is_checked_for_itself():
     check(supervised(DPOConfig, reference__tp=4), 4)
     (problem,) = problems(supervised(DPOConfig, reference__tp=3), 4)
-    assert problem.startswith("reference.tp 3")
+    assert problem.startswith("reference: world size 4 is not divisible by tp 3")
     with pytest.raises(ConfigError, match=r"^reference\.micro_batch_tokens 100 is less"):
         check(supervised(DPOConfig, reference__micro_batch_tokens=100), 4)
 
