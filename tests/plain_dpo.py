@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from mrlhf.data.preferences import PreferencePairs
-from tests.plain_ppo import LR, SIZES, Outcome, load, make_optimizer, weights_of
+from tests.plain_models import SIZES, load, weights_of
+from tests.plain_optimizer import LR, Outcome, differentiate, make_optimizer
 
 # The pairs of each optimizer step; the metrics are those of the last one.
 STEPS = ((0, 1, 2, 3, 4), (7, 5, 1, 0, 6, 2))
@@ -88,11 +89,8 @@ def train(
 
     for rows in STEPS:
         loss, metrics = _mini_batch("dpo", policy, frozen, pairs, rows, method)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), clip_grad or float("inf"))
+        metrics["dpo/grad_norm"] = differentiate(optimizer, policy, loss, clip_grad)
         optimizer.step()
-        metrics["dpo/grad_norm"] = norm.item()
 
     metrics |= {"dpo/optimizer_steps": 1, "dpo/skipped_steps": 0, "dpo/lr": LR}
     with torch.no_grad():

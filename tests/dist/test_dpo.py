@@ -26,9 +26,10 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers import reference_logprobs as references
 from mrlhf.trainers.dpo import PreferenceOptimization, ScoredPairs
 from mrlhf.training.engine import ModelEngine
-from tests import plain_dpo, plain_ppo
+from tests import plain_dpo, plain_optimizer
 from tests.plain_dpo import Method
-from tests.plain_ppo import Outcome
+from tests.plain_models import save_models
+from tests.plain_optimizer import Outcome
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -140,13 +141,13 @@ def _train(root: Path, factory: GroupFactory, case: Case, rank: int, world_size:
 
 def _optim(case: Case) -> OptimSection:
     """The optimizer of the plain loop."""
-    beta1, beta2 = plain_ppo.BETAS
+    beta1, beta2 = plain_optimizer.BETAS
     keys: dict[str, Any] = {
-        "lr": plain_ppo.LR,
-        "weight_decay": plain_ppo.WEIGHT_DECAY,
+        "lr": plain_optimizer.LR,
+        "weight_decay": plain_optimizer.WEIGHT_DECAY,
         "adam_beta1": beta1,
         "adam_beta2": beta2,
-        "adam_eps": plain_ppo.EPS,
+        "adam_eps": plain_optimizer.EPS,
         "clip_grad": 0.0,
     }
     return OptimSection(**(keys | case.optim))
@@ -156,7 +157,7 @@ def _optim(case: Case) -> OptimSection:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, and after training the weights of each case."""
     directory = tmp_path_factory.mktemp("dpo")
-    plain_ppo.save_models(directory)
+    save_models(directory)
     return directory
 
 
