@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+REFERENCE_LOGPROBS = "reference_logprobs.npz"
 _CONFIG = "config.yaml"
 _BEGUN = "run.json"
 
@@ -49,6 +50,8 @@ _WRITTEN = {
         SUMMARY,
         "curves.png",
         "failed_step_*",
+        REFERENCE_LOGPROBS,
+        f".{REFERENCE_LOGPROBS}.tmp",
         "tensorboard.before_*",
         *(f"{name}.partial" for name in _MODELS),
         *(f".{name}.replaced" for name in _MODELS),
