@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from mrlhf.data.sample_table import SampleTable, write_samples
@@ -64,7 +65,7 @@ def write_run(
         "actor": {"path": "models/policy", "optim": {"lr": learning_rate}},
         "trainer": {"output_dir": str(directory), "total_steps": size.steps},
     }
-    (directory / "config.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+    (directory / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     rewards = [_reward(step, size.steps, learning_rate) for step in range(size.steps + 1)]
     rows = [_metrics(step, rewards[step], noise) for step in range(size.steps + 1)]

@@ -76,12 +76,12 @@ def test_a_packed_sample_has_its_tokens_and_their_numbers(run):
         "value": tokens["value"],
         "entropy": tokens["entropy"],
         "log-probability": old,
-        "loss mask": tokens["loss_mask"],
+        "loss mask": tokens["loss_mask"].astype(float),
     }
     assert numbers.keys() == wanted.keys()
     for name, column in wanted.items():
         # float16 has eleven bits, and below 2^-14 of the unit it has a fixed step
-        largest = abs(column).max()
+        largest = float(abs(column).max())
         assert numbers[name] == pytest.approx(column, rel=2**-11, abs=2**-23 * largest), name
 
 

@@ -36,7 +36,7 @@ function curveControls(fill) {
       fill();
     }, 120),
   });
-  const amount = element("output", {}, ` ${drawing.smoothing}`);
+  const amount = element("span", {}, ` ${drawing.smoothing}`);
   const smoothing = element("input", {
     type: "range",
     min: "0",

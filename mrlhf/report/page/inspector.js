@@ -137,7 +137,8 @@ function listRow(run, i, opened) {
       other.setAttribute("aria-selected", String(inspecting.opened.includes(Number(other.dataset.sample))));
     }
   };
-  row.append(...[s.uid[i], s.sample[i], s.score[i], s.length[i], s.finish_reason[i], text].map(dataCell));
+  row.append(...[s.uid[i], s.sample[i], s.score[i], s.length[i]].map(dataCell));
+  row.append(element("td", {}, s.finish_reason[i]), dataCell(text));
   return row;
 }
 

@@ -47,16 +47,22 @@ function verdicts() {
       for (const name of Object.keys(run.metrics).filter((name) => pattern.test(name))) {
         const ends = firstAndLast(run.metrics[name]);
         if (!ends) continue;
-        const which = /^val_sampled/.test(name) ? ", sampled," : /^val\//.test(name) ? ", greedy," : "";
-        learned.push(`${title.toLowerCase()}${which} went from ${short(ends[0])} to ${short(ends[1])}`);
+        learned.push(`${title.toLowerCase()}${way(name)} went from ${short(ends[0])} to ${short(ends[1])}`);
       }
     }
     const state = Object.keys(run.summary).length ? "has finished" : "has not finished";
-    const text = `${last} steps; the run ${state}. ${learned.join("; ")}.`;
+    const news = learned.join("; ");
+    const text = `${last} steps; the run ${state}. ${news.charAt(0).toUpperCase()}${news.slice(1)}.`;
     const lead = report.runs.length > 1 ? [swatch(run.color), element("strong", {}, ` ${label(run)}: `)] : [];
     return element("p", { class: "verdict" }, ...lead, text);
   });
   return element("section", { "aria-label": "Summary" }, ...sentences);
+}
+
+// How held-out prompts were answered for a metric.
+function way(name) {
+  if (name.startsWith("val_sampled/")) return " (sampled)";
+  return /^val\/.*\/(acc@1|reward_mean)$/.test(name) ? " (greedy)" : "";
 }
 
 function highlightCards() {
@@ -69,7 +75,7 @@ function highlightCards() {
         const [first, last] = firstAndLast(run.metrics[name]);
         return element("div", { class: "numbers" }, ...(report.runs.length > 1 ? [swatch(run.color), " "] : []), `${short(first)} → ${short(last)}`);
       });
-      const chart = lineChart(title, name, report.runs, 130);
+      const chart = lineChart(`${title}${way(name)}`, name, report.runs, 130);
       const words = element("p", { class: "faint" }, advice);
       cards.push(element("section", { class: "card" }, chart.figure, ...numbers, words, element("span", { class: "name" }, name)));
     }

@@ -74,7 +74,7 @@ async function showLanes(run, phases, lanes) {
 
   if (!steps.includes(watching.step)) watching.step = steps[Math.floor(steps.length / 2)];
   const drawn = element("div");
-  const number = element("output", {}, ` ${watching.step}`);
+  const number = element("span", {}, ` ${watching.step}`);
   const draw = () => drawn.replaceChildren(...lanesOf(byStep[watching.step], phases));
   const slider = element("input", {
     type: "range",
