@@ -177,7 +177,7 @@ function samePromptControls(run, index, place, opened) {
   };
   const titles = others.map((i) => `step ${s.step[i]}, sample ${s.sample[i]}, reward ${short(s.score[i])}`);
   const select = choice(others, index, (value) => put(Number(value), place), titles);
-  const parts = [labelled(`This prompt: ${others.length} responses`, select)];
+  const parts = [labelled(`Responses to this prompt (${others.length})`, select)];
 
   const elsewhere = others.find((i) => s.step[i] !== s.step[index] && !inspecting.opened.includes(i));
   if (place === 0 && elsewhere !== undefined) {
