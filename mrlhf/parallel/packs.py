@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Sequences, ranges
+from mrlhf.batch import Sequences
 from mrlhf.parallel.segments import WHOLE, Segments
+from mrlhf.parts import Parts
 
 Select = Literal["response", "last"]
 
@@ -91,14 +92,17 @@ class Pack:
 
         That is row * width + column, on the host, where the tables of the whole batch are.
         """
-        begins = torch.tensor(self.rows, dtype=torch.int64) * self.width
-        return self._own_places(begins, slice(None))
+        return self.parts.places
 
     @property
-    def places_of_rows(self) -> Tensor:
-        """As `places`, of the selected positions of whole rows, whichever ranks hold them."""
-        begins = torch.tensor(self.rows, dtype=torch.int64) * self.width
-        return ranges(begins, self.row_counts)
+    def parts(self) -> Parts:
+        """The parts of a flat [batch, width] table that `places` are made of."""
+        return self._own_parts(self._row_begins, slice(None))
+
+    @property
+    def parts_of_rows(self) -> Parts:
+        """As `parts`, with the selected positions of whole rows, whichever ranks hold them."""
+        return Parts(self._row_begins, self.row_counts)
 
     @property
     def row_counts(self) -> Tensor:
@@ -117,13 +121,18 @@ class Pack:
             rows: which of the pack's rows, counted from its first.
         """
         counts = self.row_counts[rows]
-        return self._own_places(counts.cumsum(0) - counts, rows)
+        return self._own_parts(counts.cumsum(0) - counts, rows).places
 
-    def _own_places(self, begins: Tensor, rows: slice) -> Tensor:
-        """The places of this rank's numbers of some rows, if those of each row begin so."""
+    @property
+    def _row_begins(self) -> Tensor:
+        """Where each row begins in a flat [batch, width] table, [rows]."""
+        return torch.tensor(self.rows, dtype=torch.int64) * self.width
+
+    def _own_parts(self, begins: Tensor, rows: slice) -> Parts:
+        """Where this rank's numbers of some rows stand, if those of each row begin so."""
         columns = self.columns[self.segments.rank, rows]
         counts = self.counts[self.segments.rank, rows]
-        return ranges((begins[:, None] + columns).flatten(), counts.flatten())
+        return Parts((begins[:, None] + columns).flatten(), counts.flatten())
 
 
 @dataclass(frozen=True)
@@ -277,17 +286,17 @@ def lay_flat(
     """
     if not packs:
         return []
-    places_of = [pack.places_of_rows if whole_rows else pack.places for pack in packs]
-    places = torch.cat(places_of)
+    parts_of = [pack.parts_of_rows if whole_rows else pack.parts for pack in packs]
+    parts = Parts.join(parts_of)
     device = packs[0].select.device
-    sizes = [len(places) for places in places_of]
+    sizes = [int(parts.counts.sum()) for parts in parts_of]
 
     columns: dict[str, Sequence[Tensor | None]] = {}
     for name, table in tables.items():
         if table is None:
             columns[name] = [None] * len(packs)
         else:
-            columns[name] = table.reshape(-1)[places].to(device).split(sizes)
+            columns[name] = parts.of(table.reshape(-1)).to(device).split(sizes)
     return [
         dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)
     ]
@@ -302,7 +311,7 @@ def lay_in_rows(flat: Tensor, counts: Tensor, width: int) -> Tensor:
         width: columns of the table.
     """
     rows = len(counts)
-    places = ranges(torch.arange(rows) * width, counts).to(flat.device)
+    places = Parts(torch.arange(rows) * width, counts).places.to(flat.device)
     return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width)
 
 
@@ -335,15 +344,14 @@ def _token_ids(sequences: Sequences, laid: _Laid, segments: Segments) -> Tensor:
     """All tokens of all packs on this rank, int32, zeros where they are padded."""
     held = _Held(laid, segments)
     positions, counts = held.within(torch.zeros_like(laid.lengths), laid.lengths)
-    places = ranges((sequences.begins[laid.rows][:, None] + positions).flatten(), counts.flatten())
-    # NumPy takes them several times as fast as torch does.
-    tokens = torch.from_numpy(sequences.token_ids.numpy()[places.numpy()])
+    begins = sequences.begins[laid.rows][:, None] + positions
+    tokens = Parts(begins.flatten(), counts.flatten()).of(sequences.token_ids)
     total = int(laid.ends[-1]) // segments.size
     if len(tokens) == total:
         return tokens
 
     padded = torch.zeros(total, dtype=torch.int32)
-    padded[ranges(held.begins.flatten(), counts.flatten())] = tokens
+    padded[Parts(held.begins.flatten(), counts.flatten()).places] = tokens
     return padded
 
 
@@ -383,14 +391,13 @@ def _select(sequences: Sequences, laid: _Laid, segments: Segments, select: Selec
     low, count = held.within(first, end)
     pack_begins = (laid.pack_begins // segments.size)[laid.pack_of]
     begins = held.begins - pack_begins[:, None] + low - held.positions
-    positions = ranges(begins.flatten(), count.flatten())
+    positions = Parts(begins.flatten(), count.flatten()).places
     count_in = torch.zeros_like(laid.rows_in).index_add(0, laid.pack_of, count.sum(dim=1))
 
     target_ids = torch.zeros(len(positions), dtype=torch.int32)
     if select == "response":
-        next_places = sequences.begins[laid.rows][:, None] + low + 1
-        places = ranges(next_places.flatten(), count.flatten())
-        target_ids = torch.from_numpy(sequences.token_ids.numpy()[places.numpy()])
+        next_begins = sequences.begins[laid.rows][:, None] + low + 1
+        target_ids = Parts(next_begins.flatten(), count.flatten()).of(sequences.token_ids)
     return _Selected(
         count_in, torch.stack(columns), torch.stack(counts), positions.int(), target_ids, width
     )
