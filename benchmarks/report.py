@@ -50,7 +50,7 @@ _ACTIONS = (
     ("to the rollouts", "open('rollouts')", "document.querySelector('.rows tbody tr')"),
     (
         "open a sample",
-        "views = []; document.querySelectorAll('.rows button')[Math.floor(Math.random() * 100)]"
+        "views = []; document.querySelectorAll('.rows button')[Math.floor(Math.random() * 90)]"
         ".click()",
         "views.length && document.querySelector('.sample .token')",
     ),

@@ -133,7 +133,7 @@ def test_curves_read_zoom_and_smooth_by_mouse_and_keyboard(
 def test_samples_are_filtered_by_each_filter(page: Any, reports: dict[str, str]) -> None:
     _open(page, reports["one"], "Rollouts")
     _wait_for_texts(page)
-    assert _count(page).startswith("240 of 240 samples; the first 200 are listed")
+    assert _count(page).startswith("240 of 240 samples; the first 100 are listed")
 
     page.locator("#step-filter").select_option("7")
     assert _count(page).startswith("8 of 240 samples.")

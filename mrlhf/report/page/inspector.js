@@ -2,7 +2,7 @@
 // The rollouts: a list that filters narrow, the samples that were chosen from it, and how rewards and
 // lengths are distributed.
 
-const MOST_ROWS = 200;
+const MOST_ROWS = 100;
 const inspecting = { run: 0, step: "", finish: "", text: "", order: "step", filters: {}, opened: [] };
 
 const ORDERS = {
