@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout, ReplicaPlace
+from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
+from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 
@@ -39,7 +40,7 @@ def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
 
 def keeps_float32(parameter: str) -> bool:
     """Whether a parameter is float32 in models of any dtype: rounded, it chooses other experts."""
-    return parameter.endswith(".router.correction")
+    return parameter.endswith((".router.correction", ".e_score_correction_bias"))
 
 
 def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:

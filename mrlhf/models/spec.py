@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 WHOLE_MODEL = "whole model"
 """The name of a model's rotation where all layers that rotate do so alike."""
 
@@ -30,9 +32,9 @@ class Experts:
         ffn_size: width of one expert.
         layers: for each layer whether its MLP is a mixture; the others have a dense MLP of the
             model's `ffn_size`.
+        normalised: whether the weights of the chosen experts are divided by their sum.
         scoring: what turns the logits of a token into scores, softmax over the experts or the
             sigmoid of each.
-        normalised: whether the weights of the chosen experts are divided by their sum.
         scale: what the weights are multiplied by then.
         groups: into how many equal groups the experts are cut, in their order.
         groups_per_token: a token chooses among the experts of so many groups only: of those whose
@@ -48,14 +50,34 @@ class Experts:
     per_token: int
     ffn_size: int
     layers: tuple[bool, ...]
-    scoring: Scoring
     normalised: bool
-    scale: float
-    groups: int
-    groups_per_token: int
-    has_correction: bool
-    shared_ffn_size: int
-    shared_gate: bool
+    scoring: Scoring = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    has_correction: bool = False
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
+
+    @property
+    def mixtures(self) -> int:
+        """How many layers have a mixture."""
+        return sum(self.layers)
+
+    def number_of(self, layer: int) -> int:
+        """The number of the mixture of layer `layer`; both count from 0."""
+        assert self.layers[layer], f"layer {layer} has no mixture"
+        return sum(self.layers[:layer])
+
+    @property
+    def record_dtype(self) -> torch.dtype:
+        """The smallest type of numbers that names an expert, of those that are recorded."""
+        return torch.uint8 if self.count <= 256 else torch.int16
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the record of the experts of one token, in all mixtures."""
+        return self.mixtures * self.per_token * self.record_dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
-from mrlhf.parallel.packs import Pack, make_packs
+from mrlhf.parallel.packing import make_packs
+from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.pipeline_order import group_size, rounds
 from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
@@ -61,6 +63,7 @@ class Pipeline:
         self._config = config
         self._groups = groups
         self._stops = stops or NeverStop()
+
         layout = groups.layout
         # What takes the place of the micro-batches after a stop, and of those that an interleaved
         # schedule needs beyond the packs: as little as goes through.
@@ -68,8 +71,10 @@ class Pipeline:
         [self._shortest] = make_packs(
             Sequences.of([[0]], [1]), [[]], "last", multiple, device, groups.segments
         )
+
         vp_size = layout.vpp if layout.vpp > 1 else None
         self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)
+
         self._communication = {}
         self.clock: StageClock | None = None
         if layout.pp > 1:
@@ -80,7 +85,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]
+        self,
+        packs: Sequence[Pack],
+        evaluate: Callable[[Tensor, int], Result],
+        routing: PassRouting | None = None,
     ) -> list[Result | None]:
         """Run the packs forward only; every rank of the run calls it.
 
@@ -88,6 +96,7 @@ class Pipeline:
             packs: micro-batches; none where this data-parallel rank has no rows.
             evaluate: takes the model's output at a pack's selected positions, [selected, hidden]
                 or [selected, 1], and the number of the pack.
+            routing: what the pass replays and notes of the experts of tokens; None: nothing.
 
         Returns:
             On the last stage the results of `evaluate`, one for each pack, and None for a pack
@@ -102,10 +111,15 @@ class Pipeline:
             return evaluate(self._selected(output, pack), number)
 
         with self._stops.phase("forward") as phase:
-            return self._schedule(packs, finish, phase, forward_only=True) if packs else []
+            if not packs:
+                return []
+            return self._schedule(packs, finish, phase, routing, forward_only=True)
 
     def forward_backward(
-        self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
+        self,
+        packs: Sequence[Pack],
+        loss: Callable[[Tensor, int], tuple[Tensor, Result]],
+        routing: PassRouting | None = None,
     ) -> list[Result | None]:
         """Run the packs forward and backward, then reduce the gradients; every rank calls it.
 
@@ -116,6 +130,7 @@ class Pipeline:
         Args:
             packs: at least one micro-batch.
             loss: takes what `evaluate` takes in `forward`, and returns a scalar and a result.
+            routing: as for `forward`.
 
         Returns:
             On the last stage the results of `loss`, one for each pack, and None for a pack without
@@ -134,15 +149,16 @@ class Pipeline:
 
         with self._stops.phase("forward and backward") as phase:
             if self.clock is None:
-                return self._schedule(packs, finish, phase, forward_only=False)
+                return self._schedule(packs, finish, phase, routing, forward_only=False)
             with self.clock.measured():
-                return self._schedule(packs, finish, phase, forward_only=False)
+                return self._schedule(packs, finish, phase, routing, forward_only=False)
 
     def _schedule(
         self,
         packs: Sequence[Pack],
         finish: Callable[..., object],
         phase: Phase,
+        routing: PassRouting | None,
         forward_only: bool,
     ) -> list:
         count = self._rounds(packs)
@@ -161,7 +177,7 @@ class Pipeline:
                 return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
             if not pack.rows:  # other ranks have some, and send tokens to the experts of this one
                 return self._forward_pack(model, pack), partial(_finish_nothing, model)
-            return self._forward_pack(model, pack), partial(finish, pack, number)
+            return self._forward_pack(model, pack, routing), partial(finish, pack, number)
 
         results: list = self._run(
             forward_step_func=step,
@@ -182,8 +198,10 @@ class Pipeline:
         layout = self._groups.layout
         return rounds(len(packs), layout.pp, layout.vpp)
 
-    def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
-        packed = PackedSequences.of_pack(pack, self._groups.cp)
+    def _forward_pack(
+        self, model: nn.Module, pack: Pack, routing: PassRouting | None = None
+    ) -> Tensor:
+        packed = PackedSequences.of_pack(pack, self._groups.cp, routing)
         token_ids = pack.token_ids.long()[None]
         return model(token_ids, packed.position_ids[None], None, packed_seq_params=packed)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import (
     EngineStats,
@@ -29,12 +29,13 @@ from mrlhf.inference.base import (
     SamplingParams,
     generate,
 )
+from mrlhf.models.spec import Experts
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
 
 _SEED_BITS = 63
 _NO_MEMORY = (
@@ -71,6 +72,7 @@ class Generator:
             responses help to give each replica the same amount of work.
         stops: the places where all ranks may stop; each step of the engine is one.
         drawn: the samples of the current training step, by the name of their batch.
+        experts: the policy's mixtures, if the engine can record the experts that they choose.
     """
 
     engine: InferenceEngine
@@ -80,6 +82,7 @@ class Generator:
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
     stops: StopPoints = field(default_factory=NeverStop)
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
+    experts: Experts | None = None
 
     @property
     def version(self) -> int:
@@ -154,7 +157,7 @@ class Generator:
         except Interrupted as stop:
             interrupted = stop
 
-        drawn = self._exchange(len(prompts), sampling.n, asked, finished, earlier)
+        drawn = self._exchange(len(prompts), sampling, asked, finished, earlier)
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -202,19 +205,22 @@ class Generator:
     def _exchange(
         self,
         prompts: int,
-        n: int,
+        sampling: SamplingParams,
         asked: Asked,
         finished: Finished,
         earlier: DrawnSamples | None,
     ) -> DrawnSamples:
         """What every replica has drawn; a sample's row is its place in the batch."""
-        rows = [
-            asked.prompts[sample.request_id] * n + sample.sample_index
-            for sample in finished.samples
-        ]
-        return exchange_samples(
-            self.groups, prompts * n, rows, finished.samples, finished.stats, earlier
-        )
+        rows = []
+        recorded = []
+        for sample in finished.samples:
+            rows.append(asked.prompts[sample.request_id] * sampling.n + sample.sample_index)
+            computed = len(asked.requests[sample.request_id].prompt) + len(sample.arrays[0]) - 1
+            recorded.append(computed if sampling.record_experts else 0)
+
+        mine = ReplicaSamples(rows, finished.samples, recorded, finished.stats)
+        experts = self.experts if sampling.record_experts else None
+        return exchange_samples(self.groups, prompts * sampling.n, mine, earlier, experts)
 
     def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
         """The samples as one rollout, in the order of the prompts."""
@@ -242,7 +248,15 @@ class Generator:
             rollout_logprobs=drawn.logprobs,
             versions=token_versions,
             stopped=headers.stopped[order].bool(),
+            experts=_record(drawn.experts, headers.recorded[order]),
         )
+
+
+def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
+    """The record of rows, of so many tokens each, that stand one after the other; None if empty."""
+    if not len(experts):
+        return None
+    return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
 @dataclass(frozen=True)

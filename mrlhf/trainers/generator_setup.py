@@ -21,7 +21,8 @@ from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions
@@ -78,7 +79,7 @@ def build_generator(
     rollout = config.rollout
     backend = _BACKENDS[rollout.engine]
     training = actor.groups.layout
-    ep = engine_ep(rollout.ep, rollout.tp, training.etp, actor.spec)
+    ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
     engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
     engine = backend.engine(
@@ -108,7 +109,14 @@ def build_generator(
         timeout_s=config.distributed.timeout_s,
     )
     resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
-    return Generator(engine, engine_groups, resharder, config.seed, stops=run.stops)
+    return Generator(
+        engine,
+        engine_groups,
+        resharder,
+        config.seed,
+        stops=run.stops,
+        experts=actor.spec.experts if rollout.records_experts else None,
+    )
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:

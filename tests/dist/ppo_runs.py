@@ -58,7 +58,8 @@ _COMPARED = (
 TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
 DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 
-# A user's reward functions; "CUSTOM" in an override becomes the path of their file.
+# In an override, "ROOT" becomes the folder of the models, and "CUSTOM" the path of the file of a
+# user's reward functions.
 REWARD_FUNCTIONS = """
 def letters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
@@ -277,7 +278,10 @@ def _result_file(root: Path, rank: int) -> Path:
 
 def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> list[Step]:
     functions = str(root / "rewards.py")
-    overrides = [override.replace("CUSTOM", functions) for override in scenario.overrides]
+    overrides = [
+        override.replace("CUSTOM", functions).replace("ROOT", str(root))
+        for override in scenario.overrides
+    ]
     config = load_config(PPOConfig, root / "base.yaml", overrides)
     check(config, WORLD_SIZE)
     assert None not in check_models(config).values()  # every model was there to be checked

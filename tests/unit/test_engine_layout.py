@@ -1,13 +1,56 @@
-"""Where experts lie in an inference replica, and which ranks pass weights on to each other."""
+"""Where inference replicas and their experts lie, and which ranks pass weights on to each other."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 from mrlhf.errors import ConfigError
 from mrlhf.inference.engine_sizes import engine_ep, engine_ep_problem, engine_tp_problem
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout, ReplicaPlace
+from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
+from mrlhf.parallel.layout import ParallelLayout
 from tests.shards import tiny_spec
+
+
+def test_replicas_of_a_small_layout() -> None:
+    actor = ParallelLayout(tp=2, pp=2, dp=2)
+    assert EngineLayout.inside(actor, 2).replicas == ((0, 1), (4, 5), (2, 3), (6, 7))
+    assert EngineLayout.inside(actor, 4).replicas == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert EngineLayout.inside(actor, 4).place(6) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=tp, cp=cp, pp=pp, dp=dp)
+        for tp, cp, pp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2, 3), (1, 3))
+    ],
+    ids=str,
+)
+def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(
+    layout: ParallelLayout,
+) -> None:
+    size = layout.tp * layout.cp * layout.pp
+    divisors = [tp for tp in range(1, size + 1) if size % tp == 0]
+    for tp in divisors:
+        engines = EngineLayout.inside(layout, tp)
+        assert sorted(itertools.chain(*engines.replicas)) == list(range(layout.world_size))
+        for number, replica in enumerate(engines.replicas):
+            assert len(replica) == engines.tp == tp
+            assert len({layout.coordinates(rank).dp for rank in replica}) == 1
+            assert [engines.place(rank) for rank in replica] == [
+                (number, place) for place in range(tp)
+            ]
+
+
+def test_an_engine_that_does_not_divide_the_actor() -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineLayout.inside(ParallelLayout(tp=2, pp=2, dp=2), 3)
+    assert (
+        str(error.value)
+        == "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2 = 4; choose a divisor of it"
+    )
 
 
 def test_the_place_of_a_rank_among_experts() -> None:
@@ -62,18 +105,24 @@ def test_replicas_span_groups_where_experts_do() -> None:
 def test_experts_are_split_as_in_training_where_that_fits(
     wanted: int | None, tp: int, actor_etp: int, ep: int
 ) -> None:
-    assert engine_ep(wanted, tp, actor_etp, tiny_spec("qwen2_moe")) == ep
-    assert engine_ep(None, tp, actor_etp, tiny_spec("llama")) == 1
+    assert engine_ep("native", wanted, tp, actor_etp, tiny_spec("qwen2_moe")) == ep
+    assert engine_ep("native", None, tp, actor_etp, tiny_spec("llama")) == 1
+    assert engine_ep("vllm", None, tp, actor_etp, tiny_spec("qwen2_moe")) == 1
 
 
 def test_experts_that_do_not_fit_a_replica() -> None:
     spec = tiny_spec("qwen3_moe")
-    assert engine_ep_problem(3, 6, spec) == (
+    assert engine_ep_problem("native", 3, 6, spec) == (
         "rollout.ep 3 does not fit rollout.tp 6 and the model's 4 experts of width 12; use one of "
         "1, 2"
     )
-    assert engine_ep_problem(2, 6, spec) is engine_ep_problem(1, 1, tiny_spec("llama")) is None
-    assert engine_ep_problem(2, 2, tiny_spec("llama")) == (
+    dense = tiny_spec("llama")
+    assert engine_ep_problem("native", 2, 6, spec) is None
+    assert engine_ep_problem("native", 1, 1, dense) is engine_ep_problem("vllm", 1, 2, spec) is None
+    assert engine_ep_problem("vllm", 2, 2, spec) == (
+        "rollout.ep 2: in vLLM each expert is split over all ranks; leave it out"
+    )
+    assert engine_ep_problem("native", 2, 2, dense) == (
         "rollout.ep 2 does not fit a model without experts; leave it out"
     )
 

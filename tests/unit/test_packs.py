@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mrlhf.batch import Sequences
-from mrlhf.parallel.packs import Pack, Select, lay_flat, lay_in_rows, make_packs
+from mrlhf.parallel.packing import Select, make_packs
+from mrlhf.parallel.packs import Pack, lay_flat, lay_in_rows
 from mrlhf.parallel.segments import WHOLE, Segments
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ReplicaPlace
+from mrlhf.parallel.engine_layout import ReplicaPlace
 from mrlhf.weights.shard import Piece, Slot
 
 
@@ -81,6 +81,8 @@ class NativeEngine:
             self._parallel.size,
             self._dtype.itemsize,
             limits.block_size or default_block,
+            # All ranks choose the same experts.
+            spec.experts if self._parallel.rank == 0 else None,
         )
         place = ReplicaPlace(self._parallel.rank, self._parallel.size, ep)
         self._parameters = Parameters(spec, place, device, dtype)
