@@ -4,6 +4,12 @@ They are 1F1B, and interleaved 1F1B where the ranks have several chunks of the m
 knows the model only as something that takes packed tokens, and the loss only as a function that its
 caller hands in. That function gets the output of the model at the positions a pack selects: a
 language model's hidden states, or the numbers of a scalar model.
+
+No schedule hangs because of timing: the order in which a rank sends, receives and waits follows
+from the number of micro-batches alone, messages between two ranks arrive in the order in which they
+were sent (also where the previous rank is the next one too), and no rank asks whether something is
+there. So a schedule that once comes to its end always does, and `test_interleaved` runs every small
+number of micro-batches.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers.experience import ModelOutputs
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
-from tests import plain_ppo
+from tests import plain_models, plain_optimizer, plain_tables
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task
 
@@ -142,11 +142,11 @@ class Runs:
 
     def load(self, suffix: str = "") -> Any:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
-        return plain_ppo.load(self.root / f"{MODEL}{suffix}")
+        return plain_models.load(self.root / f"{MODEL}{suffix}")
 
     def rewards(self, sequences: Sequences) -> list[float]:
         """What the reward model gives each sequence, weighted."""
-        judge = plain_ppo.load(self.root / REWARD_MODEL)
+        judge = plain_models.load(self.root / REWARD_MODEL)
         rewards = []
         for sequence in sequences:
             with torch.no_grad():
@@ -157,7 +157,7 @@ class Runs:
 
 def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     """Write models, data, a user's reward functions and the base configuration to `root`; run."""
-    plain_ppo.save_models(root)
+    plain_models.save_models(root)
     write_tiny_task(root / "data", train=20)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
@@ -213,7 +213,7 @@ def _base(root: Path) -> dict[str, Any]:
     trained = {
         "ppo_mini_batch_size": 4,
         "ppo_epochs": 2,
-        "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS},
+        "optim": {"lr": 1e-3, "adam_eps": plain_optimizer.EPS},
     }
     terms = [{"name": "exact_match"}, {"name": "reward_model", "weight": REWARD_WEIGHT}]
     kl_ctrl = {
@@ -232,7 +232,7 @@ def _base(root: Path) -> dict[str, Any]:
         "reward": {"terms": terms},
         "rollout": {
             "n": 2,
-            "temperature": plain_ppo.TEMPERATURE,
+            "temperature": plain_tables.TEMPERATURE,
             "dump_freq": 1,
             "dump_format": "jsonl",
         },
