@@ -20,6 +20,8 @@ setup(
             "compiled/*.h",
             "inference/native/*.cpp",
             "models/*.cpp",
+            "report/page/*",
+            "report/page/uplot/*",
         ]
     },
     install_requires=[
@@ -49,6 +51,7 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "playwright",
             "hypothesis",
             "ruff",
             "mypy",

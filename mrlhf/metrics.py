@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,10 +133,30 @@ class CurrentPhase:
         self._since = time.monotonic()
 
 
+class Span(NamedTuple):
+    """One stay in a phase.
+
+    Attributes:
+        phase: its name.
+        begin: seconds since 1970.
+        seconds: how long it lasted.
+        busy: CPU seconds that the threads of this process computed in it.
+    """
+
+    phase: str
+    begin: float
+    seconds: float
+    busy: float
+
+
 class PhaseTimer:
     """Measures the seconds of each phase of one step.
 
     Phases may nest. The seconds of a phase that is entered several times add up.
+
+    Attributes:
+        seconds: of each phase.
+        spans: each stay in a phase, in the order in which they ended.
     """
 
     def __init__(
@@ -153,16 +174,21 @@ class PhaseTimer:
         self._synchronize = synchronize
         self._current = current or CurrentPhase()
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the body of a `with` statement, even if it raises."""
         start = self._now()
+        begin = time.time()
+        busy = time.process_time()
         try:
             with self._current(phase):
                 yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
+            seconds = self._now() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+            self.spans.append(Span(phase, begin, seconds, time.process_time() - busy))
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/<phase>` of each phase."""

@@ -21,7 +21,7 @@ LAYERS = [
     {"reshard", "inference", "checkpoint"},
     {"roles"},
     {"rollout", "run", "preflight"},
-    {"trainers"},
+    {"trainers", "report"},
 ]
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 DOORS = {

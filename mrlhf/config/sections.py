@@ -379,6 +379,10 @@ class TrainerSection(Section):
         "every step",
     )
     tensorboard: bool = Field(False, description="write TensorBoard event files as well")
+    timeline_freq: CountOrZero = Field(
+        1,
+        description="training steps between records of when each rank was in which phase; 0: none",
+    )
     max_shard_size_mb: Count = Field(
         5000, description="largest safetensors file of the exported model, MB"
     )

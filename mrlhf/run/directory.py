@@ -28,13 +28,15 @@ from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.errors import ConfigError
 from mrlhf.run.summary import SUMMARY
+from mrlhf.run.timeline import TIMELINE
 
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 REFERENCE_LOGPROBS = "reference_logprobs.npz"
-_CONFIG = "config.yaml"
+REPORT = "report.html"
+CONFIG = "config.yaml"
 _BEGUN = "run.json"
 
 # All that a run writes: patterns of files in the output directory, and in folders of it.
@@ -44,11 +46,12 @@ _WRITTEN = {
     ".": (
         METRICS,
         "metrics.before_*.jsonl",
-        _CONFIG,
+        CONFIG,
         "config.*.yaml",
         _BEGUN,
         SUMMARY,
         "curves.png",
+        REPORT,
         "failed_step_*",
         REFERENCE_LOGPROBS,
         f".{REFERENCE_LOGPROBS}.tmp",
@@ -58,7 +61,8 @@ _WRITTEN = {
     ),
     CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
     TENSORBOARD: ("events.out.tfevents.*",),
-    "rollouts": ("step_*.jsonl",),
+    "rollouts": ("step_*.jsonl", "step_*.parquet"),
+    TIMELINE: ("rank_*.jsonl",),
     "hangs": ("*",),
     **dict.fromkeys(_MODELS, MODEL_FILES),
 }
@@ -311,7 +315,7 @@ def _delete(path: Path) -> None:
 
 def _write_config(directory: Path, config: Root) -> None:
     """Write `config.yaml`; an earlier one that differs is kept under a number."""
-    path = directory / _CONFIG
+    path = directory / CONFIG
     text = dump_yaml(config)
     try:
         earlier = path.read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
+from mrlhf.run.timeline import Timeline
 from mrlhf.run.watcher import Watcher
 
 _TIME_TO_SAVE_S = 120.0
@@ -57,6 +58,7 @@ class Run:
         stops: the places where all ranks may stop together.
         watcher: watches over this rank; None in a program that nobody may interrupt.
         failures: where the ranks agree on why the job fails; None if each one says it for itself.
+        timeline: where this rank writes down its phases; None: nowhere.
     """
 
     device: Device
@@ -69,6 +71,7 @@ class Run:
     stops: StopPoints = field(default_factory=NeverStop)
     watcher: Watcher | None = None
     failures: Failures | None = None
+    timeline: Timeline | None = None
 
     @property
     def is_main_rank(self) -> bool:
@@ -114,6 +117,11 @@ class Run:
         """Measures the phases of one step, and lets other ranks know in which phase this one is."""
         current = None if self.watcher is None else self.watcher.phase
         return PhaseTimer(self.device.synchronize, current)
+
+    def record_phases(self, step: int, timer: PhaseTimer) -> None:
+        """Write down when this rank was in which phase of training step `step`."""
+        if self.timeline is not None:
+            self.timeline.write(step, timer.spans)
 
 
 def start(
@@ -218,7 +226,14 @@ def _begin(
         stops=watcher.stops,
         watcher=watcher,
         failures=joined.failures,
+        timeline=_timeline(directory, trainer.timeline_freq, joined),
     )
+
+
+def _timeline(directory: Path, every: int, joined: Joined) -> Timeline:
+    """Where this rank writes down its phases, with a description of the process."""
+    process = {**joined.device.describe(), "ranks": joined.job.world_size, "began": joined.began}
+    return Timeline(directory, joined.job.rank, every, process)
 
 
 def _deadline(began: float, save_by_minutes: float | None) -> float | None:

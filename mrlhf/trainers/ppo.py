@@ -29,7 +29,7 @@ from mrlhf.rollout.components import reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
 from mrlhf.run.startup import Run
-from mrlhf.trainers.dump import dump_rollout, save_batch
+from mrlhf.trainers.dump import Dump, save_batch, write_dump
 from mrlhf.trainers.evaluate import summarise, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
 from mrlhf.trainers.nothing_to_learn import NothingToLearn
@@ -132,7 +132,7 @@ class PPOTrainer:
                 metrics |= self.validate()
         elif parts.held_out is None and (number == 1 or number % SAMPLES_EVERY == 0):
             self.show_samples(f"training step {number}", collected.rollout, collected.scores)
-        self.dump(number, collected, experience)
+        self.dump(progress, collected, experience, cuts, timer)
 
         metrics |= self.machine.once(
             lambda: batch_metrics(
@@ -154,6 +154,7 @@ class PPOTrainer:
                 run=self.run,
                 peak_tflops=self.config.trainer.peak_tflops,
             )
+        self.run.record_phases(number, timer)
         return metrics | timer.metrics()
 
     def collect(self, progress: StepProgress, timer: PhaseTimer) -> Collected:
@@ -200,6 +201,9 @@ class PPOTrainer:
         experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
         progress.metrics |= evaluated.metrics | reward_metrics
         progress.experience = experience
+        policy = evaluated.outputs.policy
+        if policy is not None and self.dump_is_due(progress.number):
+            progress.entropy = policy.entropy
         return experience, evaluated.ref_states
 
     def evaluate(self, rollout: Rollout, cuts: Cuts, timer: PhaseTimer) -> Evaluated:
@@ -380,12 +384,32 @@ class PPOTrainer:
         dist.barrier()  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(f"training step {number}: {error}; the batch is in {path}")
 
-    def dump(self, number: int, collected: Collected, experience: Experience) -> None:
-        """Write the responses of step `number` to a file, if `rollout.dump_freq` asks for it."""
+    def dump_is_due(self, number: int) -> bool:
+        """Whether the responses of step `number` are written down."""
         dump_freq = self.config.rollout.dump_freq
-        if self.run.is_main_rank and dump_freq and number % dump_freq == 0:
-            tokenizer = self.parts.tokenizer
-            dump_rollout(self.run.output_dir, number, experience, collected.scores, tokenizer)
+        return bool(dump_freq and number % dump_freq == 0)
+
+    def dump(
+        self,
+        progress: StepProgress,
+        collected: Collected,
+        experience: Experience,
+        cuts: Cuts,
+        timer: PhaseTimer,
+    ) -> None:
+        """Write the responses of a step to a file, if `rollout.dump_freq` asks for it."""
+        if not self.dump_is_due(progress.number):
+            return
+
+        section = self.config.rollout
+        with timer("dump"):
+            new_logprobs = None
+            if section.dump_format == "parquet" and section.dump_ratios:
+                new_logprobs = self.parts.actor.evaluate(collected.rollout, cuts.actor).logprobs
+            if self.run.is_main_rank:
+                scores = collected.scores
+                dump = Dump(progress.number, experience, scores, progress.entropy, new_logprobs)
+                write_dump(self.run.output_dir, dump, section, self.parts.tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the models: where everything stands between two steps."""

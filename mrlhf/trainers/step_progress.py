@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from mrlhf.batch import Experience, Prompts
 from mrlhf.checkpoint.state_tree import object_from, state_of
 from mrlhf.parallel.machine import Machine
@@ -30,6 +32,8 @@ class StepProgress:
         critic: the update of the critic.
         actor: the update of the actor.
         updated: the roles whose update is complete.
+        entropy: of the distribution of each token, float32 [batch, response_len], kept where it is
+            to be written down; it is lost if the step is interrupted.
     """
 
     number: int
@@ -40,6 +44,7 @@ class StepProgress:
     critic: UpdateProgress = field(default_factory=UpdateProgress)
     actor: UpdateProgress = field(default_factory=UpdateProgress)
     updated: list[str] = field(default_factory=list)
+    entropy: Tensor | None = None
 
     def end_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """Take note that the update of `role` is complete."""

@@ -182,6 +182,7 @@ class SupervisedTrainer:
         if self._section.test_is_due(number, self._steps):
             with timer("testing"):
                 metrics |= self._task.validate(self._engine)
+        self._run.record_phases(number, timer)
         return metrics | timer.metrics()
 
     def _state(self) -> dict[str, Any]:

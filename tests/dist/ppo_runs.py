@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Sequences
 from mrlhf.config import PPOConfig, load_config
+from mrlhf.data.sample_table import SampleTable, read_samples
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
@@ -135,6 +136,10 @@ class Runs:
         file = self.output(scenario) / "rollouts" / f"step_{number:06d}.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()]
 
+    def table(self, scenario: Scenario, number: int) -> SampleTable:
+        """The samples that step `number` wrote down with the numbers of their tokens."""
+        return read_samples(self.output(scenario) / "rollouts" / f"step_{number:06d}.parquet")
+
     def load(self, suffix: str = "") -> Any:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
         return plain_models.load(self.root / f"{MODEL}{suffix}")
@@ -225,7 +230,12 @@ def _base(root: Path) -> dict[str, Any]:
         "reference": {"path": str(root / f"{MODEL}-ref")},
         "reward_model": {"path": str(root / REWARD_MODEL)},
         "reward": {"terms": terms},
-        "rollout": {"n": 2, "temperature": plain_tables.TEMPERATURE, "dump_freq": 1},
+        "rollout": {
+            "n": 2,
+            "temperature": plain_tables.TEMPERATURE,
+            "dump_freq": 1,
+            "dump_format": "jsonl",
+        },
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
             "tokenizer": str(root / "data" / "tokenizer"),
