@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors", "hub_files", "batch", "rl", "user_code"},
-    {"config", "compiled", "device", "log", "metrics", "methods"},
+    {"config", "compiled", "device", "log", "metrics", "methods", "terminal", "trackers"},
     {"job", "parallel", "data", "rewards"},
     {"weights"},
     {"models"},
@@ -29,11 +29,13 @@ DOORS = {
     "yaml": {"config"},
     "sentencepiece": {"data"},
     "pyarrow": {"data"},
-    "rich": {"log"},
+    "rich": {"terminal"},
     "matplotlib": {"log"},
     "safetensors": {"weights", "checkpoint"},
     "transformers": {"data", "models"},
-    "wandb": {"log"},
+    "tensorboard": {"trackers"},
+    "wandb": {"trackers"},
+    "trackio": {"trackers"},
     "vllm": {"inference"},
 }
 MODULES = sorted((ROOT / "mrlhf").rglob("*.py"))

@@ -15,8 +15,16 @@ from mrlhf.config.roots import PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.preflight.paths import AnyConfig, input_paths
 
-_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
-_FILES = ("metrics.jsonl", "config.yaml", "run.json", "summary.json", "curves.png")
+_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs", "wandb")
+_FILES = (
+    "metrics.jsonl",
+    "alarms.jsonl",
+    "status.json",
+    "config.yaml",
+    "run.json",
+    "summary.json",
+    "curves.png",
+)
 _LONGEST_NAME = 255
 _NO_FILES_THERE = ("proc", "sys")
 _FULL_OR_READ_ONLY = {

@@ -27,10 +27,12 @@ from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.errors import ConfigError
+from mrlhf.run.status import STATUS
 from mrlhf.run.summary import SUMMARY
 
 logger = logging.getLogger(__name__)
 
+ALARMS = "alarms.jsonl"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _CONFIG = "config.yaml"
@@ -43,6 +45,9 @@ _WRITTEN = {
     ".": (
         METRICS,
         "metrics.before_*.jsonl",
+        ALARMS,
+        "alarms.before_*.jsonl",
+        STATUS,
         _CONFIG,
         "config.*.yaml",
         _BEGUN,
@@ -57,6 +62,7 @@ _WRITTEN = {
     TENSORBOARD: ("events.out.tfevents.*",),
     "rollouts": ("step_*.jsonl",),
     "hangs": ("*",),
+    "wandb": ("*",),
     **dict.fromkeys(_MODELS, MODEL_FILES),
 }
 
@@ -251,6 +257,8 @@ def _set_aside_rows(directory: Path) -> None:
     kept = directory / f"metrics.before_{number}.jsonl"
     with suppress(FileNotFoundError):
         (directory / TENSORBOARD).rename(directory / f"{TENSORBOARD}.before_{number}")
+    with suppress(FileNotFoundError):
+        (directory / ALARMS).rename(directory / f"alarms.before_{number}.jsonl")
     with suppress(FileNotFoundError):
         (directory / METRICS).rename(kept)
     logger.warning(

@@ -108,7 +108,14 @@ def build_generator(
         timeout_s=config.distributed.timeout_s,
     )
     resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
-    return Generator(engine, engine_groups, resharder, config.seed, stops=run.stops)
+    return Generator(
+        engine,
+        engine_groups,
+        resharder,
+        config.seed,
+        stops=run.stops,
+        phase=run.board.phase,
+    )
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:
