@@ -3,8 +3,9 @@
 Usage: python tests/recordings/record.py WORK_DIR [NAME ...]
 
 WORK_DIR holds `runs/demo/data` and `runs/demo/sft`, as `make demo` writes them. A recording keeps
-the metrics that alarms read. The rank of `slow_rank` is slow because this program stops its process
-for most of the time.
+the metrics that alarms read. Two failures do not come from a configuration alone: the rank of
+`slow_rank` is slow because this program stops its process for most of the time, and an engine that
+differs from the trainer is made by a launcher which hands over weights once only.
 """
 
 from __future__ import annotations
@@ -50,20 +51,43 @@ KEPT = (
     "training/rollout_probs_diff_mean",
 )
 
-REWARDS = '''
+REWARDS = """
 def length(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) / 8
 
 
 def half(data_source, solution_str, ground_truth, extra_info):
     return 0.5
-'''
+"""
+# The launcher of PPO, with an engine that keeps its first weights.
+STALE = """
+import runpy
+import sys
+
+from mrlhf.rollout.generator import Generator
+
+take_weights = Generator.take_weights
+first = []
+
+
+def take_once(self, version):
+    if not first:
+        first.append(take_weights(self, version))
+    else:
+        self.engine.wake()
+        self.engine.commit(version)
+    return first[0]
+
+
+Generator.take_weights = take_once
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
 _CORRECTION = "algorithm.rollout_correction"
 _BASE = (
     "launch/train_ppo.py",
     "--config=configs/arithmetic_cpu.yaml",
     "actor.tp=1",
-    "data.val_files=null",
+    "data.val_files=[]",
     "trainer.log_samples=0",
 )
 _SFT = (
@@ -83,15 +107,17 @@ class Recorded:
             a file of reward functions, and `ROWS` for rows of which one batch is nonsense.
         steps: training steps.
         ranks: processes.
+        stale: whether the engine keeps its first weights.
     """
 
     arguments: tuple[str, ...]
     steps: int = 16
     ranks: int = 1
+    stale: bool = False
 
 
-def _ppo(*overrides: str, steps: int = 16, ranks: int = 1) -> Recorded:
-    return Recorded((*_BASE, *overrides), steps, ranks)
+def _ppo(*overrides: str, steps: int = 16, ranks: int = 1, stale: bool = False) -> Recorded:
+    return Recorded((*_BASE, *overrides), steps, ranks, stale)
 
 
 def _preset(name: str, *overrides: str, seed: int) -> Recorded:
@@ -112,7 +138,7 @@ FAILING = {
     ),
     "value_loss_not_falling": _ppo("critic.optim.lr=1.0e-9"),
     "clip_fraction": _ppo("actor.ppo_epochs=8", "actor.clip_ratio=0.01", steps=6),
-    "engine_mismatch": _ppo("actor.dtype=bfloat16", "actor.optim.lr=1.0e-2", steps=12),
+    "engine_mismatch": _ppo(steps=6, stale=True),
     "truncation": _ppo("data.max_response_length=2", steps=6),
     "equal_scores": _ppo("reward.terms=[{name: 'REWARDS:half'}]", steps=4),
     "equal_groups": _ppo(
@@ -133,10 +159,16 @@ FAILING = {
     "constant_term": _ppo("reward.terms=[{name: exact_match}, {name: format, weight: 0.1}]"),
     "slow_rank": _ppo(steps=12, ranks=2),
     "everything_rejected": _ppo(
-        f"{_CORRECTION}.rollout_rs=token_k1", f"{_CORRECTION}.rollout_rs_threshold=1.5_2.0", steps=3
+        f"{_CORRECTION}.rollout_rs=seq_mean_k1",
+        f"{_CORRECTION}.rollout_rs_threshold=0.9999999_1.0000001",
+        steps=4,
+        stale=True,
     ),
     "zero_weights": _ppo(
-        f"{_CORRECTION}.rollout_is=token", f"{_CORRECTION}.rollout_is_threshold=1.5_2.0", steps=3
+        f"{_CORRECTION}.rollout_is=sequence",
+        f"{_CORRECTION}.rollout_is_threshold=0.9999999_1.0000001",
+        steps=4,
+        stale=True,
     ),
 }
 
@@ -163,6 +195,8 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
     """Make the run in `work`, and keep its metrics."""
     rewards = work / "rewards.py"
     rewards.write_text(REWARDS, encoding="utf-8")
+    stale = work / "stale.py"
+    stale.write_text(STALE, encoding="utf-8")
     rows = work / "rows.jsonl"
     _write_rows(work / "runs" / "demo" / "data" / "sft.jsonl", rows)
 
@@ -174,6 +208,7 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         f"--nproc-per-node={recorded.ranks}",
+        *([str(stale)] if recorded.stale else []),
         str(ROOT / launcher),
         *(argument.replace("configs/", f"{ROOT}/configs/") for argument in rest),
         f"trainer.total_steps={recorded.steps}",
@@ -188,6 +223,9 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
         if name == "slow_rank":
             threading.Thread(target=_slow_down, args=(process, output), daemon=True).start()
         code = process.wait()
+    if code:
+        sys.stdout.write(f"{name}: exit code {code}, see {work / name}.log\n")
+        return
 
     lines = []
     for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -196,7 +234,7 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
         kept |= {key: _short(value) for key, value in row.items() if key.startswith(KEPT)}
         lines.append(json.dumps(kept) + "\n")
     (FOLDER / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    sys.stdout.write(f"{name}: exit code {code}, {len(lines)} steps\n")
+    sys.stdout.write(f"{name}: {len(lines)} steps\n")
     sys.stdout.flush()
 
 
