@@ -3,20 +3,16 @@
 Usage: python tests/recordings/record.py WORK_DIR [NAME ...]
 
 WORK_DIR holds `runs/demo/data` and `runs/demo/sft`, as `make demo` writes them. A recording keeps
-the metrics that alarms read. Two failures do not come from a configuration alone: the rank of
-`slow_rank` is slow because this program stops its process for most of the time, and an engine that
-differs from the trainer is made by a launcher which hands over weights once only.
+the metrics that alarms read. Two failures do not come from a configuration alone: a launcher of
+their own makes rank 1 wait in each pass of its engine, or hands over weights once only.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +78,27 @@ def take_once(self, version):
 Generator.take_weights = take_once
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
+# The launcher of PPO, with an engine that is slow on rank 1.
+SLOW = """
+import os
+import runpy
+import sys
+import time
+
+from mrlhf.inference.native.engine import NativeEngine
+
+step = NativeEngine.step
+
+
+def slow_step(self):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.5)
+    step(self)
+
+
+NativeEngine.step = slow_step
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
 _CORRECTION = "algorithm.rollout_correction"
 _BASE = (
     "launch/train_ppo.py",
@@ -107,17 +124,17 @@ class Recorded:
             a file of reward functions, and `ROWS` for rows of which one batch is nonsense.
         steps: training steps.
         ranks: processes.
-        stale: whether the engine keeps its first weights.
+        through: the text of a program that changes something and then runs the launcher.
     """
 
     arguments: tuple[str, ...]
     steps: int = 16
     ranks: int = 1
-    stale: bool = False
+    through: str | None = None
 
 
-def _ppo(*overrides: str, steps: int = 16, ranks: int = 1, stale: bool = False) -> Recorded:
-    return Recorded((*_BASE, *overrides), steps, ranks, stale)
+def _ppo(*overrides: str, steps: int = 16, ranks: int = 1, through: str | None = None) -> Recorded:
+    return Recorded((*_BASE, *overrides), steps, ranks, through)
 
 
 def _preset(name: str, *overrides: str, seed: int) -> Recorded:
@@ -137,8 +154,10 @@ FAILING = {
         steps=24,
     ),
     "value_loss_not_falling": _ppo("critic.optim.lr=1.0e-9"),
-    "clip_fraction": _ppo("actor.ppo_epochs=8", "actor.clip_ratio=0.01", steps=6),
-    "engine_mismatch": _ppo(steps=6, stale=True),
+    "clip_fraction": _ppo(
+        "actor.ppo_epochs=8", "actor.clip_ratio=1.0e-5", "actor.optim.lr=1.0e-3", steps=4
+    ),
+    "engine_mismatch": _ppo("actor.tp=2", steps=6, ranks=2, through=STALE),
     "truncation": _ppo("data.max_response_length=2", steps=6),
     "equal_scores": _ppo("reward.terms=[{name: 'REWARDS:half'}]", steps=4),
     "equal_groups": _ppo(
@@ -157,18 +176,22 @@ FAILING = {
     ),
     "zero_learning_rate": _ppo("actor.optim.lr=0.0", steps=4),
     "constant_term": _ppo("reward.terms=[{name: exact_match}, {name: format, weight: 0.1}]"),
-    "slow_rank": _ppo(steps=12, ranks=2),
+    "slow_rank": _ppo(steps=8, ranks=2, through=SLOW),
     "everything_rejected": _ppo(
         f"{_CORRECTION}.rollout_rs=seq_mean_k1",
         f"{_CORRECTION}.rollout_rs_threshold=0.9999999_1.0000001",
+        "actor.tp=2",
         steps=4,
-        stale=True,
+        ranks=2,
+        through=STALE,
     ),
     "zero_weights": _ppo(
         f"{_CORRECTION}.rollout_is=sequence",
         f"{_CORRECTION}.rollout_is_threshold=0.9999999_1.0000001",
+        "actor.tp=2",
         steps=4,
-        stale=True,
+        ranks=2,
+        through=STALE,
     ),
 }
 
@@ -195,8 +218,11 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
     """Make the run in `work`, and keep its metrics."""
     rewards = work / "rewards.py"
     rewards.write_text(REWARDS, encoding="utf-8")
-    stale = work / "stale.py"
-    stale.write_text(STALE, encoding="utf-8")
+    through = []
+    if recorded.through is not None:
+        program = work / f"{name}.py"
+        program.write_text(recorded.through, encoding="utf-8")
+        through = [str(program)]
     rows = work / "rows.jsonl"
     _write_rows(work / "runs" / "demo" / "data" / "sft.jsonl", rows)
 
@@ -208,7 +234,7 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         f"--nproc-per-node={recorded.ranks}",
-        *([str(stale)] if recorded.stale else []),
+        *through,
         str(ROOT / launcher),
         *(argument.replace("configs/", f"{ROOT}/configs/") for argument in rest),
         f"trainer.total_steps={recorded.steps}",
@@ -217,14 +243,11 @@ def record(name: str, recorded: Recorded, work: Path) -> None:
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (work / f"{name}.log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
+        done = subprocess.run(
             command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-        if name == "slow_rank":
-            threading.Thread(target=_slow_down, args=(process, output), daemon=True).start()
-        code = process.wait()
-    if code:
-        sys.stdout.write(f"{name}: exit code {code}, see {work / name}.log\n")
+    if done.returncode:
+        sys.stdout.write(f"{name}: exit code {done.returncode}, see {work / name}.log\n")
         return
 
     lines = []
@@ -249,25 +272,6 @@ def _write_rows(source: Path, target: Path) -> None:
     for row in rows[15 * 64 : 16 * 64]:
         row["response"] = "=+=+"
     target.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _slow_down(launcher: subprocess.Popen[bytes], output: Path) -> None:
-    """Stop the process of rank 1 for three quarters of the time, once training has begun."""
-    metrics = output / "metrics.jsonl"
-    began = time.time()
-    while not metrics.is_file() or metrics.stat().st_mtime < began:
-        time.sleep(0.5)
-    listing = f"/proc/{launcher.pid}/task/{launcher.pid}/children"
-    pids = [int(pid) for pid in Path(listing).read_text().split()]
-    slow = next(pid for pid in pids if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    while launcher.poll() is None:
-        try:
-            os.kill(slow, signal.SIGSTOP)
-            time.sleep(0.015)
-            os.kill(slow, signal.SIGCONT)
-        except ProcessLookupError:
-            return
-        time.sleep(0.005)
 
 
 def main() -> None:
