@@ -144,10 +144,12 @@ def _preset(name: str, *overrides: str, seed: int) -> Recorded:
 # By the alarm that each of them raises.
 FAILING = {
     "kl_explosion": _ppo("actor.optim.lr=1.0e-2", steps=6),
-    "entropy_collapse": _ppo("actor.entropy_coeff=-1.0", "data.train_batch_size=32"),
+    "entropy_collapse": _ppo("actor.dtype=bfloat16", "actor.optim.lr=1.0e-2", steps=12),
     "over_optimisation": _ppo(
         "reward.terms=[{name: 'REWARDS:length'}]",
         "data.max_response_length=16",
+        "data.train_batch_size=128",
+        "rollout.temperature=2.0",
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.kl_coef=1.0e-4",
         "actor.optim.lr=1.0e-3",
@@ -155,7 +157,11 @@ FAILING = {
     ),
     "value_loss_not_falling": _ppo("critic.optim.lr=1.0e-9"),
     "clip_fraction": _ppo(
-        "actor.ppo_epochs=8", "actor.clip_ratio=1.0e-5", "actor.optim.lr=1.0e-3", steps=4
+        "actor.ppo_epochs=8",
+        "actor.clip_ratio=1.0e-5",
+        "actor.optim.lr=1.0e-3",
+        "rollout.temperature=2.0",
+        steps=3,
     ),
     "engine_mismatch": _ppo("actor.tp=2", steps=6, ranks=2, through=STALE),
     "truncation": _ppo("data.max_response_length=2", steps=6),
@@ -210,7 +216,7 @@ HEALTHY = {
     "vapo_11": _preset(
         "vapo", "trainer.critic_warmup=5", "algorithm.lam_length_alpha=1.0", seed=11
     ),
-    "sft_12": Recorded((*_SFT, "seed=12"), steps=40),
+    "sft_12": Recorded((*_SFT, "model.path=configs/models/demo_llama", "seed=12"), steps=40),
 }
 
 

@@ -24,6 +24,7 @@ _EXPLAINED = 0.1
 _CLIPPED = 0.5
 _DIFFERENCE = 0.02
 _TRUNCATED = 0.25
+_EQUAL_GROUPS = 0.95
 _SPIKE_STEPS = 10
 _SPIKE = 4.0
 _CONSTANT_STEPS = 8
@@ -56,10 +57,8 @@ def entropy_collapse(history: History) -> str | None:
         return None
 
     start = fmean(history.first("actor/entropy"))
-    lowest, highest = (
-        history.extremes("critic/score/min")[0],
-        history.extremes("critic/score/max")[1],
-    )
+    lowest = history.extremes("critic/score/min")[0]
+    highest = history.extremes("critic/score/max")[1]
     is_mastered = score >= lowest + _MASTERED * (highest - lowest)
     if start <= 0 or fmean(latest) > _COLLAPSED * start or is_mastered:
         return None
@@ -137,20 +136,22 @@ def truncation(history: History) -> str | None:
 def equal_scores(history: History) -> str | None:
     """All responses have the same score."""
     score = history.now("critic/score/mean")
-    if score is None or not _is_one_at_first_or_lasts(history, "training/equal_scores"):
+    if score is None or not _holds_at_first_or_lasts(history, "training/equal_scores", 1.0):
         return None
     return f"all responses of the step have the score {score:g}, so nothing can be learned"
 
 
 def equal_groups(history: History) -> str | None:
-    """The responses to each prompt have equal scores, though not those to different prompts."""
-    if not _is_one_at_first_or_lasts(history, "training/equal_groups"):
+    """The responses to nearly every prompt have equal scores, though prompts differ."""
+    name = "training/equal_groups"
+    share = history.now(name)
+    if share is None or not _holds_at_first_or_lasts(history, name, _EQUAL_GROUPS):
         return None
     if history.now("training/equal_scores") == 1.0:
         return None
     return (
-        "the responses of the step to each prompt have equal scores, which are compared, so "
-        "nothing can be learned"
+        f"for {share:.0%} of the prompts all responses have equal scores, which are compared, so "
+        "hardly anything can be learned"
     )
 
 
@@ -231,12 +232,10 @@ def _kl(history: History) -> str:
     return "" if kl is None else f"; rollout_corr/kl is {kl:.3g}"
 
 
-def _is_one_at_first_or_lasts(history: History, name: str) -> bool:
-    """Whether a share is 1 in the very first step, or for three steps.
+def _holds_at_first_or_lasts(history: History, name: str, least: float) -> bool:
+    """Whether a share is at least so high in the very first step, or for three steps.
 
     A policy that has nearly mastered its task may have such a step now and then.
     """
-    if history.count(name) == 1:
-        return history.now(name) == 1.0
-    latest = history.recent(name, 3)
-    return bool(latest) and min(latest) == 1.0
+    latest = history.recent(name, 1 if history.count(name) == 1 else 3)
+    return bool(latest) and min(latest) >= least
