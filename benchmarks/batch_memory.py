@@ -37,8 +37,9 @@ from mrlhf.config.sections import RoleSection
 from mrlhf.inference.base import EngineStats, Finished, Request, Sample, SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.models.families import FAMILIES
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.microbatch import BatchCut
 from mrlhf.parallel.packs import Pack
 from mrlhf.rl.kl import FixedKlController
@@ -99,6 +100,7 @@ class InstantEngine:
                         version=0,
                     )
                 )
+
         self._requests = ()
         return Finished(samples, EngineStats(steps=RESPONSE_TOKENS))
 

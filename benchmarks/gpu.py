@@ -210,6 +210,7 @@ def _rollout(size: str, vocab: int) -> Rollout:
         ground_truth=[""] * count,
         extra_info=[{} for _ in range(count)],
     )
+
     mask = torch.ones(count, response_length, dtype=torch.bool)
     return Rollout(
         prompts=prompts,

@@ -27,7 +27,8 @@ from transformers import LlamaConfig
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import sides_around
 

@@ -44,8 +44,9 @@ from mrlhf.models.build import slots_of
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around

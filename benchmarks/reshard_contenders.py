@@ -21,8 +21,9 @@ from mrlhf.models.build import BuiltModel, build_model
 from mrlhf.models.parameters import parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import connect, exchange
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner, ReshardPlan

@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from model_sizes import SIZES, model_config
+from teams import Team
 from train_step_case import MEAN_PROMPT, MEAN_RESPONSE, Case, make_case, write_case
-from train_step_contenders import LAYOUTS, RANKS, Contender, Team, prepare_trl
+from train_step_contenders import LAYOUTS, RANKS, Contender, prepare_trl
 from train_step_profile import profile_table
 from train_step_rows import limit_of, needed_operations, product_shapes, summary, table
 from train_step_turns import LIMIT
@@ -140,15 +141,15 @@ def _measure(
     case: Case, directory: Path, cores: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """The rows of all contenders on so many cores."""
-    teams: list[Team] = []
+    teams: list[tuple[Contender, Team]] = []
     mini_batch_tokens = case.mini_batch * (MEAN_PROMPT + MEAN_RESPONSE)
     try:
         for contender in _contenders(cores, arguments):
             _say(f"{case.size} {case.dtype} {case.lengths}: starting {contender.title}")
-            teams.append(Team(contender, directory, mini_batch_tokens))
-        for team in teams:
+            teams.append((contender, Team(contender.start(directory, mini_batch_tokens))))
+        for _, team in teams:
             team.wait_until_ready()
-        measured = [_Measured(team, case, arguments) for team in teams]
+        measured = [_Measured(*member, case, arguments) for member in teams]
         for number in range(arguments.repeats + 1):
             _say(f"round {number} of {arguments.repeats}")
             for one in measured:
@@ -158,7 +159,7 @@ def _measure(
             for one in measured:
                 one.take_profile()
     finally:
-        for team in teams:
+        for _, team in teams:
             team.end()
 
     run = f"{case.size} {case.dtype} {case.lengths} {cores}"
@@ -168,7 +169,10 @@ def _measure(
 class _Measured:
     """The measurements of one contender."""
 
-    def __init__(self, team: Team, case: Case, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, contender: Contender, team: Team, case: Case, arguments: argparse.Namespace
+    ) -> None:
+        self._contender = contender
         self._team = team
         self._case = case
         self._cases = arguments.cases
@@ -186,7 +190,7 @@ class _Measured:
 
     def take_turn(self, counts: bool) -> None:
         """Have the contender do each case once, and measure its limit."""
-        for word in self._team.contender.words(self._cases):
+        for word in self._contender.words(self._cases):
             answers = self._team.ask(word)
             if not counts:
                 continue
@@ -207,12 +211,12 @@ class _Measured:
 
     def take_profile(self) -> None:
         """Have ours profile an update."""
-        if self._team.contender.name in ("ours", "before"):
+        if self._contender.name in ("ours", "before"):
             self._profile = self._team.ask("profile")
 
     def rows(self, run: str) -> Iterator[dict[str, Any]]:
         """A row for each case that was asked for; `run` names what took turns."""
-        contender = self._team.contender
+        contender = self._contender
         case = self._case
         operations = needed_operations(case, self._spec, self._critic)
         cores = min(contender.cores, len(os.sched_getaffinity(0)))

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "hub_files", "batch", "rl", "user_code"},
+    {"errors", "hub_files", "parts", "user_code"},
+    {"batch", "rl"},
     {"config", "compiled", "device", "log", "metrics", "methods", "terminal", "trackers"},
     {"job", "parallel", "data", "rewards"},
     {"weights"},

@@ -71,7 +71,9 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     )
     arguments = parser.parse_intermixed_args(argv)
 
-    overrides = [*arguments.overrides, *(["trainer.console=quiet"] if arguments.quiet else [])]
+    overrides: list[str] = arguments.overrides
+    if arguments.quiet:
+        overrides = [*overrides, "trainer.console=quiet"]
     config = load_config(root_class, arguments.config, overrides)
     if arguments.dry_run:
         return config, DryRun(arguments.world_size)

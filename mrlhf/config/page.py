@@ -55,6 +55,8 @@ unit. `launch/train_ppo.py --help` prints the same list. This page is written by
   required only if the section is there.
 - `--dry-run` checks the whole configuration and prints what it comes to, without starting
   anything. What must hold between keys is only checked there and at the start of a run.
+- The keys that split a model over ranks (`tp`, `cp`, `pp`, `vpp`, `ep`, `etp`) are explained in
+  [parallelism.md](parallelism.md).
 
 ## Completion in an editor
 

@@ -152,6 +152,7 @@ class CoreAttention(torch.nn.Module):
         queries = query.transpose(0, 1).split(query_lengths, dim=1)
         keys = key.transpose(0, 1).split(key_lengths, dim=1)
         values = value.transpose(0, 1).split(key_lengths, dim=1)
+
         for q, k, v in zip(queries, keys, values, strict=True):
             mask = self._mask(q.shape[1], k.shape[1], q.device)
             output = F.scaled_dot_product_attention(

@@ -168,6 +168,7 @@ def _attention(spec: ModelSpec, rope: str | None) -> ModuleSpec:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
+
     return ModuleSpec(
         module=(
             ProjectionNormAttention if spec.qk_norm == "projection" else TensorParallelSelfAttention

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import Coordinates, EngineLayout, ParallelLayout, ReplicaPlace
+from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
+from mrlhf.parallel.layout import Coordinates, ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Shape, pieces_of
 
 

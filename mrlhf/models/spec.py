@@ -30,9 +30,9 @@ class Experts:
         ffn_size: width of one expert.
         layers: for each layer whether its MLP is a mixture; the others have a dense MLP of the
             model's `ffn_size`.
+        normalised: whether the weights of the chosen experts are divided by their sum.
         scoring: what turns the logits of a token into scores, softmax over the experts or the
             sigmoid of each.
-        normalised: whether the weights of the chosen experts are divided by their sum.
         scale: what the weights are multiplied by then.
         groups: into how many equal groups the experts are cut, in their order.
         groups_per_token: a token chooses among the experts of so many groups only: of those whose
@@ -48,14 +48,14 @@ class Experts:
     per_token: int
     ffn_size: int
     layers: tuple[bool, ...]
-    scoring: Scoring
     normalised: bool
-    scale: float
-    groups: int
-    groups_per_token: int
-    has_correction: bool
-    shared_ffn_size: int
-    shared_gate: bool
+    scoring: Scoring = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    has_correction: bool = False
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)

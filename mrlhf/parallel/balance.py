@@ -67,7 +67,10 @@ def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
         room[node] -= length
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
     return packs
 
 

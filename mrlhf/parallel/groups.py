@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.layout import Axis, Coordinates, EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import Axis, Coordinates, ParallelLayout
 from mrlhf.parallel.machine import Machine, name_of_this_machine
 from mrlhf.parallel.segments import Segments
 

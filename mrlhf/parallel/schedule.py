@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.packed_sequences import PackedSequences
-from mrlhf.parallel.packs import Pack, make_packs
+from mrlhf.parallel.packing import make_packs
+from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.pipeline_order import group_size, rounds
 from mrlhf.parallel.stage_clock import StageClock
 from mrlhf.parallel.stop_points import NeverStop, Phase, StopPoints
@@ -61,6 +62,7 @@ class Pipeline:
         self._config = config
         self._groups = groups
         self._stops = stops or NeverStop()
+
         layout = groups.layout
         # What takes the place of the micro-batches after a stop, and of those that an interleaved
         # schedule needs beyond the packs: as little as goes through.
@@ -68,8 +70,10 @@ class Pipeline:
         [self._shortest] = make_packs(
             Sequences.of([[0]], [1]), [[]], "last", multiple, device, groups.segments
         )
+
         vp_size = layout.vpp if layout.vpp > 1 else None
         self._run = get_forward_backward_func(pp_size=layout.pp, vp_size=vp_size)
+
         self._communication = {}
         self.clock: StageClock | None = None
         if layout.pp > 1:

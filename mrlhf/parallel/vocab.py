@@ -135,6 +135,7 @@ def token_loss(
         spans = projection.spans
         if by_token:
             spans = [_Span(span.rows, [chunk]) for span in spans for chunk in span.chunks]
+
         for span in spans:
             numbers, normalisers = projection.measure(span.chunks)
             part_loss, of_numbers = _differentiate(objective, span.part, numbers)
@@ -175,10 +176,12 @@ class _Projection:
         self._tokens = tokens
         self._wanted = wanted
         self._columns = layer.columns
+
         shard = len(layer.weight)
         row_bytes = shard * layer.weight.element_size()
         most_rows = max(_LEAST_ROWS, _CHUNK_BYTES[layer.weight.device.type] // row_bytes)
         self.spans = _spans(tokens.lengths, tokens.most_lengths or tokens.lengths, most_rows)
+
         rows = max(chunk.stop - chunk.start for chunk in self.chunks)
         shape = (rows, shard)
         self._logits = layer.weight.new_empty(shape)
@@ -233,6 +236,7 @@ class _Projection:
                 of_numbers.tokens(inside),
                 normalisers[inside],
             )
+
             self._held = None
             gradients.add(rows, logits, self._tokens.hidden[rows], self._layer.weight)
 

@@ -244,6 +244,7 @@ def _full_kl_problems(config: PPOConfig) -> Iterator[str]:
     reference = config.reference
     if not config.needs_full_kl:
         return
+
     sizes = {"reference": AxisSizes.of(reference), "actor": AxisSizes.of(actor)}
     keys = [f"reference.{axis}" for axis in _AXES_OF_RANKS]
     if not sizes["reference"].has_ranks_of(sizes["actor"]):

@@ -256,6 +256,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     problem = engine_tp_problem(rollout.engine, rollout.tp, spec, sizes.ranks if excludes else None)
     if problem is None and rollout.ep is not None:
         problem = engine_ep_problem(rollout.ep, rollout.tp, spec)
+
     feature = unsupported_feature(spec) if rollout.engine == "vllm" else None
     if feature is not None:
         yield (

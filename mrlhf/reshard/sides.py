@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.layout import (
     EXPERT_REPLICA_AXES,
     REPLICA_AXES,
     Axis,
-    EngineLayout,
     ParallelLayout,
 )
 from mrlhf.weights.shard import Piece

@@ -94,8 +94,8 @@ def local_moments(x: Tensor, mask: Tensor) -> Moments:
         return Moments(0, 0.0, 0.0)
 
     mean = kept.mean()
-    centred_squares = (kept - mean).square().sum()
-    return Moments(kept.numel(), float(mean), float(centred_squares))
+    centred = kept - mean
+    return Moments(kept.numel(), float(mean), float(centred.dot(centred)))
 
 
 def merge_moments(parts: Iterable[Moments]) -> Moments:
@@ -132,10 +132,10 @@ def whiten(x: Tensor, mask: Tensor, moments: Moments, shift_mean: bool = True) -
         The shape of `x`, in its `working_dtype`.
     """
     _check_mask(x, mask)
-    white = (x.double() - moments.mean) / (moments.variance + WHITEN_EPS) ** 0.5
+    white = (x.double() - moments.mean).div_((moments.variance + WHITEN_EPS) ** 0.5)
     if not shift_mean:
         white = white + moments.mean
-    return white.to(working_dtype(x)).masked_fill(~mask, 0)
+    return white.to(working_dtype(x)).masked_fill_(~mask, 0)
 
 
 def _check_mask(x: Tensor, mask: Tensor) -> None:

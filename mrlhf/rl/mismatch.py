@@ -8,6 +8,7 @@ number is NaN. This file does not know which of the trainer's policies is meant.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from mrlhf.rl.kl import LOG_RATIO_LIMIT
 from mrlhf.rl.masking import local_moments, masked_mean, masked_sum, selected
 
 MEAN_EPS = 1e-8
+_ROWS_AT_ONCE = 128  # their tables stay in the cache of a core
 
 
 def mismatch_metrics(
@@ -44,21 +46,21 @@ def mismatch_metrics(
         rollout_logprobs: [batch, response_len], as the engine returned them.
         mask: bool [batch, response_len].
     """
-    trainer = torch.where(mask, trainer_logprobs.detach().double(), 0)
-    rollout = torch.where(mask, rollout_logprobs.detach().double(), 0)
-    of_tokens = selected(trainer - rollout, mask)
+    tables = (trainer_logprobs, rollout_logprobs, mask)
+    blocks = [_block(*rows) for rows in zip(*(x.split(_ROWS_AT_ONCE) for x in tables), strict=True)]
+    of_tokens = torch.stack([block.of_tokens for block in blocks]).sum(dim=0)
+    tokens, trainer, rollout = torch.cat([block.of_rows for block in blocks], dim=1)
 
-    # Both are 0 outside the mask.
-    tokens = mask.sum(dim=1)
+    kl, k3_kl, chi2_token = (of_tokens / tokens.sum()).tolist()
     rows = tokens > 0
-    log_ppl = -trainer.sum(dim=1) / tokens.clamp(min=1)
-    rollout_log_ppl = -rollout.sum(dim=1) / tokens.clamp(min=1)
-    sequence_log_ratio = _clamped((trainer - rollout).sum(dim=1))
+    log_ppl = -trainer / tokens.clamp(min=1)
+    rollout_log_ppl = -rollout / tokens.clamp(min=1)
+    sequence_log_ratio = _clamped(trainer - rollout)
     log_ppl_diff = log_ppl - rollout_log_ppl
 
     return {
-        "kl": _flat_mean(-of_tokens),
-        "k3_kl": _flat_mean(of_tokens.clamp(max=LOG_RATIO_LIMIT).exp_() - 1 - of_tokens),
+        "kl": kl,
+        "k3_kl": k3_kl,
         "training_ppl": _mean(log_ppl.exp(), rows),
         "training_log_ppl": _mean(log_ppl, rows),
         "rollout_ppl": _mean(rollout_log_ppl.exp(), rows),
@@ -68,9 +70,33 @@ def mismatch_metrics(
         "log_ppl_diff_max": _max(log_ppl_diff[rows]),
         "log_ppl_diff_min": _min(log_ppl_diff[rows]),
         "ppl_ratio": _mean(log_ppl_diff.exp(), rows),
-        "chi2_token": _flat_mean((2 * _clamped(of_tokens)).exp_()) - 1,
+        "chi2_token": chi2_token - 1,
         "chi2_seq": _mean((2 * sequence_log_ratio).exp(), rows) - 1,
     }
+
+
+class _Block(NamedTuple):
+    """What `mismatch_metrics` needs of some rows; float64.
+
+    Attributes:
+        of_tokens: [3], sums over tokens: of both estimates of KL, and of the squared ratio.
+        of_rows: [3, rows], of each row: its tokens, and the sums of both log-probabilities.
+    """
+
+    of_tokens: Tensor
+    of_rows: Tensor
+
+
+def _block(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> _Block:
+    """The sums over some rows; arguments as in `mismatch_metrics`."""
+    trainer = torch.where(mask, trainer_logprobs.detach().double(), 0)
+    rollout = torch.where(mask, rollout_logprobs.detach().double(), 0)
+    log_ratio = selected(trainer - rollout, mask)
+
+    k3 = log_ratio.clamp(max=LOG_RATIO_LIMIT).exp_() - 1 - log_ratio
+    squares = (2 * _clamped(log_ratio)).exp_()
+    of_rows = torch.stack([mask.sum(dim=1).double(), trainer.sum(dim=1), rollout.sum(dim=1)])
+    return _Block(torch.stack([-log_ratio.sum(), k3.sum(), squares.sum()]), of_rows)
 
 
 def probability_metrics(
@@ -256,16 +282,12 @@ def _correlation(x: Tensor, y: Tensor) -> float:
     """Pearson's correlation of two flat tensors; NaN if one of them does not vary."""
     x = x - x.mean()
     y = y - y.mean()
-    size = float(x.square().sum() * y.square().sum()) ** 0.5
-    return float((x * y).sum()) / size if size else math.nan
+    size = float(x.dot(x) * y.dot(y)) ** 0.5
+    return float(x.dot(y)) / size if size else math.nan
 
 
 def _mean(values: Tensor, mask: Tensor) -> float:
     return float(masked_mean(values, mask)) if bool(mask.any()) else math.nan
-
-
-def _flat_mean(x: Tensor) -> float:
-    return float(x.mean()) if x.numel() else math.nan
 
 
 def _share(true: Tensor) -> float:
@@ -281,10 +303,11 @@ def _min(x: Tensor) -> float:
 
 
 def _std(x: Tensor) -> float:
-    """Unbiased standard deviation; 0 for one number."""
-    if x.numel() == 0:
-        return math.nan
-    return local_moments(x, torch.ones_like(x, dtype=torch.bool)).variance ** 0.5
+    """Unbiased standard deviation of a flat tensor; 0 for one number."""
+    if x.numel() < 2:
+        return 0.0 if x.numel() else math.nan
+    centred = x - x.mean()
+    return float(centred.dot(centred) / (x.numel() - 1)) ** 0.5
 
 
 def _clamped(log_ratio: Tensor) -> Tensor:

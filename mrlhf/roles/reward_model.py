@@ -52,11 +52,13 @@ def up_to_scored(sequences: Sequences, spec: ModelSpec) -> Sequences:
     if pad is None:
         return sequences
 
-    # For each sequence, the last token before its end that is not padding; it may be another one's.
-    others = (sequences.token_ids != pad).nonzero()[:, 0]
-    before = torch.searchsorted(others, sequences.begins + sequences.lengths)
-    last = torch.nn.functional.pad(others, (1, 0), value=-1)[before]
-    return replace(sequences, lengths=(last + 1 - sequences.begins).clamp(min=1))
+    lengths = sequences.lengths.clone()
+    padded = torch.arange(len(lengths))  # the sequences that may end with padding
+    while len(padded):
+        ends = sequences.begins[padded] + lengths[padded]
+        padded = padded[(sequences.token_ids[ends - 1] == pad) & (lengths[padded] > 1)]
+        lengths[padded] -= 1
+    return replace(sequences, lengths=lengths)
 
 
 def with_pad_token(spec: ModelSpec, pad_id: int, ids: Collection[int]) -> ModelSpec:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mrlhf.config.roots import Root
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.log import MetricsWriter, Progress, is_validation, read_metrics
 from mrlhf.run.alarms.file import AlarmsFile
 from mrlhf.run.alarms.watch import Watch
@@ -24,6 +24,8 @@ from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
 
 logger = logging.getLogger(__name__)
 
+AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
+
 _CURVE_POINTS = 48
 
 
@@ -32,7 +34,7 @@ class Outputs:
 
     def __init__(
         self,
-        config: Root,
+        config: AnyConfig,
         total_steps: int,
         columns: Sequence[tuple[str, str]],
         resumed: ResumePoint | None = None,
@@ -122,7 +124,7 @@ class Outputs:
         self._board.curves = [Curve(label, list(x)) for label, x in self._curves.items()]
 
 
-def _open_trackers(config: Root, output_dir: Path, resumed: ResumePoint | None) -> Trackers:
+def _open_trackers(config: AnyConfig, output_dir: Path, resumed: ResumePoint | None) -> Trackers:
     section = config.trainer
     first_step = None
     if resumed is not None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-from mrlhf.config.roots import Root
 from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.outputs import Outputs
+from mrlhf.run.outputs import AnyConfig, Outputs
 from mrlhf.run.startup import Run
 
 
@@ -24,7 +23,7 @@ class Reporter:
     @staticmethod
     def of(
         run: Run,
-        config: Root,
+        config: AnyConfig,
         total_steps: int,
         columns: Sequence[tuple[str, str]],
         resumed: ResumePoint | None,

@@ -21,7 +21,8 @@ from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.parameters import carried_pieces, engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.collectives import all_gather_objects
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import name_of_this_machine
 from mrlhf.preflight.vocabulary import ids_without_token
 from mrlhf.reshard.execute import Resharder, TransferOptions

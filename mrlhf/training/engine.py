@@ -35,7 +35,8 @@ from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
-from mrlhf.parallel.packs import Pack, Select, make_packs
+from mrlhf.parallel.packing import Select, make_packs
+from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
 from mrlhf.training.data_parallel import data_parallel

@@ -15,8 +15,9 @@ import pytest
 from mrlhf.batch import Prompts
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Finished, SamplingParams
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator, mix_seed
 from tests.fake_engine import FakeEngine, FakeResharder, response

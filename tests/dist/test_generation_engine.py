@@ -10,8 +10,9 @@ import torch
 from mrlhf.batch import Prompts
 from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.native.engine import NativeEngine
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator, mix_seed
 from tests.engine_models import answer, fill, hf_model, make_prompts, spec_of

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import ParallelLayout
 from tests.ranks import run_ranks
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from mrlhf.errors import MethodError, UserTraceback
 from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import Machine
 from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
 from tests.ranks import run_ranks

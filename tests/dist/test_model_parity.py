@@ -25,7 +25,8 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.packed_sequences import PackedSequences
-from mrlhf.parallel.packs import Pack, make_packs
+from mrlhf.parallel.packing import make_packs
+from mrlhf.parallel.packs import Pack
 from mrlhf.weights.shard import Slot
 from tests.feature_models import YARN, YARN_IN_FULL, feature_configs
 from tests.mixture_models import MIXTURES, as_in_files, mixture_configs

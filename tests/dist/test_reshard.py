@@ -26,7 +26,8 @@ from mrlhf.models.parameters import (
     role_pieces,
 )
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout, ReplicaPlace
+from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard import shared_memory
 from mrlhf.reshard.execute import Carrier, Resharder, TransferOptions, WeightHolder
 from mrlhf.reshard.links import LinkBuckets

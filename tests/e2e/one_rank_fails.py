@@ -10,7 +10,7 @@ from mrlhf.batch import Prompts
 from mrlhf.config import PPOConfig
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import Request, SamplingParams
-from mrlhf.parallel.layout import EngineLayout
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.preflight import dry_run, preflight
 from mrlhf.reshard.execute import ReshardStats
 from mrlhf.rollout.generator import Generator

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.e2e.exported import greedy_accuracy
 from tests.e2e.programs import read_lines, succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -95,30 +94,12 @@ def test_the_best_policy_is_exported_too(demo: dict[str, Any]) -> None:
     best = max(measured, key=lambda record: record[metric])
     summary = demo["summary"]
     assert (summary["best_step"], summary["best_value"]) == (best["step"], best[metric])
-    assert _greedy_accuracy(demo["root"], "actor_best") == best["val/arithmetic/acc@1"]
+    assert _accuracy(demo["root"], "actor_best") == best["val/arithmetic/acc@1"]
 
 
 def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
-    assert _greedy_accuracy(demo["root"], "actor") == demo["summary"]["final_accuracy"]
+    assert _accuracy(demo["root"], "actor") == demo["summary"]["final_accuracy"]
 
 
-def _greedy_accuracy(root: Path, name: str) -> float:
-    """Share of the held-out prompts that an exported policy answers, by transformers alone."""
-    directory = root / name
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-
-    rows = read_lines(root / "data" / "held_out.jsonl")
-    batch = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
-    with torch.no_grad():
-        output = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=5,
-            do_sample=False,
-        )
-
-    responses = output[:, batch["input_ids"].shape[1] :]
-    answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    right = sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
-    return right / len(rows)
+def _accuracy(root: Path, name: str) -> float:
+    return greedy_accuracy(root / name, root / "data" / "held_out.jsonl")

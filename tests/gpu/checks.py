@@ -24,8 +24,9 @@ from mrlhf.inference.native.engine import NativeEngine
 from mrlhf.inference.native.graphs import DecodeGraphs
 from mrlhf.models.families import load_spec
 from mrlhf.models.parameters import engine_pieces, role_pieces
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import side_of_ranks

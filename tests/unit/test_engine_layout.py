@@ -1,13 +1,56 @@
-"""Where experts lie in an inference replica, and which ranks pass weights on to each other."""
+"""Where inference replicas and their experts lie, and which ranks pass weights on to each other."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
 from mrlhf.errors import ConfigError
 from mrlhf.inference.engine_sizes import engine_ep, engine_ep_problem, engine_tp_problem
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout, ReplicaPlace
+from mrlhf.parallel.engine_layout import EngineLayout, ReplicaPlace
+from mrlhf.parallel.layout import ParallelLayout
 from tests.shards import tiny_spec
+
+
+def test_replicas_of_a_small_layout() -> None:
+    actor = ParallelLayout(tp=2, pp=2, dp=2)
+    assert EngineLayout.inside(actor, 2).replicas == ((0, 1), (4, 5), (2, 3), (6, 7))
+    assert EngineLayout.inside(actor, 4).replicas == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert EngineLayout.inside(actor, 4).place(6) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=tp, cp=cp, pp=pp, dp=dp)
+        for tp, cp, pp, dp in itertools.product((1, 2, 4), (1, 2), (1, 2, 3), (1, 3))
+    ],
+    ids=str,
+)
+def test_replicas_lie_inside_model_parallel_groups_and_cover_the_world(
+    layout: ParallelLayout,
+) -> None:
+    size = layout.tp * layout.cp * layout.pp
+    divisors = [tp for tp in range(1, size + 1) if size % tp == 0]
+    for tp in divisors:
+        engines = EngineLayout.inside(layout, tp)
+        assert sorted(itertools.chain(*engines.replicas)) == list(range(layout.world_size))
+        for number, replica in enumerate(engines.replicas):
+            assert len(replica) == engines.tp == tp
+            assert len({layout.coordinates(rank).dp for rank in replica}) == 1
+            assert [engines.place(rank) for rank in replica] == [
+                (number, place) for place in range(tp)
+            ]
+
+
+def test_an_engine_that_does_not_divide_the_actor() -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineLayout.inside(ParallelLayout(tp=2, pp=2, dp=2), 3)
+    assert (
+        str(error.value)
+        == "rollout.tp 3 does not divide actor.tp 2 x actor.pp 2 = 4; choose a divisor of it"
+    )
 
 
 def test_the_place_of_a_rank_among_experts() -> None:

@@ -16,7 +16,7 @@ from mrlhf.parallel.microbatch import (
     balance_of,
     cut_mini_batches,
 )
-from mrlhf.parallel.packs import make_packs
+from mrlhf.parallel.packing import make_packs
 
 
 def _batches() -> list[list[int]]:

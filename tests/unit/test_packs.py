@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mrlhf.batch import Sequences
-from mrlhf.parallel.packs import Pack, Select, lay_flat, lay_in_rows, make_packs
+from mrlhf.parallel.packing import Select, make_packs
+from mrlhf.parallel.packs import Pack, lay_flat, lay_in_rows
 from mrlhf.parallel.segments import WHOLE, Segments
 
 CPU = torch.device("cpu")
@@ -183,7 +184,7 @@ def test_two_ranks_share_a_pack_that_selects_responses() -> None:
     for pack in (first, second):
         assert pack.row_counts.tolist() == [5, 2]
         assert pack.rank_counts.tolist() == [[1, 1], [4, 1]]
-        assert pack.places_of_rows.tolist() == [0, 1, 2, 3, 4, 5, 6]
+        assert pack.parts_of_rows.places.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert first.places_among(slice(0, 2)).tolist() == [0, 5]
     assert second.places_among(slice(0, 2)).tolist() == [1, 2, 3, 4, 6]
     assert second.places_among(slice(1, 2)).tolist() == [1]

@@ -13,7 +13,8 @@ from mrlhf.inference.vllm.pieces import parameter_pieces
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stages import Stages
 from tests.shards import tiny_spec
 

@@ -16,7 +16,8 @@ import torch
 from mrlhf.errors import WeightError
 from mrlhf.models.parameters import engine_pieces, parameter_names, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.moves import Move, split
 from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Planner, ReshardPlan

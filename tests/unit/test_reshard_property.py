@@ -14,7 +14,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.parcels import Parcel, parcels_of
 from mrlhf.reshard.plan import Planner

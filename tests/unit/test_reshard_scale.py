@@ -11,7 +11,8 @@ import pytest
 
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AXES, EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import AXES, ParallelLayout
 from mrlhf.reshard.moves import Move
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around

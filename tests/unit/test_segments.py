@@ -9,7 +9,7 @@ import torch
 from mrlhf.batch import Sequences
 from mrlhf.parallel.key_exchange import KeyExchange, seen_places
 from mrlhf.parallel.packed_sequences import PackedSequences
-from mrlhf.parallel.packs import make_packs
+from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.segments import WHOLE, Segments
 
 CPU = torch.device("cpu")

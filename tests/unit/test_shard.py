@@ -14,7 +14,8 @@ from mrlhf.errors import WeightError
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.parameters import engine_pieces, role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.shard import Piece, Rule, Slot, local_shape, pieces_of
 from tests.shards import MODELS, full_tensors, tensor_shapes, tiny_config, tiny_spec
 

@@ -153,15 +153,15 @@ for line in sys.stdin:
 """
 
 
-def test_the_ranks_of_a_contender_share_its_cores(tmp_path):
-    from train_step_contenders import Contender, Team
+def test_the_ranks_of_a_team_share_its_cores(tmp_path):
+    from teams import Start, Team
 
     program = tmp_path / "python"
     program.write_text(SAYS_ITS_CORES)
     program.chmod(0o755)
     own = os.sched_getaffinity(0)
 
-    team = Team(Contender("ours", "TP2", 1, cores=1, python=str(program)), tmp_path, 1)
+    team = Team(Start("two ranks", [str(program)], ranks=2, threads=1, cores=1, python_path=""))
     try:
         team.wait_until_ready()
         assert team.ask("cores") == [[min(own)], [min(own)]]

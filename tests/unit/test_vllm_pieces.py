@@ -15,7 +15,8 @@ from mrlhf.inference.vllm.pieces import (
 )
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.engine_layout import EngineLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.plan import Planner, ReshardPlan
 from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot

@@ -13,8 +13,9 @@ from mrlhf.inference.base import EngineLimits, SamplingParams
 from mrlhf.inference.vllm.engine import VllmEngine
 from mrlhf.inference.vllm.pieces import vllm_pieces
 from mrlhf.models.parameters import role_pieces
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
-from mrlhf.parallel.layout import AxisSizes, EngineLayout, ParallelLayout
+from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import sides_around

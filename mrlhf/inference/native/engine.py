@@ -30,7 +30,7 @@ from mrlhf.inference.native.sampler import Sampler
 from mrlhf.inference.native.tensor_parallel import TensorParallel
 from mrlhf.inference.stopping import Decode
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ReplicaPlace
+from mrlhf.parallel.engine_layout import ReplicaPlace
 from mrlhf.weights.shard import Piece, Slot
 
 

@@ -16,7 +16,7 @@ from mrlhf.inference.checks import check_tensor
 from mrlhf.models.families import family_of
 from mrlhf.models.parameters import engine_cuts, keeps_float32
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import ReplicaPlace
+from mrlhf.parallel.engine_layout import ReplicaPlace
 from mrlhf.weights.shard import Piece, Shape, Slot, local_shape, pieces_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -18,7 +18,7 @@ from mrlhf.inference.engine_sizes import engine_tp_problem, vllm_vocabulary
 from mrlhf.models.families import family_of
 from mrlhf.models.rope import rope_type_of
 from mrlhf.models.spec import ModelSpec
-from mrlhf.parallel.layout import EngineLayout
+from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

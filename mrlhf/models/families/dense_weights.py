@@ -68,6 +68,7 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
     names = []
     if chunk.is_first:
         names.append("embedding.word_embeddings.weight")
+
     for number, layer in enumerate(chunk.layers):
         mlp = _mlp_parameters(spec)
         if spec.has_experts(layer):
@@ -75,6 +76,7 @@ def parameter_names(spec: ModelSpec, chunk: Chunk) -> list[str]:
         names += [
             f"decoder.layers.{number}.{name}" for name in (*_attention_parameters(spec), *mlp)
         ]
+
     if chunk.is_last:
         names.append("decoder.final_layernorm.weight")
         if not (spec.output_is_embedding and chunk.is_first):

@@ -54,7 +54,6 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         groups_per_token=count(config, "topk_group"),
         has_correction=True,
         shared_ffn_size=ffn_size * count(config, "n_shared_experts"),
-        shared_gate=False,
     )
     return with_experts(spec, experts)
 

@@ -28,19 +28,13 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
     if config.get("head_dim") is None:  # as transformers takes it then
         head_dim = config["hidden_size"] // config["num_attention_heads"]
         config = {**config, "head_dim": head_dim}
+
     experts = Experts(
         count=count(config, "num_local_experts", least=2),
         per_token=count(config, "num_experts_per_tok"),
         ffn_size=config["intermediate_size"],
         layers=(True,) * config["num_hidden_layers"],
-        scoring="softmax",
         normalised=True,
-        scale=1.0,
-        groups=1,
-        groups_per_token=1,
-        has_correction=False,
-        shared_ffn_size=0,
-        shared_gate=False,
     )
     return with_experts(with_window(dense_spec(config, head)), experts)
 

@@ -26,12 +26,7 @@ def read_config(config: dict[str, Any], head: Head) -> ModelSpec:
         per_token=count(config, "num_experts_per_tok"),
         ffn_size=count(config, "moe_intermediate_size"),
         layers=sparse_layers(config),
-        scoring="softmax",
         normalised=bool(config["norm_topk_prob"]),
-        scale=1.0,
-        groups=1,
-        groups_per_token=1,
-        has_correction=False,
         shared_ffn_size=count(config, "shared_expert_intermediate_size"),
         shared_gate=True,
     )

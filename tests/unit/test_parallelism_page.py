@@ -1,0 +1,148 @@
+"""docs/parallelism.md is right: its layouts pass the dry run, its refusals are those of the checks,
+and its picture shows where the ranks stand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrlhf.config import PPOConfig, load_config
+from mrlhf.errors import ConfigError
+from mrlhf.models.families import FAMILIES, load_spec
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.preflight import dry_run
+from mrlhf.preflight.schedule_drawing import draw
+from tests.tiny_task import write_tiny_task
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+LAYOUTS = re.findall(
+    r"^### (\d+) GPUs: [^#]*?^```yaml\n(.*?)^```\n\n```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+)
+REFUSALS = re.findall(r"^\| `([^|]+=[^|]+)` \| ([^|]+) \|$", PAGE, re.MULTILINE)
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense-8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "dense-70b": {
+        **LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "mixture-235b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `models/`, each of a `config.json` and a tokenizer, and the layouts."""
+    root = tmp_path_factory.mktemp("layouts")
+    write_tiny_task(root / "task")
+    for name, config in MODELS.items():
+        shutil.copytree(root / "task" / "tokenizer", root / "models" / name)
+        (root / "models" / name / "config.json").write_text(json.dumps(config))
+    for world_size, block, _ in LAYOUTS:
+        (root / f"{world_size}.yaml").write_text(block)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+@pytest.mark.parametrize(("world_size", "_", "said"), LAYOUTS, ids=lambda text: text[:3])
+def test_a_layout_passes_the_dry_run(world_size: str, _: str, said: str) -> None:
+    text = dry_run(load_config(PPOConfig, f"{world_size}.yaml", []), int(world_size))
+    lines = [line.split() for line in text.splitlines()]
+    wanted = re.sub(r"\n {8}", " ", said).splitlines()
+    assert len(wanted) >= 5
+    for line in wanted:
+        assert line.split() in lines, line
+    assert lines[-1] == ["what", "could", "be", "checked", "fits", world_size, "ranks"]
+
+
+def test_there_are_three_layouts_and_several_refusals() -> None:
+    assert [world_size for world_size, _, _ in LAYOUTS] == ["8", "64", "512"]
+    assert len(REFUSALS) == 10
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSALS)
+def test_what_the_page_calls_refused_is_refused_in_these_words(keys: str, message: str) -> None:
+    config = load_config(PPOConfig, "8.yaml", keys.split())
+    with pytest.raises(ConfigError) as refusal:
+        dry_run(config, 8)
+    assert str(refusal.value) == message
+
+
+def test_the_models_have_the_weights_that_the_page_computes_with(place: Path) -> None:
+    billions = {}
+    for name, config in MODELS.items():
+        spec = load_spec(str(place / "models" / name), "lm")
+        shapes = FAMILIES[config["model_type"]].tensor_shapes(spec)
+        billions[name] = round(sum(math.prod(shape) for shape in shapes.values()) / 1e9)
+        experts = [math.prod(shapes[key]) for key in shapes if ".experts." in key]
+    assert billions == {"dense-8b": 8, "dense-70b": 71, "mixture-235b": 235}
+    assert round(sum(experts) / 1e9) == 227
+
+
+def test_the_picture_shows_where_ranks_stand() -> None:
+    rows = re.findall(r"^pp   layers \d+-\d+ +([\d ]+)$", PAGE, re.MULTILINE)
+    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2)
+    places = [(dp, cp, tp) for dp in range(2) for cp in range(2) for tp in range(2)]
+    for pp, row in enumerate(rows):
+        ranks = [layout.rank_at(tp=tp, cp=cp, dp=dp, pp=pp) for dp, cp, tp in places]
+        assert [int(rank) for rank in row.split()] == ranks
+    assert len(rows) == 2
+
+    (row,) = re.findall(r"^experts    (.+)$", PAGE, re.MULTILINE)
+    layout = ParallelLayout(tp=2, cp=2, pp=2, dp=2, ep=4)
+    numbers = [layout.coordinates(rank).ep for rank in range(8)]
+    assert re.split(" {2,}", row) == [f"{2 * ep + 1}, {2 * ep + 2}" for ep in numbers]
+
+
+def test_the_drawing_is_that_of_the_dry_run() -> None:
+    assert "\n".join(draw(2, 2, 4, forward_only=False)) in PAGE
