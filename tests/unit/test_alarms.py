@@ -43,6 +43,13 @@ def test_a_recorded_failure_raises_its_alarm_once(name):
     assert re.search(r"\d", alarms[0].message) and "\n" not in alarms[0].line
 
 
+@pytest.mark.parametrize("name", FAILING)
+def test_the_page_shows_the_alarm_of_the_recording(name):
+    alarm = next(alarm for alarm in Watch().replay(recorded(name)) if alarm.name == name)
+    page = " ".join((ROOT / PAGE).read_text(encoding="utf-8").split())
+    assert f"alarm {name} at step {alarm.step}: {alarm.message} **What it looks like.**" in page
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_raises_none(name):
     assert len(recorded(name)) >= 16
