@@ -54,6 +54,8 @@ setup(
             "mypy",
             "types-PyYAML",
             "pre-commit",
+            "wandb",
+            "trackio",
         ],
     },
 )

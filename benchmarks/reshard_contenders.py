@@ -121,7 +121,9 @@ class Engine:
 
 def _resharder(case: Case, engine: Engine, shared_memory: bool) -> Resharder:
     options = TransferOptions(BUCKET_BYTES, shared_memory=shared_memory)
-    return Resharder(case.planner, case.source, engine, case.rank, options, case.groups.mp)
+    return Resharder(
+        case.planner, case.source, engine, case.rank, options, case.groups.collection.mp
+    )
 
 
 class FullGather:

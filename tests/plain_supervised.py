@@ -16,7 +16,10 @@ from torch import Tensor
 from mrlhf.batch import Rollout
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.data.sft import SftExample
-from tests.plain_ppo import LR, Outcome, load, make_optimizer, weights_of
+from tests.plain_models import load, weights_of
+from tests.plain_optimizer import LR, Outcome, differentiate, make_optimizer
+from tests.plain_ppo import Case
+from tests.plain_routers import Routers
 
 # The rows of each optimizer step; the rows of the last step's metrics are those of the last list.
 SFT_STEPS = ((0, 3, 5, 6, 7), (7, 1, 2, 4, 0, 3))
@@ -43,7 +46,7 @@ def preference_pairs(rollout: Rollout) -> PreferencePairs:
     return PreferencePairs(ids[0::2], ids[1::2], dropped=0)
 
 
-def train_sft(model: Path, examples: Sequence[SftExample], clip_grad: float) -> Outcome:
+def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:
     """One optimizer step for each of `SFT_STEPS`, and a validation on the first rows."""
     policy = load(model)
 
@@ -58,13 +61,13 @@ def train_sft(model: Path, examples: Sequence[SftExample], clip_grad: float) -> 
         loss = torch.cat([losses(examples[row]) for row in rows]).mean()
         return loss, {"sft/loss": loss.item()}
 
-    metrics = _train("sft", policy, SFT_STEPS, step, clip_grad)
+    metrics = _train("sft", policy, SFT_STEPS, step, case)
     with torch.no_grad():
         held_out = torch.cat([losses(example) for example in examples[:HELD_OUT]])
     return Outcome(metrics | {"val/loss": held_out.mean().item()}, weights_of(policy))
 
 
-def train_reward_model(model: Path, pairs: PreferencePairs, clip_grad: float) -> Outcome:
+def train_reward_model(model: Path, pairs: PreferencePairs, case: Case) -> Outcome:
     """One optimizer step for each of `PAIR_STEPS`, and a validation on the first pairs."""
     judge = load(model)
 
@@ -86,7 +89,7 @@ def train_reward_model(model: Path, pairs: PreferencePairs, clip_grad: float) ->
             "rm/margin": margin.mean().item(),
         }
 
-    metrics = _train("rm", judge, PAIR_STEPS, step, clip_grad)
+    metrics = _train("rm", judge, PAIR_STEPS, step, case)
     with torch.no_grad():
         margin = margins(range(HELD_OUT))
     metrics["val/accuracy"] = (margin > 0).float().mean().item()
@@ -99,16 +102,17 @@ def _train(
     model: Any,
     steps: Sequence[Sequence[int]],
     step: Callable[[Sequence[int]], tuple[Tensor, dict[str, float]]],
-    clip_grad: float,
+    case: Case,
 ) -> dict[str, float]:
     """Take the steps in order; returns the metrics of the last one."""
     optimizer = make_optimizer(model)
+    routers = Routers(model, case.router_losses)
     metrics: dict[str, float] = {}
     for rows in steps:
+        routers.begin()
         loss, metrics = step(rows)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad or float("inf"))
+        norm = differentiate(optimizer, model, loss + routers.losses(), case.clip_grad)
         optimizer.step()
-        metrics[f"{name}/grad_norm"] = norm.item()
+        of_step = {"grad_norm": norm, **routers.metrics()}
+        metrics |= {f"{name}/{key}": value for key, value in of_step.items()}
     return metrics | {f"{name}/optimizer_steps": 1, f"{name}/skipped_steps": 0, f"{name}/lr": LR}

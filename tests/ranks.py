@@ -7,15 +7,19 @@ new process does, except that all ranks of a test run hash strings alike.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import queue
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +29,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests import preloaded
+
+_LEAVES = 60.0  # seconds in which a rank that is done ends
+_BEFORE = 30.0  # seconds before its time is over a rank writes where it is
 
 
 def fork_server() -> BaseContext:
@@ -50,7 +57,9 @@ def _main(
     environment: dict[str, str],
     body: Callable[..., Any],
     args: tuple[Any, ...],
-    queue: Any,
+    results: Any,
+    stacks: str,
+    timeout: float,
 ) -> None:
     assert os.getppid() == preloaded.IMPORTED_BY, "the fork server has not preloaded its modules"
 
@@ -60,6 +69,8 @@ def _main(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    file = (Path(stacks) / str(rank)).open("w")
+    faulthandler.dump_traceback_later(max(1.0, timeout - _BEFORE), file=file)
 
     # A fork has the random numbers of its server; a rank that forgets to seed must have its own.
     torch.seed()
@@ -69,12 +80,13 @@ def _main(
         dist.init_process_group(
             "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
-        queue.put((rank, True, body(rank, world_size, *args)))
+        results.put((rank, True, body(rank, world_size, *args)))
+        faulthandler.dump_traceback_later(_LEAVES - _BEFORE, file=file)
         gc.collect()  # a fork leaves without destructors, and an engine may hold shared memory
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        queue.put((rank, False, traceback.format_exc()))
+        results.put((rank, False, traceback.format_exc()))
         raise
 
 
@@ -89,31 +101,48 @@ def run_ranks(
         What each rank returned (picklable, no tensors that share memory), by rank.
 
     Raises:
-        AssertionError: a rank failed; the message is the traceback of the first one to fail.
+        AssertionError: a rank failed, and the message is the traceback of the first one to fail; or
+            ranks were not done in time, and it says where they were.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
     context = fork_server()
-    queue = context.Queue()
+    received = context.Queue()
     environment = dict(os.environ)
     ranks = []
-    for rank in range(world_size):
-        place = (rank, world_size, port, environment, body, args, queue)
-        ranks.append(context.Process(target=_main, args=place, daemon=True))
-        ranks[-1].start()
+    with tempfile.TemporaryDirectory() as stacks:
+        for rank in range(world_size):
+            place = (rank, world_size, port, environment, body, args, received, stacks, timeout)
+            ranks.append(context.Process(target=_main, args=place, daemon=True))
+            ranks[-1].start()
+        try:
+            return _results(ranks, received, timeout, Path(stacks))
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
 
+
+def _results(ranks: list[Any], received: Any, timeout: float, stacks: Path) -> list[Any]:
+    """What the ranks return, once all of them have ended."""
     results: dict[int, Any] = {}
-    try:
-        for _ in range(world_size):
-            rank, succeeded, value = queue.get(timeout=timeout)
-            assert succeeded, f"rank {rank} failed:\n{value}"
-            results[rank] = value
-        for process in ranks:
-            process.join(timeout=60)
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-    return [results[rank] for rank in range(world_size)]
+    for _ in ranks:
+        try:
+            rank, succeeded, value = received.get(timeout=timeout)
+        except queue.Empty:
+            raise AssertionError(f"not done after {timeout:.0f} s:\n{_written(stacks)}") from None
+        assert succeeded, f"rank {rank} failed:\n{value}"
+        results[rank] = value
+
+    for rank, process in enumerate(ranks):
+        process.join(timeout=_LEAVES)
+        assert not process.is_alive(), f"rank {rank} is done and stays:\n{_written(stacks)}"
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _written(stacks: Path) -> str:
+    """Where each rank was shortly before its time was over."""
+    files = sorted(stacks.iterdir())
+    return "\n".join(f"rank {file.name}\n{file.read_text()}" for file in files)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mrlhf.data.arithmetic import ArithmeticTask, write_arithmetic
-from tests import plain_ppo
+from tests import plain_models
 
 
 def write_tiny_task(
@@ -13,7 +13,7 @@ def write_tiny_task(
     *,
     sft: int = 40,
     train: int = 40,
-    vocab_size: int = plain_ppo.SIZES["vocab_size"],
+    vocab_size: int = plain_models.SIZES["vocab_size"],
 ) -> None:
     """Write `sft.jsonl`, `train.jsonl`, `held_out.jsonl` and a tokenizer into `directory`.
 
@@ -21,7 +21,7 @@ def write_tiny_task(
         directory: is made.
         sft: rows with responses.
         train: prompts.
-        vocab_size: of the tokenizer; by default that of the models of `plain_ppo.save_models`.
+        vocab_size: of the tokenizer; by default that of the models of `plain_models.save_models`.
     """
     task = ArithmeticTask(
         digits=2,

@@ -88,6 +88,11 @@ class RolloutSection(Section):
         return self
 
     @property
+    def records_experts(self) -> bool:
+        """Whether the engine records to which experts a mixture sends tokens."""
+        return self.engine == "native"
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens are sampled from only a part of the distribution."""
         return self.top_k != -1 or self.top_p < 1.0

@@ -28,7 +28,7 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.path_text import expand_name
 from mrlhf.config.router import RouterSection
-from mrlhf.rl.names import KlKind, LossAggMode, LossMode, policy_loss_traits
+from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RouterReplay, policy_loss_traits
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
@@ -275,6 +275,12 @@ class ActorSection(RouterSection, RoleSection):
     loss_scale_factor: Annotated[float, Field(ge=1e-6, le=2**24)] | None = Field(
         None,
         description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
+    )
+    router_replay: RouterReplay = Field(
+        "none",
+        description="mixture of experts: the experts to which the passes over the policy send "
+        "tokens; none: those that its routers choose; rollout: those of the inference engine; old: "
+        "in the update, those of the pass that gave the old log-probabilities",
     )
 
     @property

@@ -76,11 +76,6 @@ class RoleGroups:
         return self.coordinates.pp == self.layout.pp - 1
 
     @property
-    def mp(self) -> Group:
-        """Ranks that together hold one copy of the model, experts aside."""
-        return self.collection.mp
-
-    @property
     def world(self) -> Group:
         """All ranks."""
         return self.collection.intra_dist_opt

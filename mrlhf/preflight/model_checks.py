@@ -16,7 +16,7 @@ import torch
 
 from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.router import RouterSection
-from mrlhf.config.sections import RoleSection
+from mrlhf.config.sections import ActorSection, RoleSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
@@ -28,7 +28,7 @@ from mrlhf.inference.cache_size import (
 )
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.vllm.pieces import unsupported_feature
+from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
 from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
@@ -60,10 +60,13 @@ class CacheNeeds:
 
     def __str__(self) -> str:
         shape = self.shape
-        return (
+        pairs = (
             f"2 x {shape.num_layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} x "
-            f"{shape.itemsize} bytes x {self.tokens} tokens = {self.bytes} bytes"
+            f"{shape.itemsize} bytes"
         )
+        if shape.record_bytes:
+            pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
+        return f"{pairs} x {self.tokens} tokens = {self.bytes} bytes"
 
 
 def check_models(
@@ -187,7 +190,8 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     if rollout.engine == "vllm" and device.type == "cpu":
         blocks += 1  # vLLM leaves one unused
 
-    shape = CacheShape.on_rank(spec, rollout.tp, itemsize=dtype.itemsize, block_size=block)
+    experts = spec.experts if rollout.records_experts else None
+    shape = CacheShape.on_rank(spec, rollout.tp, dtype.itemsize, block, experts)
     return CacheNeeds(shape, tokens=blocks * block)
 
 
@@ -232,9 +236,14 @@ def _layout_problems(
 
 
 def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[str]:
-    """Losses of routers that the model does not have."""
+    """What concerns routers, of a model that has none."""
     if spec.experts is not None or not isinstance(role, RouterSection):
         return
+    if isinstance(role, ActorSection) and role.router_replay != "none":
+        yield (
+            f"{name}.router_replay {role.router_replay} does not fit a model without experts; set "
+            "it to none"
+        )
     for key in RouterSection.model_fields:
         if vars(role)[key]:
             yield f"{name}.{key} does not fit a model without experts; set it to 0"
@@ -255,9 +264,13 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     rollout = config.rollout
     problem = engine_tp_problem(rollout.engine, rollout.tp, spec, sizes.ranks if excludes else None)
     if problem is None and rollout.ep is not None:
-        problem = engine_ep_problem(rollout.ep, rollout.tp, spec)
+        problem = engine_ep_problem(rollout.engine, rollout.ep, rollout.tp, spec)
 
-    feature = unsupported_feature(spec) if rollout.engine == "vllm" else None
+    feature = None
+    if rollout.engine == "vllm":
+        feature = unsupported_feature(spec)
+        if feature is None and device_kind(config.distributed.device) == "cpu":
+            feature = unsupported_on_cpu(spec)
     if feature is not None:
         yield (
             f"rollout.engine is vllm, which is not supported for a model with {feature}; set "

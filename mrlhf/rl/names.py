@@ -124,6 +124,7 @@ def estimator_traits(name: str) -> EstimatorTraits:
     return ESTIMATOR_TRAITS.get(name, OWN_ESTIMATOR)
 
 
+RouterReplay = Literal["none", "rollout", "old"]
 LossMode = Literal[
     "vanilla",
     "gspo",

@@ -108,7 +108,7 @@ class Collector:
 
         first_samples = range(0, len(drawn.rollout), sampling.n)
         prompts = drawn.rollout.prompts.select(first_samples)
-        greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
+        greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0, record_experts=False)
         with timer("gen"):
             return generate_batch(self.generator, prompts, greedy, "greedy baseline", step)
 

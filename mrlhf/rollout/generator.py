@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import (
     EngineStats,
@@ -32,13 +32,14 @@ from mrlhf.inference.base import (
     generate,
 )
 from mrlhf.metrics import CurrentPhase
+from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
 
 SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
 _SEED_BITS = 63
@@ -77,6 +78,7 @@ class Generator:
         stops: the places where all ranks may stop; each step of the engine is one.
         drawn: the samples of the current training step, by the name of their batch.
         phase: is told how many of this replica's samples are done.
+        experts: the policy's mixtures, if the engine can record the experts that they choose.
     """
 
     engine: InferenceEngine
@@ -87,6 +89,7 @@ class Generator:
     stops: StopPoints = field(default_factory=NeverStop)
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
     phase: CurrentPhase = field(default_factory=CurrentPhase)
+    experts: Experts | None = None
 
     @property
     def version(self) -> int:
@@ -169,7 +172,7 @@ class Generator:
             interrupted = stop
         seconds = time.perf_counter() - began
 
-        drawn = self._exchange(len(prompts), sampling.n, asked, finished, earlier)
+        drawn = self._exchange(len(prompts), sampling, asked, finished, earlier)
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -218,19 +221,22 @@ class Generator:
     def _exchange(
         self,
         prompts: int,
-        n: int,
+        sampling: SamplingParams,
         asked: Asked,
         finished: Finished,
         earlier: DrawnSamples | None,
     ) -> DrawnSamples:
         """What every replica has drawn; a sample's row is its place in the batch."""
-        rows = [
-            asked.prompts[sample.request_id] * n + sample.sample_index
-            for sample in finished.samples
-        ]
-        return exchange_samples(
-            self.groups, prompts * n, rows, finished.samples, finished.stats, earlier
-        )
+        rows = []
+        recorded = []
+        for sample in finished.samples:
+            rows.append(asked.prompts[sample.request_id] * sampling.n + sample.sample_index)
+            computed = len(asked.requests[sample.request_id].prompt) + len(sample.arrays[0]) - 1
+            recorded.append(computed if sampling.record_experts else 0)
+
+        mine = ReplicaSamples(rows, finished.samples, recorded, finished.stats)
+        experts = self.experts if sampling.record_experts else None
+        return exchange_samples(self.groups, prompts * sampling.n, mine, earlier, experts)
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
         """Which replica was slowest, and how slow; see `slowest_replica`."""
@@ -267,7 +273,15 @@ class Generator:
             rollout_logprobs=drawn.logprobs,
             versions=token_versions,
             stopped=headers.stopped[order].bool(),
+            experts=_record(drawn.experts, headers.recorded[order]),
         )
+
+
+def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
+    """The record of rows, of so many tokens each, that stand one after the other; None if empty."""
+    if not len(experts):
+        return None
+    return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class PPOTrainer:
             stop_token_ids=parts.endings.token_ids,
             stop=parts.endings.strings,
             seed=config.seed,
+            record_experts=config.rollout.records_experts
+            and parts.actor.engine.spec.experts is not None,
         )
 
     def begin_step(self, number: int) -> StepProgress:
@@ -258,7 +260,10 @@ class PPOTrainer:
             metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
             return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
 
-        return evaluation, self.machine.once(measure)
+        metrics = self.machine.once(measure)
+        if evaluation.disagreement is not None:
+            metrics["training/rollout_experts_differ"] = evaluation.disagreement
+        return evaluation, metrics
 
     def make_experience(
         self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
@@ -283,6 +288,7 @@ class PPOTrainer:
 
         metrics = {}
         components = None
+        policy = outputs.policy
         with timer("adv"):
             if estimator_traits(algorithm.adv_estimator).compares_terms or (
                 algorithm.gdpo_reward_keys is not None
@@ -301,6 +307,8 @@ class PPOTrainer:
                 ),
                 known=(rollout, rollout.loss_mask, rollout.rollout_logprobs, *outputs.tables()),
             )
+        if policy is not None and policy.experts is not None:
+            experience = replace(experience, experts=policy.experts)
 
         if kl is not None:
             self.kl_controller.update(kl, len(rollout))
@@ -416,6 +424,7 @@ class PPOTrainer:
             "data.max_response_length": config.data.max_response_length,
             "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
             "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
+            "actor.router_replay": config.actor.router_replay,
         }
         for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
             settings[f"rollout.{key}"] = getattr(config.rollout, key)
@@ -446,7 +455,7 @@ class PPOTrainer:
         greedy_answers = parts.generator.generate(parts.held_out, greedy, stream="validation")
         sampled_answers = None
         if self.config.trainer.val_sampled:
-            sampling = replace(self.sampling, n=n)
+            sampling = replace(self.sampling, n=n, record_experts=False)
             sampled_answers = parts.generator.generate(
                 parts.held_out, sampling, stream="validation"
             )

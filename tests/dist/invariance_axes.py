@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 from mrlhf.config.sections import OptimSection, RoleSection
-from mrlhf.parallel.layout import MODEL_AXES, REPLICA_AXES
+from mrlhf.parallel.layout import MODEL_AXES, REPLICA_AXES, AxisSizes
 from tests.covering import Row, Rule, covering_rows
+from tests.plain_models import MIXTURES, MODELS
 
 LAYERS = 4  # of every model
 LOSSES: dict[str, dict[str, Any]] = {
@@ -38,18 +39,21 @@ LOSSES: dict[str, dict[str, Any]] = {
 AXES: dict[str, tuple[Any, ...]] = {
     "ranks": (4, 8),
     "tp": (1, 2, 4),
-    "cp": (1, 2),
+    "cp": (1, 2, 4),
     "pp": (1, 2, 4),
     "vpp": (1, 2),
     "uneven_stages": (False, True),
     "dp": (1, 2, 4),
+    "ep": (1, 2, 4),
+    "etp": (None, 1, 2),  # None: tp without expert parallelism, else 1
     "sequence_parallel": (False, True),
     "recompute": ("none", "full", "core_attn", "mlp"),
     "micro_batch_tokens": (24, 1000),  # a pair of sequences, all sequences
     "use_distributed_optimizer": (True, False),
     "overlap_grad_reduce": (True, False),
     "overlap_param_gather": (True, False),
-    "model": ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3"),
+    "model": MODELS,
+    "router_losses": (False, True),
     "loss": tuple(LOSSES),
 }
 # Layers of each stage where they are not equal, by the number of stages.
@@ -57,6 +61,13 @@ _UNEVEN = {2: [3, 1], 4: [1, 1, 2, 0]}
 
 _SIZES = tuple(axis for axis in (*MODEL_AXES, "dp") if axis in AXES)
 _REPLICAS = tuple(axis for axis in REPLICA_AXES if axis in AXES)
+
+
+def _experts_fit(tp: int, cp: int, dp: int, ep: int, etp: int | None) -> bool:
+    """Whether the ranks of a stage can share out experts so."""
+    sizes = AxisSizes(tp=tp, cp=cp, ep=ep, etp=etp)
+    return sizes.problem("model", tp * cp * dp) is None
+
 
 RULES = [
     Rule(("ranks", *_SIZES), lambda ranks, *sizes: math.prod(sizes) == ranks),
@@ -72,6 +83,10 @@ RULES = [
         ("overlap_param_gather", "use_distributed_optimizer", *_REPLICAS),
         lambda overlapped, split, *sizes: (split and math.prod(sizes) > 1) or not overlapped,
     ),
+    Rule(("tp", "cp", "dp", "ep", "etp"), _experts_fit),
+    Rule(("model", "ep"), lambda model, ep: model in MIXTURES or ep == 1),
+    Rule(("model", "etp"), lambda model, etp: model in MIXTURES or etp is None),
+    Rule(("model", "router_losses"), lambda model, losses: model in MIXTURES or not losses),
     # It has two KV heads, which ranks must not share.
     Rule(("model", "tp"), lambda model, tp: model != "olmo2" or tp <= 2),
 ]
@@ -96,12 +111,12 @@ def optim_keys(row: Row) -> dict[str, Any]:
 
 
 def name_of(row: Row) -> str:
-    """The row in words; a switch that is off is left out."""
+    """The row in words; what is off or not set is left out."""
     words = []
     for axis, value in row.items():
         if value is True:
             words.append(axis)
-        elif value is False:
+        elif value is False or value is None:
             continue
         elif isinstance(value, int):
             words.append(f"{axis} {value}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.roles.actor import Actor
+from mrlhf.roles.reference import Reference
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.trainers.reward_model import PreferenceLearning
 from mrlhf.trainers.sft import FineTuning
@@ -28,14 +29,17 @@ from tests.dist.invariance_axes import LOSSES, name_of, optim_keys, role_keys
 from tests.dist.role_runs import (
     Form,
     Setting,
+    build_actor,
+    build_critic,
+    build_reference,
     build_supervised,
     cut_responses,
     load_experience,
-    reference_states,
-    train_actor,
-    train_critic,
+    tables_of,
 )
-from tests.plain_ppo import Case, Outcome
+from tests.plain_models import critic_of
+from tests.plain_optimizer import Outcome
+from tests.plain_ppo import Case
 from tests.plain_supervised import HELD_OUT, PAIR_STEPS, SFT_STEPS
 
 ROLES = ("sft", "rm", "critic", "actor")
@@ -48,51 +52,62 @@ class Trained:
     Attributes:
         metrics: those of the last step, or of the update; the validation's too.
         digests: of each slice of a weight that this rank holds.
-        fresh: of an actor, the metrics of one more step, on log-probabilities that it has just
-            computed.
     """
 
     metrics: dict[str, float]
     digests: dict[Key, int]
-    fresh: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row, as one rank sees it.
+
+    Attributes:
+        tables: what actor, critic and reference say of the batch before training, by name.
+        trained: by role.
+        fresh: metrics of one more step of the actor, on log-probabilities that it has just
+            computed.
+    """
+
+    tables: dict[str, list[list[float]]]
+    trained: dict[str, Trained]
+    fresh: dict[str, float]
 
 
 def case_of(row: Row) -> Case:
-    """The row's policy loss and model."""
-    return Case(model=row["model"], **LOSSES[row["loss"]])
+    """The row's model, policy loss and losses of routers."""
+    return Case(row["model"], router_losses=row["router_losses"], **LOSSES[row["loss"]])
 
 
-def train_rows(
-    rank: int, world_size: int, root: str, rows: Sequence[Row]
-) -> dict[str, dict[str, Trained]]:
-    """Train each row, by its name and by role; the weights go to `<root>/<row>/<role>`."""
+def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> dict[str, RowResult]:
+    """Train each row, by its name; the weights go to `<root>/<row>/<role>`."""
     torch.set_num_threads(1)
     factory = GroupFactory(timeout_s=120.0)
-    results = {}
-    for row in rows:
-        results[name_of(row)] = _train_row(Path(root), factory, row)
-    return results
+    return {name_of(row): _train_row(Path(root), factory, row) for row in rows}
 
 
-def plain_outcomes(root: Path, case: Case) -> dict[str, Outcome]:
-    """The same roles as the plain loops train them."""
-    model = root / case.model
-    critic = root / f"{case.model}-critic"
-    experience = load_experience(root, case)
-    rollout = experience.rollout
-    clip_grad = case.clip_grad
-
+def plain_supervised_roles(root: Path, case: Case) -> dict[str, Outcome]:
+    """Fine-tuned model and reward model as the plain loops train them."""
+    rollout = load_experience(root, case).rollout
     examples = plain_supervised.sft_examples(rollout)
     pairs = plain_supervised.preference_pairs(rollout)
+    critic = root / critic_of(case.model)
     return {
-        "sft": plain_supervised.train_sft(model, examples, clip_grad),
-        "rm": plain_supervised.train_reward_model(critic, pairs, clip_grad),
-        "critic": plain_ppo.train_critic(case, model, experience),
-        "actor": plain_ppo.train_actor(case, model, experience),
+        "sft": plain_supervised.train_sft(root / case.model, examples, case),
+        "rm": plain_supervised.train_reward_model(critic, pairs, case),
     }
 
 
-def _train_row(root: Path, factory: GroupFactory, row: Row) -> dict[str, Trained]:
+def plain_ppo_roles(root: Path, case: Case) -> dict[str, Outcome]:
+    """Critic and actor as the plain loops train them."""
+    experience = load_experience(root, case)
+    return {
+        "critic": plain_ppo.train_critic(case, root / case.model, experience),
+        "actor": plain_ppo.train_actor(case, root / case.model, experience),
+    }
+
+
+def _train_row(root: Path, factory: GroupFactory, row: Row) -> RowResult:
     keys = role_keys(row)
     sizes = AxisSizes.of(RoleSection(path=".", **keys))
     layout = ParallelLayout.for_world("model", row["ranks"], sizes)
@@ -106,28 +121,49 @@ def _train_row(root: Path, factory: GroupFactory, row: Row) -> dict[str, Trained
     setting = Setting(root, factory.role_groups(layout), form)
 
     case = case_of(row)
-    actor, of_actor = train_actor(setting, case)
+    actor = build_actor(setting, case)
+    critic = build_critic(setting, case)
+    reference = build_reference(setting, case)
+    whole = load_experience(root, Case(case.model, "token-mean"))
+    tables = tables_of(actor, critic, reference, whole.rollout)
+
+    experience = load_experience(root, case)
+    cut = cut_responses(critic, experience.rollout, plain_ppo.MINI_BATCH)
+    of_critic = critic.update(experience, cut)
+    of_actor = _update_actor(setting, case, actor, reference)
     trained = {
         "sft": _train_sft(setting, case),
         "rm": _train_reward_model(setting, case),
-        "critic": train_critic(setting, case),
+        "critic": (critic.engine, of_critic),
         "actor": (actor.engine, of_actor),
     }
+
     results = {}
     for role, (engine, metrics) in trained.items():
         results[role] = Trained(metrics, _digests(engine))
         engine.export(root / name_of(row) / role, 10**9)
-    results["actor"] = replace(results["actor"], fresh=_fresh_step(setting, case, actor))
-    return results
+    fresh = _fresh_step(setting, case, actor, reference)
+    return RowResult({name: table.tolist() for name, table in tables.items()}, results, fresh)
 
 
-def _fresh_step(setting: Setting, case: Case, actor: Actor) -> dict[str, float]:
+def _update_actor(
+    setting: Setting, case: Case, actor: Actor, reference: Reference
+) -> dict[str, float]:
+    experience = load_experience(setting.root, case)
+    cut = cut_responses(actor, experience.rollout, plain_ppo.MINI_BATCH)
+    states = reference.states(cut) if case.has_full_kl else None
+    return actor.update(experience, cut, states).metrics
+
+
+def _fresh_step(
+    setting: Setting, case: Case, actor: Actor, reference: Reference
+) -> dict[str, float]:
     """Evaluate the whole batch as one mini-batch, and train on it once."""
     experience = load_experience(setting.root, case)
     rollout = experience.rollout
     cut = cut_responses(actor, rollout)
     logprobs = actor.evaluate(rollout, cut).logprobs
-    states = reference_states(setting, case, cut)
+    states = reference.states(cut) if case.has_full_kl else None
 
     # All epochs but one are done.
     progress = UpdateProgress(mini_batches=plain_ppo.EPOCHS - 1)
@@ -136,7 +172,7 @@ def _fresh_step(setting: Setting, case: Case, actor: Actor) -> dict[str, float]:
 
 
 def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
-    engine = build_supervised(setting, case.model, "lm", case.clip_grad)
+    engine = build_supervised(setting, case, case.model, "lm")
     examples = plain_supervised.sft_examples(load_experience(setting.root, case).rollout)
     task = FineTuning(examples, examples[:HELD_OUT])
     metrics: dict[str, float] = {}
@@ -146,7 +182,7 @@ def _train_sft(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, flo
 
 
 def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
-    engine = build_supervised(setting, f"{case.model}-critic", "scalar", case.clip_grad)
+    engine = build_supervised(setting, case, critic_of(case.model), "scalar")
     pairs = plain_supervised.preference_pairs(load_experience(setting.root, case).rollout)
     held_out = replace(
         pairs, chosen_ids=pairs.chosen_ids[:HELD_OUT], rejected_ids=pairs.rejected_ids[:HELD_OUT]

@@ -30,7 +30,7 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers.experience import ModelOutputs
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
-from tests import plain_ppo
+from tests import plain_models, plain_optimizer, plain_tables
 from tests.ranks import run_ranks
 from tests.tiny_task import write_tiny_task
 
@@ -57,7 +57,8 @@ _COMPARED = (
 TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
 DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 
-# A user's reward functions; "CUSTOM" in an override becomes the path of their file.
+# In an override, "ROOT" becomes the folder of the models, and "CUSTOM" the path of the file of a
+# user's reward functions.
 REWARD_FUNCTIONS = """
 def letters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
@@ -136,11 +137,11 @@ class Runs:
 
     def load(self, suffix: str = "") -> Any:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
-        return plain_ppo.load(self.root / f"{MODEL}{suffix}")
+        return plain_models.load(self.root / f"{MODEL}{suffix}")
 
     def rewards(self, sequences: Sequences) -> list[float]:
         """What the reward model gives each sequence, weighted."""
-        judge = plain_ppo.load(self.root / REWARD_MODEL)
+        judge = plain_models.load(self.root / REWARD_MODEL)
         rewards = []
         for sequence in sequences:
             with torch.no_grad():
@@ -151,7 +152,7 @@ class Runs:
 
 def run_scenarios(root: Path, scenarios: list[Scenario]) -> Runs:
     """Write models, data, a user's reward functions and the base configuration to `root`; run."""
-    plain_ppo.save_models(root)
+    plain_models.save_models(root)
     write_tiny_task(root / "data", train=20)
     (root / "rewards.py").write_text(REWARD_FUNCTIONS)
     (root / "base.yaml").write_text(yaml.safe_dump(_base(root)))
@@ -207,7 +208,7 @@ def _base(root: Path) -> dict[str, Any]:
     trained = {
         "ppo_mini_batch_size": 4,
         "ppo_epochs": 2,
-        "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS},
+        "optim": {"lr": 1e-3, "adam_eps": plain_optimizer.EPS},
     }
     terms = [{"name": "exact_match"}, {"name": "reward_model", "weight": REWARD_WEIGHT}]
     kl_ctrl = {
@@ -224,7 +225,7 @@ def _base(root: Path) -> dict[str, Any]:
         "reference": {"path": str(root / f"{MODEL}-ref")},
         "reward_model": {"path": str(root / REWARD_MODEL)},
         "reward": {"terms": terms},
-        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "dump_freq": 1},
+        "rollout": {"n": 2, "temperature": plain_tables.TEMPERATURE, "dump_freq": 1},
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
             "tokenizer": str(root / "data" / "tokenizer"),
@@ -267,7 +268,10 @@ def _result_file(root: Path, rank: int) -> Path:
 
 def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> list[Step]:
     functions = str(root / "rewards.py")
-    overrides = [override.replace("CUSTOM", functions) for override in scenario.overrides]
+    overrides = [
+        override.replace("CUSTOM", functions).replace("ROOT", str(root))
+        for override in scenario.overrides
+    ]
     config = load_config(PPOConfig, root / "base.yaml", overrides)
     check(config, WORLD_SIZE)
     assert None not in check_models(config).values()  # every model was there to be checked

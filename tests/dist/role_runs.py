@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.batch import Experience, Rollout
+from mrlhf.config.roots import TrainedModelSection
 from mrlhf.config.sections import (
     ActorOptimSection,
     ActorSection,
@@ -22,7 +23,6 @@ from mrlhf.config.sections import (
     OptimSection,
     PolicyLossSection,
     ReferenceSection,
-    RoleSection,
 )
 from mrlhf.device import Device
 from mrlhf.models.families import load_spec
@@ -37,37 +37,28 @@ from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.reference import Reference
 from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.training.engine import ModelEngine
-from tests import plain_losses, plain_ppo
+from tests import (
+    plain_experience,
+    plain_losses,
+    plain_models,
+    plain_optimizer,
+    plain_ppo,
+    plain_routers,
+    plain_tables,
+)
 from tests.plain_ppo import Case
 
 Optim = TypeVar("Optim", bound=OptimSection)
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
-MODELS = ("llama", "qwen2-tied", "qwen3", "llama-biases", "olmo2", "phi3", "qwen2-moe")
 LAYOUTS = {
     1: [AxisSizes()],
-    2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2), AxisSizes()],
-    4: [
-        AxisSizes(tp=2, pp=2),
-        AxisSizes(tp=2),
-        AxisSizes(pp=2),
-        AxisSizes(tp=4),
-        AxisSizes(tp=2, cp=2),
-        AxisSizes(cp=2, pp=2),
-    ],
+    2: [AxisSizes(tp=2)],
+    4: [AxisSizes(tp=2, pp=2), AxisSizes(tp=2), AxisSizes(cp=2)],
 }
-"""By world size. The models have one or two KV heads, which two or four ranks share."""
-STAGED_LAYOUTS = {
-    2: [AxisSizes(pp=2, vpp=2), AxisSizes(pp=2, pp_layers=(3, 1))],
-    4: [
-        AxisSizes(tp=2, pp=2, vpp=2),
-        AxisSizes(cp=2, pp=2, vpp=2),
-        AxisSizes(pp=2, vpp=2, pp_layers=(0, 2, 1, 1)),
-        AxisSizes(pp=4),
-        AxisSizes(pp=4, pp_layers=(1, 1, 2, 0)),
-    ],
-}
-"""By world size, for the models of four layers: virtual stages, and stages of unequal layers."""
+"""By world size; `test_invariance` runs all others."""
+STAGED = AxisSizes(tp=2, pp=2, vpp=2)
+"""Virtual stages, for the models of four layers."""
 
 _COVARIANCE = PolicyLossSection(
     clip_cov_ratio=plain_losses.COV_FRACTION,
@@ -148,27 +139,27 @@ class Setting:
 
     @property
     def is_staged(self) -> bool:
-        """Whether it is one of `STAGED_LAYOUTS`, which only the models of four layers fit."""
+        """Whether it has four stages or names their layers, as only models of four layers can."""
         layout = self.groups.layout
         return layout.stages.count == 4 or layout.pp_layers is not None
 
 
-def save_inputs(root: Path, layers: int = 2) -> None:
-    """Write the models, of so many layers, and an experience for each."""
-    plain_ppo.save_models(root, layers)
-    for model in MODELS:
-        torch.save(plain_ppo.make_experience(root / model), root / f"{model}.experience")
+def save_inputs(root: Path, layers: int = 2, models: Sequence[str] = plain_models.MODELS) -> None:
+    """Write all models, of so many layers, and an experience for each of `models`."""
+    plain_models.save_models(root, layers)
+    for model in models:
+        torch.save(plain_experience.make_experience(root / model), root / f"{model}.experience")
 
 
 def load_experience(root: Path, case: Case) -> Experience:
     """The experience of the case's model, corrected, broken or with holes as the case says."""
     experience: Experience = torch.load(root / f"{case.model}.experience", weights_only=False)
     if case.corrected:
-        experience = plain_ppo.with_correction(experience)
+        experience = plain_experience.with_correction(experience)
     if case.broken:
-        experience = plain_ppo.broken(experience)
+        experience = plain_experience.broken(experience)
     if case.holes:
-        experience = plain_ppo.with_holes(experience)
+        experience = plain_experience.with_holes(experience)
     return experience
 
 
@@ -222,9 +213,7 @@ def train_actor(setting: Setting, case: Case) -> tuple[Actor, dict[str, float]]:
 
 def reference_states(setting: Setting, case: Case, cut: BatchCut) -> list[ReferenceStates] | None:
     """What the case's loss needs of the reference."""
-    if case.settings.get("kl_loss_type") != "full":
-        return None
-    return _build_reference(setting, case).states(cut)
+    return build_reference(setting, case).states(cut) if case.has_full_kl else None
 
 
 def train_critic(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, float]]:
@@ -236,12 +225,19 @@ def train_critic(setting: Setting, case: Case) -> tuple[ModelEngine, dict[str, f
 
 
 def evaluate(setting: Setting, case: Case) -> dict[str, Tensor]:
-    """All tables [batch, response_len] that the roles compute without training."""
-    rollout = load_experience(setting.root, case).rollout
-    actor = build_actor(setting, case)
-    critic = build_critic(setting, case)
-    reference = _build_reference(setting, case)
+    """What `tables_of` the roles says, of new ones."""
+    return tables_of(
+        build_actor(setting, case),
+        build_critic(setting, case),
+        build_reference(setting, case),
+        load_experience(setting.root, case).rollout,
+    )
 
+
+def tables_of(
+    actor: Actor, critic: Critic, reference: Reference, rollout: Rollout
+) -> dict[str, Tensor]:
+    """All tables [batch, response_len] that the roles compute without training."""
     cut = cut_responses(actor, rollout, plain_ppo.MINI_BATCH)
     evaluation = actor.evaluate(rollout, cut, reference.states(cut), with_squares=True)
     assert evaluation.full_kl is not None and evaluation.sum_of_squares is not None
@@ -270,13 +266,14 @@ def build_actor(setting: Setting, case: Case, **keys: Any) -> Actor:
         "loss_scale_factor": plain_ppo.SCALE,
         "optim": actor_optim(setting, case),
     }
-    section = ActorSection(**(values | _form_keys(setting) | case.settings | keys))
+    values |= _form_keys(setting) | _router_keys(case) | case.settings | keys
+    section = ActorSection(**values)
     bypass = None if case.bypass is None else _BYPASS[case.bypass]
     loss = PolicyLossSettings.named(case.loss, section, bypass)
 
     engine = _build_engine(setting, section, "lm")
     engine.attach_optimizer(section.optim, total_updates=1)
-    return Actor(engine, loss, plain_ppo.TEMPERATURE)
+    return Actor(engine, loss, plain_tables.TEMPERATURE)
 
 
 def actor_optim(setting: Setting, case: Case) -> ActorOptimSection:
@@ -310,42 +307,44 @@ def assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None:
 def build_critic(setting: Setting, case: Case) -> Critic:
     """The case's critic, ready to be trained."""
     section = CriticSection(
-        path=str(setting.root / f"{case.model}-critic"),
+        path=str(setting.root / plain_models.critic_of(case.model)),
         ppo_epochs=plain_ppo.EPOCHS,
         cliprange_value=plain_ppo.CLIP_VALUE,
         loss_agg_mode=case.agg,
         loss_scale_factor=plain_ppo.SCALE,
         optim=_optim(OptimSection, setting, case),
         **_form_keys(setting),
+        **_router_keys(case),
     )
     engine = _build_engine(setting, section, "scalar")
     engine.attach_optimizer(section.optim, total_updates=1)
     return Critic(engine, section)
 
 
-def build_supervised(setting: Setting, name: str, head: Head, clip_grad: float) -> ModelEngine:
+def build_supervised(setting: Setting, case: Case, name: str, head: Head) -> ModelEngine:
     """The checkpoint `name`, ready to be trained with another loss than those of roles."""
-    section = RoleSection(path=str(setting.root / name), **_form_keys(setting))
+    path = str(setting.root / name)
+    section = TrainedModelSection(path=path, **_form_keys(setting), **_router_keys(case))
     engine = _build_engine(setting, section, head)
-    optim = _optim(OptimSection, setting, Case(name, "token-mean", clip_grad=clip_grad))
-    engine.attach_optimizer(optim, total_updates=2)
+    engine.attach_optimizer(_optim(OptimSection, setting, case), total_updates=2)
     return engine
 
 
-def _build_reference(setting: Setting, case: Case) -> Reference:
+def build_reference(setting: Setting, case: Case) -> Reference:
+    """What the policy of the case is compared with."""
     path = str(setting.root / f"{case.model}-ref")
     section = ReferenceSection(path=path, **_form_keys(setting))
-    return Reference(_build_engine(setting, section, "lm"), plain_ppo.TEMPERATURE)
+    return Reference(_build_engine(setting, section, "lm"), plain_tables.TEMPERATURE)
 
 
 def _optim(make: type[Optim], setting: Setting, case: Case) -> Optim:
-    beta1, beta2 = plain_ppo.BETAS
+    beta1, beta2 = plain_optimizer.BETAS
     keys: dict[str, Any] = {
-        "lr": plain_ppo.LR,
-        "weight_decay": plain_ppo.WEIGHT_DECAY,
+        "lr": plain_optimizer.LR,
+        "weight_decay": plain_optimizer.WEIGHT_DECAY,
         "adam_beta1": beta1,
         "adam_beta2": beta2,
-        "adam_eps": plain_ppo.EPS,
+        "adam_eps": plain_optimizer.EPS,
         "clip_grad": case.clip_grad,
         "use_distributed_optimizer": setting.form.distributed_optimizer,
     }
@@ -356,6 +355,12 @@ def _build_engine(setting: Setting, section: Any, head: Head) -> ModelEngine:
     engine = ModelEngine(section, load_spec(section.path, head), setting.groups, setting.device)
     engine.load(section.path, seed=0)
     return engine
+
+
+def _router_keys(case: Case) -> dict[str, float]:
+    if not case.router_losses:
+        return {}
+    return {"router_balance_coef": plain_routers.BALANCE, "router_z_coef": plain_routers.Z}
 
 
 def _form_keys(setting: Setting) -> dict[str, Any]:

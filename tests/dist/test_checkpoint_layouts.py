@@ -24,9 +24,9 @@ from mrlhf.errors import CheckpointError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
 from mrlhf.weights.boxes import whole
-from tests import plain_ppo
+from tests import plain_models, plain_ppo
 from tests.dist.role_runs import (
-    STAGED_LAYOUTS,
+    STAGED,
     Form,
     Setting,
     build_actor,
@@ -45,9 +45,6 @@ LAYOUTS = {
     2: [AxisSizes(tp=2), AxisSizes(pp=2), AxisSizes(cp=2)],
     4: [AxisSizes(tp=2, pp=2), AxisSizes(pp=2), AxisSizes(tp=4), AxisSizes(tp=2, cp=2)],
 }
-STAGED = {4: [STAGED_LAYOUTS[4][0]]}
-"""Two tensor-parallel x two pipeline ranks of two virtual stages; for the model of four layers."""
-SAVED = 2 * sum(map(len, LAYOUTS.values()))  # checkpoints of each case: two optimizers a layout
 CASES = {
     "float32": Case("qwen2-tied", "token-mean"),
     "bfloat16": Case("phi3", "token-mean", {"dtype": "bfloat16"}),
@@ -58,7 +55,7 @@ CASES = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models and experiences, and a checkpoint saved by every layout and optimizer."""
     path = tmp_path_factory.mktemp("checkpoints")
-    save_inputs(path)
+    save_inputs(path, models=[case.model for case in CASES.values()])
     for world_size in LAYOUTS:
         run_ranks(world_size, _save_from_every_layout, path)
     return path
@@ -67,7 +64,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_layout_takes_every_checkpoint(root: Path, world_size: int) -> None:
     for loaded in run_ranks(world_size, _load_into_every_layout, root):
-        assert len(set(loaded)) >= len(LAYOUTS[world_size]) * len(CASES) * SAVED
+        saved = sum(map(len, LAYOUTS.values()))
+        assert len(set(loaded)) >= len(LAYOUTS[world_size]) * len(CASES) * saved
 
 
 def _saver(directory: Path, asynchronous: bool) -> Saver:
@@ -79,10 +77,10 @@ def _saver(directory: Path, asynchronous: bool) -> Saver:
 def _all_settings(root: Path, world_size: int) -> list[tuple[str, Case, Setting]]:
     every = []
     everywhere = settings(root, world_size, (SHARDED, PLAIN), LAYOUTS)
-    staged = settings(root, world_size, (SHARDED, PLAIN), STAGED)
+    staged = settings(root, world_size, (SHARDED, PLAIN), {4: [STAGED]})
     for setting in chain(everywhere, staged):
         for dtype, case in CASES.items():
-            if case.model in plain_ppo.DEEP or not setting.is_staged:
+            if case.model in plain_models.DEEP or not setting.is_staged:
                 every.append((dtype, case, setting))
     return every
 
@@ -115,11 +113,8 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
     loaded = []
     for dtype, case, setting in _all_settings(root, world_size):
         own = _directory(root, dtype, setting)
-        for number, directory in enumerate(sorted((root / "saved" / dtype).iterdir())):
-            # The two optimizers of a layout take turns, to save time.
-            is_plain = not setting.form.distributed_optimizer
-            turn = number + list(CASES).index(dtype)
-            if own != directory and turn % 2 != is_plain:
+        for directory in sorted((root / "saved" / dtype).iterdir()):
+            if own != directory and not _is_their_turn(own, directory):
                 continue
             checkpoint = open_checkpoint(directory / "step_000001", world)
             assert checkpoint.state == {"numbers": [1, 2]}
@@ -144,6 +139,23 @@ def _load_into_every_layout(rank: int, world_size: int, root: Path) -> list[Any]
             loaded.append((layout, directory.name))
             dist.barrier()
     return loaded
+
+
+def _is_their_turn(own: Path, saved: Path) -> bool:
+    """Whether this optimizer of a layout takes that optimizer's checkpoint of another layout.
+
+    To save time, the two optimizers of each layout take turns on both sides.
+    """
+    layouts = sorted({_layout_of(directory) for directory in saved.parent.iterdir()})
+    turn = layouts.index(_layout_of(own)) + layouts.index(_layout_of(saved))
+    turn += list(CASES).index(saved.parent.name)
+    plain = [directory.name.endswith(PLAIN.name) for directory in (own, saved)]
+    return plain == [turn % 2 == 1, turn // 2 % 2 == 1]
+
+
+def _layout_of(directory: Path) -> str:
+    """The name of the layout in that of a directory."""
+    return directory.name.rpartition("-")[0]
 
 
 def _empty_actor(setting: Setting, case: Case) -> Actor:

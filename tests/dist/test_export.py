@@ -37,7 +37,7 @@ class _Usage(NamedTuple):
 
 
 def test_exports_that_succeed_and_that_fail(tmp_path: Path) -> None:
-    save_inputs(tmp_path)
+    save_inputs(tmp_path, models=["llama"])
     write_tiny_task(tmp_path / "data")
 
     for rank_messages in run_ranks(2, _in_ranks, tmp_path):

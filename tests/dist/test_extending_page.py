@@ -45,7 +45,7 @@ from mrlhf.rl.advantages import (
 from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
-from tests import plain_ppo
+from tests import plain_models, plain_optimizer, plain_tables
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -113,11 +113,11 @@ def _configuration(root: Path, reward: str) -> dict[str, Any]:
             "ppo_mini_batch_size": 4,
             "ppo_epochs": 2,
             "clip_ratio": 0.02,
-            "optim": {"lr": 3e-3, "adam_eps": plain_ppo.EPS},
+            "optim": {"lr": 3e-3, "adam_eps": plain_optimizer.EPS},
         },
         "reward": {"terms": [{"name": reward, "weight": 20.0}]},
         # Responses of different lengths, so that their rewards differ.
-        "rollout": {"n": 2, "temperature": plain_ppo.TEMPERATURE, "stop": list("12345+")},
+        "rollout": {"n": 2, "temperature": plain_tables.TEMPERATURE, "stop": list("12345+")},
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
             "tokenizer": str(root / "data" / "tokenizer"),
@@ -161,10 +161,10 @@ def _in_ranks(
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models, the data, and the page's examples under `mine`."""
     directory = tmp_path_factory.mktemp("extending")
-    plain_ppo.save_models(directory)
+    plain_models.save_models(directory)
     task = ArithmeticTask(
         digits=2, operations="+", sft=40, train=20, held_out=4,
-        wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_ppo.SIZES["vocab_size"], seed=1,
+        wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_models.SIZES["vocab_size"], seed=1,
     )  # fmt: skip
     write_arithmetic(directory / "data", task)
     (directory / "mine").mkdir()

@@ -23,9 +23,11 @@ def _memberships(rank: int, world_size: int) -> dict[str, Any]:
     again = factory.role_groups(ParallelLayout(tp=2, pp=2, dp=1))
     assert all(
         getattr(actor, axis) is getattr(again, axis)
-        for axis in ("tp", "dp", "pp", "mp", "world", "results")
+        for axis in ("tp", "dp", "pp", "world", "results")
     )
 
+    assert actor.collection.mp is again.collection.mp
+    mp = actor.collection.mp
     deep = factory.role_groups(ParallelLayout(tp=1, pp=4, dp=1))
     wide = factory.role_groups(ParallelLayout(tp=1, pp=2, dp=2))
     engine = factory.engine_groups(EngineLayout.inside(actor_layout, tp=2))
@@ -33,7 +35,7 @@ def _memberships(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "actor": [
             _ranks(group)
-            for group in (actor.tp, actor.dp, actor.pp, actor.mp, actor.world, actor.results)
+            for group in (actor.tp, actor.dp, actor.pp, mp, actor.world, actor.results)
         ],
         "embedding": (_ranks(actor.collection.embd), _ranks(deep.collection.embd)),
         "optimizer": (_ranks(wide.collection.intra_dist_opt), _ranks(wide.collection.tp_dp_cp)),

@@ -1,4 +1,4 @@
-"""Passes of a sharded model that a stop cuts short, on every layout of four ranks."""
+"""Passes of a sharded model that a stop cuts short, on layouts of four ranks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,41 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import Phase
 from mrlhf.training.engine import ModelEngine, PackResult
-from tests import plain_ppo
+from tests import plain_models
 from tests.ranks import run_ranks
 
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 ROWS = 24
-LAYOUTS = [
-    (AxisSizes(tp=2, pp=2), False),
-    (AxisSizes(tp=2, pp=2), True),
-    (AxisSizes(tp=2, pp=2, vpp=2), True),
-    (AxisSizes(tp=2), True),
-    (AxisSizes(tp=2, cp=2), True),
-    (AxisSizes(pp=2), False),
-    (AxisSizes(pp=2, vpp=2), False),
-    (AxisSizes(tp=2, cp=2), True),
-    (AxisSizes(), False),
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of running a model.
+
+    Attributes:
+        sizes: of its axes.
+        sequence_parallel: whether tensor-parallel ranks share tokens.
+        overlapped: whether replicas exchange gradients and weights while they compute.
+        model: its name.
+    """
+
+    sizes: AxisSizes
+    sequence_parallel: bool = False
+    overlapped: bool = False
+    model: str = "qwen2-tied"
+
+
+WAYS = [
+    Way(AxisSizes(tp=2, pp=2)),
+    Way(AxisSizes(tp=2, pp=2), sequence_parallel=True),
+    Way(AxisSizes(tp=2, pp=2, vpp=2), sequence_parallel=True),
+    Way(AxisSizes(tp=2), sequence_parallel=True, overlapped=True),
+    Way(AxisSizes(tp=2, cp=2), sequence_parallel=True),
+    Way(AxisSizes(pp=2)),
+    Way(AxisSizes(pp=2, vpp=2), overlapped=True),
+    Way(AxisSizes(pp=2, ep=2), overlapped=True, model="qwen2-moe"),
+    Way(AxisSizes()),
 ]
-"""With or without sequence parallelism."""
 
 
 class AskingStops:
@@ -107,11 +125,11 @@ def _in_ranks(rank: int, world_size: int, root: str) -> list[Outcome]:
     factory = GroupFactory(timeout_s=120.0)
     store = dist.distributed_c10d._get_default_store().clone()
     outcomes = []
-    for number, (sizes, sequence_parallel) in enumerate(LAYOUTS):
-        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
+    for number, way in enumerate(WAYS):
+        groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, way.sizes))
         stops = AskingStops(dist.PrefixStore(f"layout {number}", store), rank, world_size)
         try:
-            section = _section(root, sequence_parallel)
+            section = _section(root, way)
             outcomes.append(_outcome(section, groups, stops, asking_rank=number % world_size))
         finally:
             stops.close()
@@ -178,12 +196,13 @@ def _loss_of(engine: ModelEngine, output: Tensor) -> Tensor:
     return output.square().mean() + engine.output_weight.square().mean()
 
 
-def _section(root: str, sequence_parallel: bool) -> ActorSection:
+def _section(root: str, way: Way) -> ActorSection:
+    overlaps = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), way.overlapped)
     return ActorSection(
-        path=f"{root}/qwen2-tied",
+        path=f"{root}/{way.model}",
         micro_batch_tokens=6,
-        sequence_parallel=sequence_parallel,
-        optim=ActorOptimSection(lr=1e-3),
+        sequence_parallel=way.sequence_parallel,
+        optim=ActorOptimSection(lr=1e-3, **overlaps),
     )
 
 
@@ -202,15 +221,15 @@ def _packs(engine: ModelEngine) -> list:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Outcome]]:
     root = tmp_path_factory.mktemp("models")
-    plain_ppo.save_models(root)
+    plain_models.save_models(root)
     return run_ranks(4, _in_ranks, str(root))
 
 
 def test_all_ranks_are_interrupted(ranks: list[list[Outcome]]) -> None:
-    for number, layout in enumerate(LAYOUTS):
+    for number, way in enumerate(WAYS):
         wanted = f"rank {number % 4} has asked"
         for outcomes in ranks:
-            assert outcomes[number].reasons == [wanted, wanted], layout
+            assert outcomes[number].reasons == [wanted, wanted], way
 
 
 def test_a_pipeline_ends_early_and_computes_the_packs_before_the_stop(
@@ -225,10 +244,10 @@ def test_a_pipeline_ends_early_and_computes_the_packs_before_the_stop(
 
 
 def test_an_interrupted_pass_leaves_no_trace(ranks: list[list[Outcome]]) -> None:
-    for number, layout in enumerate(LAYOUTS):
+    for number, way in enumerate(WAYS):
         for outcomes in ranks:
             sums, metrics = outcomes[number].interrupted
             wanted_sums, wanted_metrics = outcomes[number].undisturbed
-            assert sums == wanted_sums, layout
-            assert metrics == wanted_metrics, layout
+            assert sums == wanted_sums, way
+            assert metrics == wanted_metrics, way
             assert metrics["grad_norm"] > 0

@@ -12,7 +12,7 @@ import torch
 
 from mrlhf.batch import Sequences
 from mrlhf.rl.token_baselines import TokenProbabilities, optimal_token_baseline
-from tests import plain_ppo
+from tests import plain_tables
 from tests.dist.ppo_runs import (
     REWARD_WEIGHT,
     TP2_PP2,
@@ -69,8 +69,8 @@ def test_a_baseline_for_each_token_sees_the_whole_distribution(runs: Runs) -> No
     experience = step.experience
     rollout = experience.rollout
     policy = runs.load()
-    logprobs, _ = plain_ppo.evaluate(policy, rollout)
-    squares = plain_ppo.sum_of_squares(policy, rollout)
+    logprobs, _ = plain_tables.evaluate(policy, rollout)
+    squares = plain_tables.sum_of_squares(policy, rollout)
     wanted, _ = optimal_token_baseline(
         experience.token_rewards,
         rollout.response_mask,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import plain_ppo
+from tests import plain_tables
 from tests.dist.ppo_runs import (
     DP4,
     HORIZON,
@@ -97,10 +97,10 @@ def test_the_experience_is_what_the_models_say(runs: Runs) -> None:
     experience = step.experience
     rollout = experience.rollout
 
-    logprobs, entropy = plain_ppo.evaluate(runs.load(), rollout)
+    logprobs, entropy = plain_tables.evaluate(runs.load(), rollout)
     assert_close(experience.old_logprobs, logprobs)
-    assert_close(experience.ref_logprobs, plain_ppo.evaluate(runs.load("-ref"), rollout)[0])
-    assert_close(experience.values, plain_ppo.token_values(runs.load("-critic"), rollout))
+    assert_close(experience.ref_logprobs, plain_tables.evaluate(runs.load("-ref"), rollout)[0])
+    assert_close(experience.values, plain_tables.token_values(runs.load("-critic"), rollout))
 
     assert step.metrics["reward/exact_match"] == 0.0  # no answer of a random model is right
     assert_close(experience.scores, torch.tensor(runs.rewards(rollout.sequences())))
@@ -210,7 +210,7 @@ def test_a_step_with_full_kl_is_the_same_on_every_layout(runs: Runs) -> None:
 def test_full_kl_is_that_of_the_distributions(runs: Runs) -> None:
     step = runs.steps(FULL_KL_DEEP)[0]
     rollout = step.experience.rollout
-    kl = plain_ppo.full_kl(runs.load(), runs.load("-ref"), rollout)
+    kl = plain_tables.full_kl(runs.load(), runs.load("-ref"), rollout)
     mean = (kl.sum(dim=1) / rollout.response_mask.sum(dim=1)).mean().item()
     assert step.metrics["actor/reward_kl_penalty"] == pytest.approx(mean, abs=1e-5)
 

@@ -28,7 +28,7 @@ SMALL_FILE = 16 * 1024  # bytes; less than the model, more than a manifest's nei
 
 
 def test_damage_and_a_full_disk_in_an_export(tmp_path: Path) -> None:
-    save_inputs(tmp_path)
+    save_inputs(tmp_path, models=["llama"])
     write_tiny_task(tmp_path / "data")
     for messages in run_ranks(2, _in_ranks, tmp_path):
         assert len(messages) == 1 and "was not saved" in messages[0]

@@ -18,7 +18,7 @@ import torch
 from mrlhf.batch import Experience
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.layout import AxisSizes
-from tests import plain_ppo
+from tests import plain_experience, plain_ppo
 from tests.dist.role_runs import (
     ONE_PACK,
     SEQUENCE_PARALLEL,
@@ -90,7 +90,7 @@ class Results:
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The results of all constants of this module that are updates."""
     directory = tmp_path_factory.mktemp("safety")
-    save_inputs(directory)
+    save_inputs(directory, models=[CASE.model])
     constants = list(globals().values())
     updates = [constant for constant in constants if isinstance(constant, Update)]
     return Results(run_ranks(request.param, _in_ranks, str(directory), updates))
@@ -129,7 +129,7 @@ def _run(setting: Setting, wanted: Update) -> Result:
 def _changed(experience: Experience, wanted: Update) -> Experience:
     distances = torch.tensor(wanted.distances).repeat_interleave(plain_ppo.MINI_BATCH)
     far = replace(experience, old_logprobs=experience.old_logprobs + distances[:, None])
-    return plain_ppo.broken(far) if wanted.broken else far
+    return plain_experience.broken(far) if wanted.broken else far
 
 
 STOPPED = Update("stopped", (0.0, 0.2), keys={"target_kl_stop": 0.1})

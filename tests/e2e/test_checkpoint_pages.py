@@ -23,7 +23,7 @@ import yaml
 
 from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
 from mrlhf.config.sections import TrainerSection
-from tests import plain_ppo
+from tests import plain_models
 from tests.e2e.programs import ROOT, read_lines, run_program, succeed
 from tests.tiny_task import write_tiny_task
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(400)
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `my.yaml` of the pages: a tiny model and task, and more steps than anybody waits for."""
     root = tmp_path_factory.mktemp("operations")
-    plain_ppo.save_models(root)
+    plain_models.save_models(root)
     write_tiny_task(root / "data", sft=8)
 
     content = {

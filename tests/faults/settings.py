@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from mrlhf.data.rows import write_rows
-from tests import plain_ppo
+from tests import plain_models, plain_optimizer
 from tests.faults.runs import Setting
 from tests.tiny_task import write_tiny_task
 
@@ -45,7 +45,7 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
     """Write everything that the runs read; one process calls it."""
     root = Path(directory)
     torch.manual_seed(3)
-    plain_ppo.save_models(root)
+    plain_models.save_models(root)
     write_tiny_task(root / "data")
     write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
     (root / "rewards.py").write_text(REWARD)
@@ -104,7 +104,7 @@ def _ppo(root: Path) -> dict[str, Any]:
         "ppo_mini_batch_size": 4,
         "ppo_epochs": 2,
         "micro_batch_tokens": 64,
-        "optim": {"lr": 1e-3, "adam_eps": plain_ppo.EPS, "lr_decay_style": "linear"},
+        "optim": {"lr": 1e-3, "adam_eps": plain_optimizer.EPS, "lr_decay_style": "linear"},
     }
 
     return {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import plain_ppo
+from tests import plain_models
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
 from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting
@@ -70,7 +70,7 @@ def test_a_rank_is_killed_while_it_deletes_a_checkpoint(inputs: Path, tmp_path: 
 
 
 def _loads_in_transformers(rank: int, world_size: int, directory: str) -> None:
-    model = plain_ppo.load(Path(directory))
+    model = plain_models.load(Path(directory))
     stored = load_file(Path(directory) / "model.safetensors")
     weights = model.state_dict()
     assert weights.keys() == stored.keys()

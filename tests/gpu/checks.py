@@ -30,7 +30,7 @@ from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.reshard.execute import Resharder, TransferOptions
 from mrlhf.reshard.plan import Planner
 from mrlhf.reshard.sides import side_of_ranks
-from tests import plain_ppo
+from tests import plain_models, plain_ppo, plain_tables
 from tests.dist import role_runs
 from tests.dist.role_runs import MANY_PACKS, Form, Setting
 from tests.gpu import packed_attention
@@ -234,15 +234,19 @@ def _with_transformers(place: Place, case: Case) -> dict[str, Tensor]:
     root = place.setting.root
     experience = role_runs.load_experience(root, case)
     rollout = experience.rollout
-    policy = plain_ppo.load(root / case.model)
-    log_p, entropy = plain_ppo.evaluate(policy, rollout)
+    policy = plain_models.load(root / case.model)
+    log_p, entropy = plain_tables.evaluate(policy, rollout)
     assert experience.ref_logprobs is not None
     return {
         "logprobs": log_p,
         "entropy": entropy,
-        "full_kl": plain_ppo.full_kl(policy, plain_ppo.load(root / f"{case.model}-ref"), rollout),
+        "full_kl": plain_tables.full_kl(
+            policy, plain_models.load(root / f"{case.model}-ref"), rollout
+        ),
         "ref_logprobs": experience.ref_logprobs,
-        "values": plain_ppo.token_values(plain_ppo.load(root / f"{case.model}-critic"), rollout),
+        "values": plain_tables.token_values(
+            plain_models.load(root / f"{case.model}-critic"), rollout
+        ),
     }
 
 
@@ -278,7 +282,7 @@ def _update(place: Place, form: Form) -> _Trained:
     largest = gaps = ways = 0.0
     for role, path, outcome in outcomes:
         pairs |= {name: (metrics[name], value) for name, value in outcome.metrics.items()}
-        before = dict(plain_ppo.load(path).named_parameters())
+        before = dict(plain_models.load(path).named_parameters())
         trained = load_file(out / role / "model.safetensors")
         for name, weight in outcome.weights.items():
             gap = (trained[name].float() - weight).abs()
@@ -303,7 +307,7 @@ def _empty_engine(place: Place, model: Path, eager: bool) -> NativeEngine:
 def _engine(place: Place, model: Path, eager: bool) -> NativeEngine:
     """An engine with the weights of a checkpoint."""
     holder = _empty_engine(place, model, eager)
-    state = plain_ppo.load(model).state_dict()
+    state = plain_models.load(model).state_dict()
     for slot in holder.weight_slots():
         piece = slot.piece
         slot.store(state[piece.name].narrow(piece.dim, piece.start, piece.stop - piece.start))
@@ -317,7 +321,7 @@ def _generate(place: Place, model: Path, holder: NativeEngine) -> float:
     A token may have a logit 1e-3 below the largest one, since rounding decides between such two.
     """
     generator = torch.Generator().manual_seed(3)
-    vocabulary = plain_ppo.SIZES["vocab_size"]
+    vocabulary = plain_models.SIZES["vocab_size"]
     prompts = [
         torch.randint(0, vocabulary, (length,), generator=generator).tolist()
         for length in (1, 8, 15, 3, 20, 6, 11, 2, 9, 17, 5)
@@ -328,7 +332,7 @@ def _generate(place: Place, model: Path, holder: NativeEngine) -> float:
     assert len(samples) == len(prompts)
 
     largest = 0.0
-    reference = plain_ppo.load(model)
+    reference = plain_models.load(model)
     for prompt, sample in zip(prompts, samples, strict=True):
         assert len(sample.token_ids) == 14
         ids = torch.tensor([[*prompt, *sample.token_ids]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests import plain_ppo
+from tests import plain_models
 from tests.e2e.programs import read_lines
 from tests.tiny_task import write_tiny_task
 
@@ -76,7 +76,7 @@ class Gate:
 
 def write_inputs(root: Path) -> None:
     """Write models, data, `ppo.yaml` and `sft.yaml` into `root`."""
-    plain_ppo.save_models(root)
+    plain_models.save_models(root)
     write_tiny_task(root / "data")
     (root / "ppo.yaml").write_text(yaml.safe_dump(_ppo(root)), encoding="utf-8")
     (root / "sft.yaml").write_text(yaml.safe_dump(_sft(root)), encoding="utf-8")
