@@ -5,7 +5,7 @@ from mrlhf.rollout.generator import slowest_replica
 
 
 def test_the_slowest_is_compared_with_the_median_of_the_others():
-    replicas = [(0.2, 0), (0.6, 2), (0.3, 4), (0.1, 6)]
+    replicas = [(0.25, 0), (0.75, 2), (0.5, 4), (0.125, 6)]
     assert slowest_replica(replicas) == {
         "perf/slowest_replica": 3.0,
         "perf/slowest_replica_rank": 2,
