@@ -377,9 +377,10 @@ class TrainerSection(Section):
         1, description="passes over train_files; refused beside total_steps"
     )
     test_freq: CountOrZero = Field(
-        0, description="training steps between validations; 0: only at the start and at the end"
+        0,
+        description="training steps between validations; 0: only at the end, and with PPO at the "
+        "start",
     )
-    val_before_train: bool = Field(True, description="validate before the first training step")
     output_dir: PathText = Field(
         description="directory for metrics, logs and the final Hugging Face checkpoint"
     )
@@ -488,6 +489,7 @@ class PPOTrainerSection(TrainerSection):
         description="first training step that trains the actor; only the critic is trained "
         "before; 0: no warm-up",
     )
+    val_before_train: bool = Field(True, description="validate before the first training step")
     val_sampled: bool = Field(
         False,
         description="validate with samples at rollout.temperature as well as with greedy answers",
