@@ -20,6 +20,15 @@ from mrlhf.data.sample_table import SampleTable, write_samples
 PHASES = {"reshard": 0.2, "gen": 3.0, "reward": 0.3, "old_log_prob": 0.8, "update_actor": 2.5}
 WORDS = ("the", "sum", "of", "is", "so", "we", "add", "carry", "then", "gives", "12", "7", "=", "+")
 PROMPTS = 40
+ALARM = {
+    "step": 3,
+    "name": "clip_fraction",
+    "severity": "warning",
+    "message": "0.62 of the tokens are clipped",
+    "cause": "a learning rate that is too high",
+    "key": "actor.optim.lr",
+    "link": "docs/troubleshooting.md#clip_fraction",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ def write_run(
     seed: int = 1,
     first_response: str | None = None,
 ) -> None:
-    """Write metrics, configuration, timeline and rollouts of a run.
+    """Write metrics, configuration, an alarm, timeline and rollouts of a run.
 
     Args:
         directory: is made.
@@ -72,6 +81,7 @@ def write_run(
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (directory / "metrics.jsonl").write_text(lines, encoding="utf-8")
     (directory / "summary.json").write_text(json.dumps({"steps": size.steps}), encoding="utf-8")
+    (directory / "alarms.jsonl").write_text(json.dumps(ALARM) + "\n", encoding="utf-8")
 
     for rank in range(size.ranks):
         _write_timeline(directory / "timeline" / f"rank_{rank}.jsonl", rank, size, noise)

@@ -15,7 +15,7 @@ from typing import Any
 from mrlhf.config.compare import read_leaves
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
-from mrlhf.run.directory import CONFIG, METRICS
+from mrlhf.run.directory import ALARMS, CONFIG, METRICS
 from mrlhf.run.summary import SUMMARY
 from mrlhf.run.timeline import TIMELINE
 
@@ -31,6 +31,7 @@ class RunFiles:
         records: a row of metrics for each step.
         config: the configuration by dotted keys; empty if there is none.
         summary: the run's summary; empty if it has not ended.
+        alarms: the failures that the run has seen in its metrics, in order.
         processes: the description of each rank, by rank.
         phases: for each recorded step the spans of each rank: phase, seconds after the step's
             first, seconds, busy seconds.
@@ -41,6 +42,7 @@ class RunFiles:
     records: Sequence[Mapping[str, Any]]
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
+    alarms: Sequence[Mapping[str, Any]]
     processes: Mapping[int, Mapping[str, Any]]
     phases: Mapping[int, Mapping[int, Sequence[Sequence[Any]]]]
     dumps: Mapping[int, Path]
@@ -76,6 +78,7 @@ def read_run(directory: Path) -> RunFiles:
         records=records,
         config=read_leaves(_text(directory / CONFIG)),
         summary=_summary(directory / SUMMARY),
+        alarms=_alarms(directory / ALARMS),
         processes=processes,
         phases={step: phases[step] for step in sorted(phases) if step in steps},
         dumps=_dumps(directory / "rollouts", steps),
@@ -158,6 +161,16 @@ def _summary(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is no JSON: {error}; remove it") from error
     assert isinstance(summary, dict)
     return summary
+
+
+def _alarms(file: Path) -> list[dict[str, Any]]:
+    alarms = []
+    for line in _text(file).splitlines():
+        try:
+            alarms.append(json.loads(line))
+        except ValueError:  # a line that was being written as the process ended
+            continue
+    return alarms
 
 
 def _text(file: Path) -> str:

@@ -68,6 +68,7 @@ def _describe(run: RunFiles, packed: PackedSamples) -> dict[str, Any]:
         "metrics": run.metrics(),
         "config": run.config,
         "summary": run.summary,
+        "alarms": run.alarms,
         "processes": run.processes,
         "samples": packed.columns,
         "quantities": packed.quantities,

@@ -91,6 +91,7 @@ def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[st
     page.wait_for_selector(".card canvas")
     text = page.locator("main").inner_text()
     assert "a processor" in text and "actor.optim.lr" in text and "update_actor" in text
+    assert "clip_fraction" in text and "0.62 of the tokens are clipped" in text
 
 
 def test_curves_read_zoom_and_smooth_by_mouse_and_keyboard(
