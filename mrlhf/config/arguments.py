@@ -1,4 +1,4 @@
-"""The command line of the three launchers: --config, key.path=value, --dry-run and --help.
+"""The command line of the four launchers: --config, key.path=value, --dry-run and --help.
 
 It turns arguments into a configuration, and starts nothing.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mrlhf.config.load import load_config
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
 
-ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
+ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
 from mrlhf.config.router import RouterSection
 from mrlhf.config.sections import ActorSection, RoleSection
 from mrlhf.device import device_kind, dtype_on
@@ -69,9 +69,7 @@ class CacheNeeds:
         return f"{pairs} x {self.tokens} tokens = {self.bytes} bytes"
 
 
-def check_models(
-    config: PPOConfig | SFTConfig | RewardModelConfig, need_weights: bool = False
-) -> dict[str, ModelSpec | None]:
+def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
     """Check each role's model, and the layout of each role and of the engine against it.
 
     Args:
@@ -117,7 +115,7 @@ def check_models(
     return specs
 
 
-def head_of(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+def head_of(config: AnyConfig, name: str) -> Head:
     """The head that the model of role `name` has."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"
@@ -138,9 +136,7 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _check_weights(
-    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
-) -> tuple[str, ...]:
+def _check_weights(config: AnyConfig, name: str, spec: ModelSpec) -> tuple[str, ...]:
     """Check the headers of the weights that role `name` loads.
 
     Returns:
@@ -157,7 +153,7 @@ def _check_weights(
         raise ConfigError(f"{name}: {error}") from None
 
 
-def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]:
+def without_weights(config: AnyConfig) -> list[str]:
     """The roles that load weights, but whose directories hold a `config.json` alone."""
     if not _loads_weights(config):
         return []
@@ -169,7 +165,7 @@ def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[s
     return roles
 
 
-def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
+def _loads_weights(config: AnyConfig) -> bool:
     """Whether models begin with stored weights; supervised training may draw them at random."""
     return isinstance(config, PPOConfig) or config.model.init != "random"
 
@@ -204,9 +200,7 @@ def cache_block(config: PPOConfig) -> int:
     return wanted or (NATIVE_CPU_BLOCK if on_cpu else NATIVE_GPU_BLOCK)
 
 
-def _layout_problems(
-    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
-) -> Iterator[str]:
+def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Layouts that do not fit their models, a line for each key, and a KV cache that is too small.
 
     Args:
@@ -218,8 +212,8 @@ def _layout_problems(
         spec = specs.get(name)
         if spec is None:
             continue
-        if isinstance(config, PPOConfig) and name == "reference" and _is_as_actor(config):
-            continue  # its problems are the actor's, whose keys it inherits
+        if name == "reference" and _is_as_trained(role, config):
+            continue  # its problems are those of the policy, whose keys it inherits
         problems = (
             tp_problem(f"{name}.tp", role.tp, spec),
             pp_problem(name, AxisSizes.of(role).stages, spec),
@@ -249,11 +243,10 @@ def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[
             yield f"{name}.{key} does not fit a model without experts; set it to 0"
 
 
-def _is_as_actor(config: PPOConfig) -> bool:
-    """Whether the reference is the actor's model in the actor's layout."""
-    actor = config.actor
-    reference = config.reference
-    return reference.path == actor.path and AxisSizes.of(reference) == AxisSizes.of(actor)
+def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:
+    """Whether the reference is the model of the policy that is trained, in its layout."""
+    policy = config.actor if isinstance(config, PPOConfig) else config.model
+    return reference.path == policy.path and AxisSizes.of(reference) == AxisSizes.of(policy)
 
 
 def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
@@ -282,9 +275,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
         yield from _cache_problems(config, spec)
 
 
-def _position_problems(
-    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
-) -> Iterator[str]:
+def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Data that is longer than a model's positions; a line for each model directory."""
     longest = config.data.max_length
     reported: set[str] = set()

@@ -243,6 +243,9 @@ Statistic = Literal[
 ]
 BypassLoss = Literal["ppo_clip", "reinforce"]
 
+PairLossName = Literal["sigmoid", "ipo"]
+"""Losses on pairs of responses."""
+
 RewardRule = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format"]
 RewardName = Literal[RewardRule, "reward_model"]
 """The terms of a reward that are not a user's function."""

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 REPORT = "report.html"
+REFERENCE_LOGPROBS = "reference_logprobs.npz"
 CONFIG = "config.yaml"
 _BEGUN = "run.json"
 
@@ -52,6 +53,8 @@ _WRITTEN = {
         "curves.png",
         REPORT,
         "failed_step_*",
+        REFERENCE_LOGPROBS,
+        f".{REFERENCE_LOGPROBS}.tmp",
         "tensorboard.before_*",
         *(f"{name}.partial" for name in _MODELS),
         *(f".{name}.replaced" for name in _MODELS),

@@ -1,4 +1,4 @@
-"""The loop that supervised fine-tuning and reward-model training share.
+"""The loop of every training on rows of a file: fine-tuning, and those on preference pairs.
 
 Each step draws a batch, takes one optimizer step and, from time to time, validates. The loop does
 not know the loss; its task does.
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from mrlhf.checkpoint.restorer import Checkpoint
-from mrlhf.config.roots import RewardModelConfig, SFTConfig
+from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
-from mrlhf.preflight import RewardModelInputs, SFTInputs
+from mrlhf.preflight import PreferenceInputs, SFTInputs
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
@@ -62,8 +62,8 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        config: SFTConfig | RewardModelConfig,
-        inputs: SFTInputs | RewardModelInputs,
+        config: SFTConfig | PreferenceConfig,
+        inputs: SFTInputs | PreferenceInputs,
         run: Run,
         spec: ModelSpec,
         task: SupervisedTask,
@@ -97,7 +97,7 @@ class SupervisedTrainer:
             self._engine,
             inputs.tokenizer,
             config.trainer.max_shard_size_mb,
-            inputs.generation_config if isinstance(inputs, SFTInputs) else None,
+            inputs.generation_config,
         )
 
         self._completed = 0

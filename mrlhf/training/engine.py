@@ -40,6 +40,7 @@ from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
+from mrlhf.parts import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
@@ -294,9 +295,8 @@ class ModelEngine:
         if results and self.groups.coordinates.tp == 0:
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
-            parts = flat.split([len(pack.select) for pack in packs], dim=1)
-            for pack, part in zip(packs, parts, strict=True):
-                table.entries.view(channels, -1).index_copy_(1, pack.places, part)
+            parts = Parts.join([pack.parts for pack in packs])
+            parts.put(table.entries.view(channels, -1), flat)
         return table.complete()
 
     def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:

@@ -5,8 +5,8 @@ const HIGHLIGHTS = [
   ["Reward", /^critic\/score\/mean$/, "The mean score of the responses. It rises while the run learns."],
   ["Held-out accuracy", /^val(_sampled)?\/.*\/acc@1$/, "The share of right answers to prompts that are not trained on."],
   ["Held-out reward", /^val(_sampled)?\/.*\/reward_mean$/, "If it falls while the reward rises, the run learns the training prompts by heart."],
-  ["Loss", /^(sft|rm|val)\/loss$/, "It falls while the run learns."],
-  ["Pair accuracy", /^(val|rm)\/accuracy$/, "The share of pairs that the reward model ranks right; 0.5 is chance."],
+  ["Loss", /^(sft|rm|dpo|val)\/loss$/, "It falls while the run learns."],
+  ["Pair accuracy", /^(val|rm|dpo)\/accuracy$/, "The share of pairs that are ranked right; 0.5 is chance."],
   ["KL to the reference", /^actor\/(reward_kl_penalty|kl_loss)$/, "How far the policy has gone from where it began. It grows slowly; a jump is a bad sign."],
   ["KL of the update", /^actor\/ppo_kl$/, "How far one update moves the policy. Above about 0.1 the learning rate is too high."],
   ["Entropy", /^actor\/entropy$/, "How varied the responses are. Near 0 the policy has stopped exploring."],
@@ -14,7 +14,7 @@ const HIGHLIGHTS = [
   ["Share of responses cut off", /^response_length\/clip_ratio$/, "Responses that the length limit ended."],
   ["Clip fraction", /^actor\/pg_clipfrac$/, "The share of tokens whose ratio is clipped. Above 0.5 most of the batch does not train."],
   ["Engine against trainer", /^training\/rollout_probs_diff_max$/, "The largest difference between a token's probability in the engine and in the trainer. Near 1 they do not hold the same policy."],
-  ["Gradient norm", /^(actor|sft|rm)\/grad_norm$/, "Before clipping. Spikes say that single batches pull hard."],
+  ["Gradient norm", /^(actor|sft|rm|dpo)\/grad_norm$/, "Before clipping. Spikes say that single batches pull hard."],
 ];
 
 const IMPORTANT = /^(seed|actor\.(path|tp|pp|cp|ep|ppo_mini_batch_size|ppo_epochs|clip_ratio|loss_agg_mode|policy_loss|use_kl_loss|kl_loss_coef|optim\.lr)|critic\.optim\.lr|model\.path|optim\.lr|algorithm\.(adv_estimator|gamma|lam|use_kl_in_reward|kl_ctrl\.kl_coef)|rollout\.(engine|n|temperature|tp)|reward\.terms|data\.(train_files|train_batch_size|batch_size|max_prompt_length|max_response_length)|trainer\.(total_steps|total_epochs))$/;
