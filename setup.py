@@ -57,6 +57,8 @@ setup(
             "mypy",
             "types-PyYAML",
             "pre-commit",
+            "wandb",
+            "trackio",
         ],
     },
 )

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -98,23 +99,44 @@ class Tally:
         return tally
 
 
+@dataclass(frozen=True)
+class PhaseProgress:
+    """How far this process has come in a phase.
+
+    Attributes:
+        done: so many are done.
+        of: out of so many.
+        unit: of what, in the plural.
+    """
+
+    done: int
+    of: int
+    unit: str
+
+
 class CurrentPhase:
     """The phase that this process is in, which any thread may read.
 
     Attributes:
         name: of the innermost phase.
         entered: how many phases have begun or ended so far.
+        progress: how far the phase has come; None where that is not known.
     """
 
     def __init__(self) -> None:
         self.name = "start"
         self.entered = 0
+        self.progress: PhaseProgress | None = None
         self._since = time.monotonic()
 
     @property
     def seconds(self) -> float:
         """How long the process has been in the phase, or back in it."""
         return time.monotonic() - self._since
+
+    def advance(self, done: int, of: int, unit: str) -> None:
+        """Say that `done` of `of` units of the phase are done."""
+        self.progress = PhaseProgress(done, of, unit)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -130,6 +152,7 @@ class CurrentPhase:
     def _change(self, name: str) -> None:
         self.name = name
         self.entered += 1
+        self.progress = None
         self._since = time.monotonic()
 
 

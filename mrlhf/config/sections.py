@@ -33,6 +33,7 @@ from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RouterReplay, policy_l
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 CLIP_RATIO = 0.2
 
 
@@ -358,6 +359,15 @@ class TrainerSection(Section):
             "is null",
             "name a metric there",
         ),
+        Switch(
+            "trackers",
+            lambda names: (
+                isinstance(names, list) and "wandb" not in names and "trackio" not in names
+            ),
+            ("project_name", "experiment_name"),
+            "names neither wandb nor trackio",
+            "name one of them there",
+        ),
     )
 
     total_steps: Count | None = Field(
@@ -378,10 +388,23 @@ class TrainerSection(Section):
         description="training steps from one line on the console to the next; metrics.jsonl has "
         "every step",
     )
-    tensorboard: bool = Field(False, description="write TensorBoard event files as well")
     timeline_freq: CountOrZero = Field(
         1,
         description="training steps between records of when each rank was in which phase; 0: none",
+    )
+    console: Literal["auto", "plain", "quiet"] = Field(
+        "auto",
+        description="auto: a view of the run below the log lines if standard error is a terminal; "
+        "plain: log lines alone; quiet: warnings, alarms and errors alone, as --quiet",
+    )
+    trackers: list[Tracker] = Field(
+        [], description="what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
+    project_name: Annotated[str, Field(pattern=r"\S")] = Field(
+        "mrlhf", description="project of the run in wandb and trackio"
+    )
+    experiment_name: Annotated[str, Field(pattern=r"\S")] | None = Field(
+        None, description="name of the run in wandb and trackio; null: that of output_dir"
     )
     max_shard_size_mb: Count = Field(
         5000, description="largest safetensors file of the exported model, MB"
@@ -432,6 +455,14 @@ class TrainerSection(Section):
         description="minutes after the start of the job when it saves and ends with exit code 75; "
         "null: two minutes before the end that Slurm tells, if it does",
     )
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, trackers: list[Tracker]) -> list[Tracker]:
+        twice = [name for name in trackers if trackers.count(name) > 1]
+        if twice:
+            raise ValueError(f"names {twice[0]} twice; name it once")
+        return trackers
 
     def steps(self, num_rows: int, batch_size: int) -> int:
         """Training steps on `num_rows` rows; the incomplete last batch of an epoch is left out."""

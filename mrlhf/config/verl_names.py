@@ -112,14 +112,11 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "trainer.seed": ("seed",),
         "trainer.total_training_steps": ("trainer.total_steps",),
         "trainer.log_val_generations": ("trainer.log_samples",),
+        "trainer.logger": ("trainer.trackers",),
     }
 )
 
 _RANKS = "the launcher says how many processes run: torchrun --nnodes=... --nproc-per-node=..."
-_METRICS = (
-    "metrics are written to metrics.jsonl in trainer.output_dir, and for TensorBoard with "
-    "trainer.tensorboard"
-)
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
 _MEGATRON = "models run on megatron-core, with tp, cp, pp, vpp, ep and etp alone"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
@@ -132,9 +129,6 @@ _MISSING: Mapping[str, str] = MappingProxyType(
     {
         "trainer.nnodes": _RANKS,
         "trainer.n_gpus_per_node": _RANKS,
-        "trainer.logger": _METRICS,
-        "trainer.project_name": _METRICS,
-        "trainer.experiment_name": _METRICS,
         "trainer.ray_wait_register_center_timeout": _NO_RAY,
         "trainer.balance_batch": "batches are always balanced over the ranks",
         "trainer.default_hdfs_dir": "files are local",

@@ -31,6 +31,7 @@ from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.schedule_drawing import draw_schedules, micro_batches
 from mrlhf.preflight.user_methods import check_user_methods
+from mrlhf.trackers import check_trackers
 
 _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 
@@ -55,6 +56,7 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
         world_size = smallest_world(config)
     check(config, world_size)
     check_output(config)
+    check_trackers(config.trainer.trackers)
     absent = absent_paths(config)
     specs = check_models(config)
     if isinstance(config, PPOConfig):
@@ -82,6 +84,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     """
     check(config, world_size)
     check_output(config)
+    check_trackers(config.trainer.trackers)
     require_paths(config)
     check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):

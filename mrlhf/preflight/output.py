@@ -15,9 +15,11 @@ from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.preflight.paths import input_paths
 
-_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
+_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs", "wandb")
 _FILES = (
     "metrics.jsonl",
+    "alarms.jsonl",
+    "status.json",
     "config.yaml",
     "run.json",
     "summary.json",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, ExpertRecord, Rollout
 from mrlhf.errors import Interrupted
-from mrlhf.metrics import Tally
+from mrlhf.metrics import CurrentPhase, Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.vocab_sums import Wanted
@@ -72,9 +72,22 @@ class Actor:
     """Asks a language model for log-probabilities, and trains it."""
 
     def __init__(
-        self, engine: ModelEngine, settings: PolicyLossSettings, temperature: float
+        self,
+        engine: ModelEngine,
+        settings: PolicyLossSettings,
+        temperature: float,
+        phase: CurrentPhase | None = None,
     ) -> None:
+        """Take the model.
+
+        Args:
+            engine: the model.
+            settings: of its loss.
+            temperature: of the distribution that log-probabilities are of.
+            phase: is told how many mini-batches of an update are done.
+        """
         self.engine = engine
+        self._phase = phase or CurrentPhase()
         self._settings = settings
         self._section = settings.section
         self._token_logprobs = TokenLogprobs(engine, temperature)
@@ -143,12 +156,14 @@ class Actor:
         routing = self._pass_routing(experience)
         stopping: Tally | None = None
         losses = self._losses(experience, cut, ref_states)
+        count = self._section.ppo_epochs * len(cut.mini_batches)
 
         try:
             for number, (epoch, mini_batch, make_loss) in enumerate(losses):
                 if number < progress.mini_batches:
                     first_logprobs.pass_over(mini_batch)
                     continue
+                self._phase.advance(number, count, "mini-batches")
                 loss = make_loss()
                 result = self.engine.train_mini_batch(
                     mini_batch.packs, loss, UPDATE_METRICS, self._stop, routing

@@ -27,15 +27,17 @@ from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.errors import ConfigError
+from mrlhf.run.status import STATUS
 from mrlhf.run.summary import SUMMARY
 from mrlhf.run.timeline import TIMELINE
 
 logger = logging.getLogger(__name__)
 
+ALARMS = "alarms.jsonl"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-REPORT = "report.html"
 REFERENCE_LOGPROBS = "reference_logprobs.npz"
+REPORT = "report.html"
 CONFIG = "config.yaml"
 _BEGUN = "run.json"
 
@@ -46,6 +48,9 @@ _WRITTEN = {
     ".": (
         METRICS,
         "metrics.before_*.jsonl",
+        ALARMS,
+        "alarms.before_*.jsonl",
+        STATUS,
         CONFIG,
         "config.*.yaml",
         _BEGUN,
@@ -64,6 +69,7 @@ _WRITTEN = {
     "rollouts": ("step_*.jsonl", "step_*.parquet"),
     TIMELINE: ("rank_*.jsonl",),
     "hangs": ("*",),
+    "wandb": ("*",),
     **dict.fromkeys(_MODELS, MODEL_FILES),
 }
 
@@ -258,6 +264,8 @@ def _set_aside_rows(directory: Path) -> None:
     kept = directory / f"metrics.before_{number}.jsonl"
     with suppress(FileNotFoundError):
         (directory / TENSORBOARD).rename(directory / f"{TENSORBOARD}.before_{number}")
+    with suppress(FileNotFoundError):
+        (directory / ALARMS).rename(directory / f"alarms.before_{number}.jsonl")
     with suppress(FileNotFoundError):
         (directory / METRICS).rename(kept)
     logger.warning(

@@ -74,7 +74,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
 
         launch = read_launch()
         end_with_launcher()
-        configure_logging(launch.rank)
+        configure_logging(launch.rank, config.trainer.console)
         description = program.check(config, launch.world_size)
     except MrlhfError as error:
         return _refuse(error)

@@ -115,6 +115,7 @@ def build_generator(
         resharder,
         config.seed,
         stops=run.stops,
+        phase=run.board.phase,
         experts=actor.spec.experts if rollout.records_experts else None,
     )
 

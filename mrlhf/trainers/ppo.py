@@ -28,11 +28,12 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
+from mrlhf.run.board import ShownSample
 from mrlhf.run.startup import Run
 from mrlhf.trainers.dump import Dump, save_batch, write_dump
+from mrlhf.trainers.equal_scores import equal_score_metrics
 from mrlhf.trainers.evaluate import summarise, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
-from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.samples import describe_samples
 from mrlhf.trainers.step_metrics import balance_metrics, batch_metrics, utilisation
@@ -99,9 +100,6 @@ class PPOTrainer:
             record_experts=config.rollout.records_experts
             and parts.actor.engine.spec.experts is not None,
         )
-        self.nothing_to_learn = NothingToLearn(
-            config.algorithm.adv_estimator, is_main_rank=run.is_main_rank
-        )
 
     def begin_step(self, number: int) -> StepProgress:
         """Training step `number`, counted from 1, before anything is done for it."""
@@ -125,14 +123,19 @@ class PPOTrainer:
         parts.generator.end_step()
 
         metrics = dict(progress.metrics)
-        self.nothing_to_learn.from_correction(metrics)
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
         elif parts.held_out is None and (number == 1 or number % SAMPLES_EVERY == 0):
-            self.show_samples(f"training step {number}", collected.rollout, collected.scores)
+            self.show_samples(
+                "training", f"training step {number}", collected.rollout, collected.scores
+            )
         self.dump(progress, collected, experience, cuts, timer)
+        self.run.board.distributions = {
+            "critic/score": collected.scores.total.tolist(),
+            "response_length": collected.rollout.response_lengths,
+        }
 
         metrics |= self.machine.once(
             lambda: batch_metrics(
@@ -272,8 +275,8 @@ class PPOTrainer:
         """Rewards and advantages; moves the coefficient of the KL in the reward.
 
         Returns:
-            The experience, and the metrics of the KL in the reward and of the terms that are
-            compared one by one, if they are in use.
+            The experience, and the metrics of equal scores, of the KL in the reward and of the
+            terms that are compared one by one, if they are in use.
 
         Raises:
             RewardError: the scores are too large, or one that is compared is missing.
@@ -297,8 +300,10 @@ class PPOTrainer:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
-            self.nothing_to_learn.from_scores(
-                shaped if components is None else components.scores, rollout.prompt_groups
+            metrics |= equal_score_metrics(
+                shaped if components is None else components.scores,
+                rollout.prompt_groups,
+                algorithm.adv_estimator,
             )
             experience, kl = self.machine.once(
                 lambda: make_experience(
@@ -481,7 +486,7 @@ class PPOTrainer:
         parts.generator.sleep()  # scoring may need the memory
 
         scores = parts.scorer.score(greedy_answers.rollout)
-        self.show_samples("held-out prompts, greedy", greedy_answers.rollout, scores)
+        self.show_samples("held-out", "held-out prompts, greedy", greedy_answers.rollout, scores)
         greedy_metrics = summarise(scores, parts.held_out.data_source, n=1)
         sampled_metrics: dict[str, float] = {}
         if sampled_answers is not None:
@@ -489,9 +494,11 @@ class PPOTrainer:
             sampled_metrics = summarise(scores, parts.held_out.data_source, n)
         return validation_metrics(greedy_metrics, sampled_metrics)
 
-    def show_samples(self, what: str, rollout: Rollout, scores: Scores) -> None:
-        """Show some responses on the console, if `trainer.log_samples` asks for it."""
+    def show_samples(self, kind: str, title: str, rollout: Rollout, scores: Scores) -> None:
+        """Show some responses to people and trackers, if `trainer.log_samples` asks for it."""
         count = self.config.trainer.log_samples
         if self.run.is_main_rank and count:
-            samples = describe_samples(rollout, scores, self.parts.tokenizer, count)
-            logger.info("samples of %s\n%s", what, samples)
+            text = describe_samples(rollout, scores, self.parts.tokenizer, count)
+            self.run.board.add_sample(ShownSample(kind, title, text))
+            if not self.run.board.has_view:
+                logger.info("samples of %s\n%s", title, text)

@@ -52,6 +52,7 @@ class PPORun:
         """
         self._run = run
         self._parts = parts
+        self._config = config
         self._section = config.trainer
         self._trainer = PPOTrainer(config, run, parts)
         self._checkpoints = Checkpoints(
@@ -78,16 +79,9 @@ class PPORun:
         """
         began = time.monotonic()
         parts = self._parts
-        reporter = Reporter(
-            self._run.is_main_rank,
-            self._run.output_dir,
-            self._section.tensorboard,
-            parts.steps,
-            PPO_COLUMNS,
-            self._resumed,
-            self._section.log_freq,
-        )
-        with reporter:
+        with Reporter.of(
+            self._run, self._config, parts.steps, PPO_COLUMNS, self._resumed
+        ) as reporter:
             try:
                 self._train(reporter)
             except Interrupted:
@@ -95,7 +89,8 @@ class PPORun:
                 raise
 
         directory = self._run.output_dir / "actor"
-        export_result(self._exported(), directory, parts.steps)
+        with self._run.board.phase("export"):
+            export_result(self._exported(), directory, parts.steps)
         parts.scorer.close()
         if self._run.is_main_rank:
             summary = {

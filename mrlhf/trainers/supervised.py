@@ -78,6 +78,7 @@ class SupervisedTrainer:
         """
         self._run = run
         self._task = task
+        self._config = config
         self._section = config.trainer
         self._steps = inputs.steps
         self._sampler = StatefulSampler(
@@ -122,16 +123,9 @@ class SupervisedTrainer:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
         began = time.monotonic()
-        reporter = Reporter(
-            self._run.is_main_rank,
-            self._run.output_dir,
-            self._section.tensorboard,
-            self._steps,
-            self._task.columns,
-            self._resumed,
-            self._section.log_freq,
-        )
-        with reporter:
+        with Reporter.of(
+            self._run, self._config, self._steps, self._task.columns, self._resumed
+        ) as reporter:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)
             self._checkpoints.finish()
@@ -215,7 +209,8 @@ class SupervisedTrainer:
 
     def _finish(self, metrics: Mapping[str, float], began: float) -> None:
         directory = self._run.output_dir / "model"
-        export_result(self._exported, directory, self._steps)
+        with self._run.board.phase("export"):
+            export_result(self._exported, directory, self._steps)
         if self._run.is_main_rank:
             summary = {
                 **self._task.summary(metrics),

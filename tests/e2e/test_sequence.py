@@ -112,7 +112,7 @@ def _run_all_stages(source: Path, root: Path) -> None:
         "rollout.tp=2",
         "trainer.total_steps=2",
         "trainer.critic_warmup=0",
-        "trainer.tensorboard=true",
+        "trainer.trackers=[tensorboard]",
         f"trainer.output_dir={root}/ppo",
     ]
     succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/gsm8k_cpu.yaml", *ppo]))

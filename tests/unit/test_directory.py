@@ -123,6 +123,10 @@ def test_overwrite_deletes_what_a_run_writes_and_nothing_else(tmp_path):
     ours = [
         "metrics.before_1.jsonl",
         "config.1.yaml",
+        "alarms.jsonl",
+        "alarms.before_1.jsonl",
+        "status.json",
+        "wandb/run-1/run-1.wandb",
         "curves.png",
         "failed_step_000003.safetensors",
         "checkpoints/.step_000004.saving/state.json",
