@@ -6,7 +6,7 @@ const HIGHLIGHTS = [
   ["Held-out accuracy", /^val(_sampled)?\/.*\/acc@1$/, "The share of right answers to prompts that are not trained on."],
   ["Held-out reward", /^val(_sampled)?\/.*\/reward_mean$/, "If it falls while the reward rises, the run learns the training prompts by heart."],
   ["Loss", /^(sft|rm|dpo|val)\/loss$/, "It falls while the run learns."],
-  ["Pair accuracy", /^(val\/accuracy|rm\/accuracy|val\/rewards\/accuracies)$/, "The share of pairs that the reward model ranks right; 0.5 is chance."],
+  ["Pair accuracy", /^(val|rm|dpo)\/(rewards\/)?accurac(y|ies)$/, "The share of pairs that are ranked right; 0.5 is chance."],
   ["KL to the reference", /^actor\/(reward_kl_penalty|kl_loss)$/, "How far the policy has gone from where it began. It grows slowly; a jump is a bad sign."],
   ["KL of the update", /^actor\/ppo_kl$/, "How far one update moves the policy. Above about 0.1 the learning rate is too high."],
   ["Entropy", /^actor\/entropy$/, "How varied the responses are. Near 0 the policy has stopped exploring."],
