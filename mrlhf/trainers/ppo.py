@@ -438,22 +438,6 @@ class PPOTrainer:
         parts.shaper.load_state_dict(state["shaper"])
         parts.generator.load_state_dict(state["response_lengths"])
 
-    def settings(self) -> dict[str, Any]:
-        """The keys that must not change in the middle of a step, with their values."""
-        config = self.config
-        settings: dict[str, Any] = {
-            "seed": config.seed,
-            "data.train_batch_size": config.data.train_batch_size,
-            "data.gen_batch_size": config.data.gen_batch_size,
-            "data.max_response_length": config.data.max_response_length,
-            "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
-            "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
-            "actor.router_replay": config.actor.router_replay,
-        }
-        for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
-            settings[f"rollout.{key}"] = getattr(config.rollout, key)
-        return settings
-
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
         if self.parts.held_out is None:

@@ -24,7 +24,7 @@ from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import Parts, assemble
-from mrlhf.trainers.step_progress import StepProgress
+from mrlhf.trainers.step_progress import StepProgress, fixed_settings
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class PPORun:
         state = self._checkpoints.restore(checkpoint)
         self._trainer.load_state_dict(state)
         if "drawn" in state:
-            if state["settings"] == self._trainer.settings():
+            if state["settings"] == fixed_settings(self._config):
                 parts.generator.load_drawn_state(state["drawn"])
             elif self._run.is_main_rank:
                 logger.warning("sampling has changed, so all responses of the step are drawn again")
@@ -151,7 +151,7 @@ class PPORun:
         Raises:
             CheckpointError: naming the key.
         """
-        current = self._trainer.settings()
+        current = fixed_settings(self._config)
         for key, value in stored.items():
             if current[key] != value:
                 raise CheckpointError(
@@ -170,13 +170,13 @@ class PPORun:
         elif progress.experience is None:
             # No model has changed in this step. It begins again, with the responses that it has.
             drawn = self._parts.generator.drawn_state()
-            state = {**progress.before, "drawn": drawn, "settings": trainer.settings()}
+            state = {**progress.before, "drawn": drawn, "settings": fixed_settings(self._config)}
             unfinished = bool(drawn)
         else:
             state = {
                 **trainer.state_dict(),
                 "progress": progress.state_dict(),
-                "settings": trainer.settings(),
+                "settings": fixed_settings(self._config),
             }
             unfinished = True
 
