@@ -12,33 +12,17 @@
 #include <utility>
 #include <vector>
 
-#include "numbers.h"
+#ifdef __AVX512F__
+#define LANES 16
+#endif
+#include "lanes.h"
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int64_t kLanes = 16;  // numbers in one vector
-constexpr int kRows = 12;       // rows whose sums fit into the registers, two vectors each
-#else
-constexpr int64_t kLanes = 8;
-constexpr int kRows = 6;
-#endif
+constexpr int kRows = LANES == 16 ? 12 : 6;  // whose sums fit into the registers, two vectors each
 constexpr int64_t kPanel = 2 * kLanes;  // columns of a panel
 constexpr int64_t kRowBlock = 96;       // rows that stay in the cache while they meet some panels
 constexpr int64_t kPanels = 8;          // panels that one thread computes at a time, at most
-
-typedef float Lanes __attribute__((vector_size(4 * kLanes)));
-typedef float LanesInMemory __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint16_t HalvesInMemory __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
-
-inline Lanes load(const float* from) { return *(const LanesInMemory*)from; }
-inline Lanes load(const bfloat16* from) {
-    const Halves halves = *(const HalvesInMemory*)from;
-    return (Lanes)(__builtin_convertvector(halves, Words) << 16);
-}
-inline void save(float* to, Lanes lanes) { *(LanesInMemory*)to = lanes; }
 
 // out [kR, kPanel] = x [kR, size] times a panel [size, kPanel]. Each sum has one order, whatever kR
 // is, and so whatever other rows there are. The panel that follows is fetched if it comes next.
