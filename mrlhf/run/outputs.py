@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig
 from mrlhf.log import MetricsWriter, Progress, is_validation, read_metrics
 from mrlhf.run.alarms.file import AlarmsFile
 from mrlhf.run.alarms.watch import Watch
@@ -23,8 +23,6 @@ from mrlhf.terminal import Curve
 from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
 
 logger = logging.getLogger(__name__)
-
-AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
 _CURVE_POINTS = 48
 

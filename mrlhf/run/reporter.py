@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from mrlhf.config.roots import AnyConfig
 from mrlhf.run.metrics_file import ResumePoint
-from mrlhf.run.outputs import AnyConfig, Outputs
+from mrlhf.run.outputs import Outputs
 from mrlhf.run.startup import Run
 
 
