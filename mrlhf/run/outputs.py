@@ -24,7 +24,6 @@ from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
 
 logger = logging.getLogger(__name__)
 
-
 _CURVE_POINTS = 48
 
 

@@ -32,6 +32,8 @@ KEPT = (
     "critic/score/",
     "critic/vf_explained_var",
     "critic/vf_loss",
+    "dpo/grad_norm",
+    "dpo/lr",
     "perf/slowest_replica",
     "response_length/clip_ratio",
     "response_length/mean",

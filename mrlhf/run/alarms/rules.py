@@ -42,7 +42,13 @@ class Rule:
 
 
 # Of each model that trains, the section of its optimizer.
-_OPTIM = {"actor": "actor.optim", "critic": "critic.optim", "sft": "optim", "rm": "optim"}
+_OPTIM = {
+    "actor": "actor.optim",
+    "critic": "critic.optim",
+    "sft": "optim",
+    "rm": "optim",
+    "dpo": "optim",
+}
 
 RULES: tuple[Rule, ...] = (
     Rule(
