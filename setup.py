@@ -45,6 +45,7 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
         "vllm": ["vllm==0.32.*"],
+        "trackers": ["wandb", "trackio"],
         # what megatron-core's own checkpoints need, to come and go with Megatron-LM
         "megatron-lm": ["psutil"],
         "dev": [
@@ -57,8 +58,6 @@ setup(
             "mypy",
             "types-PyYAML",
             "pre-commit",
-            "wandb",
-            "trackio",
         ],
     },
 )
