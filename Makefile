@@ -34,14 +34,14 @@ demo: $(READY)
 	$(BIN)/python tools/prepare_data.py arithmetic --out runs/demo/data
 	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/demo_sft_cpu.yaml trainer.overwrite=true
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/demo_cpu.yaml trainer.overwrite=true
-	@echo "summary: runs/demo/summary.json, curves: runs/demo/curves.png"
+	$(BIN)/python tools/report.py runs/demo
 
 gsm8k: $(READY)
 	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data --vocab-size 2000
 	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/gsm8k_sft_cpu.yaml trainer.overwrite=true
 	$(BIN)/torchrun --nproc-per-node=2 launch/train_rm.py --config configs/gsm8k_rm_cpu.yaml trainer.overwrite=true
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
-	$(BIN)/python tools/report.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
+	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
 test: $(READY)
 	$(BIN)/python -m pytest tests --ignore=tests/vllm

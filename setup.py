@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="mrlhf",
-    version="0.6.0",
+    version="0.7.0",
     description="RLHF for language models on Megatron-style model parallelism, by plain torchrun",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -20,6 +20,8 @@ setup(
             "compiled/*.h",
             "inference/native/*.cpp",
             "models/*.cpp",
+            "report/page/*",
+            "report/page/uplot/*",
         ]
     },
     install_requires=[
@@ -49,11 +51,14 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "playwright",
             "hypothesis",
             "ruff",
             "mypy",
             "types-PyYAML",
             "pre-commit",
+            "wandb",
+            "trackio",
         ],
     },
 )

@@ -51,7 +51,6 @@ from mrlhf.rollout.generator import Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scores
 from mrlhf.trainers.experience import ModelOutputs
-from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.training.engine import ModelEngine
 
@@ -202,7 +201,6 @@ def _trainer(factory: GroupFactory, models: Any, timer: PhaseTimer) -> Any:
         parts=parts,
         machine=factory.machine,
         kl_controller=FixedKlController(0.01),
-        nothing_to_learn=NothingToLearn("gae", is_main_rank=False),
         timer=timer,
     )
 

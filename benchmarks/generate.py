@@ -4,7 +4,8 @@
 
 All have the same weights and prompts: random weights, prompts of 64 random tokens, temperature 1.
 Each model size, dtype and number of threads runs in its own process, in which the contenders take
-turns; the tables give medians. In a workload "~N" the responses end at random, after N tokens in
+turns; the tables give medians. "13M-MoE-16of4" is a mixture of which a token goes through 4 of 16
+experts. In a workload "~N" the responses end at random, after N tokens in
 the mean, so that the longest is more than ten times the shortest.
 
 The two limits are the speeds at which the workload would run if only matrix products, or only
@@ -38,6 +39,14 @@ WORKLOADS = {
 SLOW = {"8 x 16": (8, 16, None)}
 QUICK = {"8 x 16": (8, 16, None), "32 x ~8": (32, 32, 8)}
 NAMES = ("native", "vllm", "transformers")
+DEFAULT_SIZES = (
+    "3M",
+    "110M",
+    "13M-MoE-8of2",
+    "13M-MoE-16of4",
+    "13M-MoE-64of8",
+    "110M-MoE-32of4",
+)
 SPEED_HEADS = (
     "model",
     "dtype",
@@ -71,12 +80,18 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run: the small model, float32, little work"
     )
-    parser.add_argument("--sizes", default="3M,110M,13M-MoE,110M-MoE")
+    parser.add_argument("--sizes", default=",".join(DEFAULT_SIZES))
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--threads", default="1,2", help="on a GPU: 1")
     parser.add_argument("--contenders", default=",".join(NAMES))
     parser.add_argument("--workloads", default="", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "processor"),
+        default="wall",
+        help="processor: seconds of the processor, for one thread on a machine that others load",
+    )
     arguments = parser.parse_args()
 
     results = []
@@ -112,13 +127,14 @@ def _cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "threads": count,
             "contenders": arguments.contenders.split(","),
             "repeats": repeats,
+            "clock": arguments.clock,
             "workloads": [_workload(name, *workloads[name]) for name in names if name in workloads],
         }
 
 
 def _workloads_for(size: str, dtype: str) -> dict[str, tuple[int, int, int | None]]:
     """All workloads, or a short one where they would take minutes."""
-    slow = size == "110M" and dtype == "bfloat16"
+    slow = size.startswith("110M") and dtype == "bfloat16"
     if slow and not torch.cuda.is_available() and not _has_bfloat16():
         return SLOW
     return WORKLOADS
@@ -212,6 +228,12 @@ def _notes(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 spread.append(f"{name} {lengths}, {run['tokens']} in all")
             title = f"Response tokens in the median run of {case}, {workload['name']}"
             yield f"{title}: {'; '.join(spread)}."
+
+    for result in results:
+        for name, note in result["notes"].items():
+            if note:
+                case = f"{result['size']} {result['dtype']} {result['threads']} threads"
+                yield f"{name} of {case}: {note}."
 
     failed = set()
     for result in results:

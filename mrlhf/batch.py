@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mrlhf.parts import Parts
+
 NO_VERSION = -1  # of a token that no policy drew
 _ROWS_AT_ONCE = 256
 
@@ -64,6 +66,36 @@ class Sequences:
 def flat_ids(rows: Sequence[Sequence[int]]) -> Tensor:
     """All token ids, one row after the other; int32 [tokens]."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """The experts that tokens were sent to, in every mixture of a model.
+
+    There is a record of the first tokens of a sequence; the tokens after them have none. The last
+    token of a response never has one: no engine computes it, and nothing depends on its experts.
+
+    Attributes:
+        chosen: uint8 or int16 [positions, mixtures, per_token], the numbers of the experts.
+        begins: int64 [rows], where the positions of each sequence begin.
+        counts: int64 [rows], of how many tokens of each sequence there is a record.
+    """
+
+    chosen: Tensor
+    begins: Tensor
+    counts: Tensor
+
+    def of_rows(self, rows: Sequence[int] | range) -> ExpertRecord:
+        """That of the sequences `rows`, in that order, in the same memory."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        return ExpertRecord(self.chosen, self.begins[index], self.counts[index])
+
+    @staticmethod
+    def join(parts: Sequence[ExpertRecord]) -> ExpertRecord:
+        """That of the sequences of all parts, one part after the other, with nothing between."""
+        chosen = [Parts(part.begins, part.counts).of(part.chosen) for part in parts]
+        counts = torch.cat([part.counts for part in parts])
+        return ExpertRecord(torch.cat(chosen), counts.cumsum(0) - counts, counts)
 
 
 @dataclass(frozen=True)
@@ -143,6 +175,8 @@ class Rollout:
             `NO_VERSION` where `loss_mask` is False.
         stopped: bool [batch], True if a stop token ended the response, False if the length limit
             did.
+        experts: those to which the engine sent each row's prompt and response; None if it has not
+            recorded them.
     """
 
     prompts: Prompts
@@ -153,6 +187,7 @@ class Rollout:
     rollout_logprobs: Tensor
     versions: Tensor
     stopped: Tensor
+    experts: ExpertRecord | None = None
 
     def __post_init__(self) -> None:
         batch = len(self.prompts)
@@ -160,6 +195,7 @@ class Rollout:
             f"{len(self.sample_index)} sample indices and {len(self.stopped)} stop flags for "
             f"{batch} prompts"
         )
+        assert self.experts is None or len(self.experts.counts) == batch
 
         shape = self.response_ids.shape
         assert shape[0] == batch, f"{shape[0]} responses to {batch} prompts"
@@ -225,12 +261,17 @@ class Rollout:
             rollout_logprobs=self.rollout_logprobs[index],
             versions=self.versions[index],
             stopped=self.stopped[index],
+            experts=None
+            if self.experts is None
+            else ExpertRecord.join([self.experts.of_rows(rows)]),
         )
 
     @staticmethod
     def join(parts: Sequence[Rollout]) -> Rollout:
         """The samples of all parts, one part after the other, padded to the longest response."""
         width = max(part.response_ids.shape[1] for part in parts)
+        records = [part.experts for part in parts if part.experts is not None]
+        assert len(records) in (0, len(parts)), "some parts have no record of experts"
 
         def stack(tables: Sequence[Tensor], padding: int = 0) -> Tensor:
             padded = []
@@ -248,6 +289,7 @@ class Rollout:
             rollout_logprobs=stack([part.rollout_logprobs for part in parts]),
             versions=stack([part.versions for part in parts], padding=NO_VERSION),
             stopped=torch.cat([part.stopped for part in parts]),
+            experts=None if not records else ExpertRecord.join(records),
         )
 
     def sequences(self) -> Sequences:
@@ -257,7 +299,8 @@ class Rollout:
         lengths = prompt_lengths + torch.tensor(response_lengths, dtype=torch.int64)
 
         prompts = np.split(flat_ids(self.prompts.token_ids).numpy(), prompt_lengths.cumsum(0)[:-1])
-        table = self.response_ids.numpy()  # which makes slices several times as fast as torch does
+        # NumPy makes slices several times as fast as torch does.
+        table = self.response_ids.int().numpy()
         responses = [row[:length] for row, length in zip(table, response_lengths, strict=True)]
         in_turn = chain.from_iterable(zip(prompts, responses, strict=True))
         return Sequences(
@@ -293,6 +336,8 @@ class Experience:
         weights: factors of each token's policy loss that correct for the engine's policy, or None.
         positive: bool [batch], True for right responses, or None if no reward term says which
             responses are right.
+        experts: those that the policy chose in the pass that gave `old_logprobs`; None if the
+            update does not replay them.
     """
 
     rollout: Rollout
@@ -306,6 +351,7 @@ class Experience:
     returns: Tensor
     weights: Tensor | None = None
     positive: Tensor | None = None
+    experts: ExpertRecord | None = None
 
     def __post_init__(self) -> None:
         assert not (self.loss_mask & ~self.rollout.loss_mask).any(), (

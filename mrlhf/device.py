@@ -17,6 +17,7 @@ import ctypes
 import importlib.abc
 import importlib.machinery
 import os
+import platform
 import random
 import re
 import resource
@@ -24,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -101,6 +103,19 @@ class Device:
             return None
         return peak_tflops(torch.cuda.get_device_name(self.torch_device), dtype)
 
+    def describe(self) -> dict[str, Any]:
+        """The host, the device, the threads of this process and the version of torch, in words."""
+        if self.kind == "cuda":
+            device = torch.cuda.get_device_name(self.torch_device)
+        else:
+            device = _processor()
+        return {
+            "host": platform.node(),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+        }
+
 
 def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     """Dense peak of matrix products on one GPU, in 10^12 operations a second.
@@ -153,6 +168,17 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> Dev
         )
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "nccl")
+
+
+def _processor() -> str:
+    """The name of the machine's processor, as far as the system tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    name = named.group(1) if named else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _keep_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""The output of a run: log lines with the rank in front, metrics files, progress and curves.
+"""The output of a run: log lines with the rank in front, the metrics file, and curves.
 
 Rank 0 writes all of it; other ranks only log warnings, and construct no writer. Apart from
 `PPO_COLUMNS`, this file knows only those names of metrics that its caller gives it.
@@ -18,18 +18,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
+from typing import Any, Literal
 
 from mrlhf.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 logger = logging.getLogger(__name__)
+
+Console = Literal["auto", "plain", "quiet"]
 
 PPO_COLUMNS = (
     ("reward", "critic/score/mean"),
@@ -42,7 +37,7 @@ PPO_COLUMNS = (
 
 
 class _StderrHandler(logging.Handler):
-    """Looks up standard error for each line, so that a line does not break a live progress bar."""
+    """Looks up standard error for each line, so that a line goes above a view of the run."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -52,12 +47,12 @@ class _StderrHandler(logging.Handler):
             self.handleError(record)
 
 
-def configure_logging(rank: int) -> None:
+def configure_logging(rank: int, console: Console = "auto") -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
-    Our own lines are shown from INFO on rank 0 and from WARNING on other ranks, those of other
-    packages from WARNING. Warnings about data files are shown on rank 0 alone, since every rank
-    reads the same files.
+    Our own lines are shown from INFO on rank 0, unless the console is to be quiet, and from WARNING
+    on other ranks; those of other packages from WARNING. Warnings about data files are shown on
+    rank 0 alone, since every rank reads the same files.
     """
     handler = _StderrHandler()
     handler.setFormatter(
@@ -74,8 +69,9 @@ def configure_logging(rank: int) -> None:
     for third_party in (r"torch\.distributed", r"megatron\.core"):
         warnings.filterwarnings("ignore", module=third_party)
 
-    logging.getLogger("mrlhf").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logging.getLogger("mrlhf.data").setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    speaks = rank == 0 and console != "quiet"
+    logging.getLogger("mrlhf").setLevel(logging.INFO if speaks else logging.WARNING)
+    logging.getLogger("mrlhf.data").setLevel(logging.ERROR if rank else logging.NOTSET)
 
 
 def quiet_transformers() -> None:
@@ -90,28 +86,20 @@ def quiet_transformers() -> None:
 
 
 class MetricsWriter:
-    """Appends the metrics of each step to `metrics.jsonl`, and to tensorboard if asked."""
+    """Appends the metrics of each step to `metrics.jsonl`."""
 
-    def __init__(
-        self, output_dir: Path, tensorboard: bool = False, first_step: int | None = None
-    ) -> None:
-        """Open the files; a resumed run appends.
+    def __init__(self, output_dir: Path) -> None:
+        """Open the file; a resumed run appends.
 
         Args:
             output_dir: the directory of `metrics.jsonl`; created if it is missing.
-            tensorboard: also write tensorboard files, into a folder in `output_dir`.
-            first_step: of a resumed run, the step from which tensorboard hides what was written
-                before.
 
         Raises:
-            ConfigError: a file cannot be opened, or tensorboard is asked for and not installed.
+            ConfigError: the file cannot be opened.
         """
         self._path = output_dir / "metrics.jsonl"
-        self._tensorboard = None
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            if tensorboard:
-                self._tensorboard = _open_tensorboard(output_dir / "tensorboard", first_step)
             # Without a buffer the file takes what fits on a disk, and tells how much that was.
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
@@ -130,31 +118,14 @@ class MetricsWriter:
         """
         self._unwritten += (metrics_line(step, metrics) + "\n").encode()
         self._write_what_fits()
-        self.draw(step, metrics)
-
-    def draw(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write to tensorboard alone, if there is one."""
-        if self._tensorboard is None:
-            return
-        try:
-            for name, value in metrics.items():
-                number = _json_number(value)
-                if number is not None:
-                    self._tensorboard.add_scalar(name, number, step)
-            self._tensorboard.flush()
-        except OSError as error:
-            logger.error("tensorboard gets no more numbers, since writing failed: %s", error)
-            self._tensorboard = None
 
     def close(self) -> None:
-        """Close the files; say so if rows are lost."""
+        """Close the file; say so if rows are lost."""
         self._write_what_fits()
         if self._unwritten:
             lost = self._unwritten.count(b"\n")
             logger.error("the last %d rows of %s could not be written", lost, self._path)
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def _write_what_fits(self) -> None:
         try:
@@ -193,7 +164,7 @@ def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
 
 
 class Progress:
-    """Shows the progress of a run: log lines, and on a terminal a bar below them."""
+    """Shows the progress of a run as log lines, and knows how long it still takes."""
 
     def __init__(
         self,
@@ -201,7 +172,6 @@ class Progress:
         columns: Sequence[tuple[str, str]],
         first_step: int = 0,
         log_freq: int = 1,
-        stream: TextIO | None = None,
     ) -> None:
         """Start the clock.
 
@@ -213,8 +183,6 @@ class Progress:
                 from the steps done since.
             log_freq: steps from one line to the next. The last step has a line too, and so has
                 every validation.
-            stream: where the bar goes, standard error by default; there is no bar if it is not a
-                terminal.
         """
         self._total_steps = total_steps
         self._columns = columns
@@ -222,21 +190,19 @@ class Progress:
         self._log_freq = log_freq
         self._start = time.monotonic()
 
-        stream = sys.stderr if stream is None else stream
-        self._bar: Bar | None = None
-        if stream.isatty():
-            text = TextColumn("{task.description}", markup=False)
-            self._bar = Bar(BarColumn(bar_width=20), text, console=Console(file=stream))
-            self._task = self._bar.add_task(
-                f"step {first_step}/{total_steps}", total=total_steps, completed=first_step
-            )
+    def seconds_left(self, step: int) -> float | None:
+        """Until the last step is complete, now that `step` is; None before the first one."""
+        if step <= self._first_step:
+            return None
+        per_step = (time.monotonic() - self._start) / (step - self._first_step)
+        return per_step * (self._total_steps - step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` is done, and its metrics.
 
         Step 0 is what was measured before training; it does not count as progress.
         """
-        if step:
+        if step and (step % self._log_freq == 0 or step == self._total_steps):
             self._show_step(step, metrics)
 
         validation = [
@@ -248,29 +214,11 @@ class Progress:
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = [f"{label} {metrics[name]:.4g}" for label, name in self._columns if name in metrics]
-        per_step = (time.monotonic() - self._start) / max(step - self._first_step, 1)
-        seconds_left = round(per_step * (self._total_steps - step))
-
-        count = f"step {step}/{self._total_steps}"
-        left = f"{timedelta(seconds=seconds_left)} left"
-        if step % self._log_freq == 0 or step == self._total_steps:
-            logger.info("%s", ", ".join([count, *shown, left]))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=f"{count}, {left}")
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        parts = [f"step {step}/{self._total_steps}", *shown]
+        seconds = self.seconds_left(step)
+        if seconds is not None:
+            parts.append(f"{timedelta(seconds=round(seconds))} left")
+        logger.info("%s", ", ".join(parts))
 
 
 def is_validation(metric: str) -> bool:
@@ -343,16 +291,6 @@ def plot_curves(metrics_jsonl: Path, png_path: Path, keys: Sequence[str]) -> Non
 
     png_path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png_path, dpi=120)
-
-
-def _open_tensorboard(log_dir: Path, first_step: int | None) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "tensorboard is on but not installed: pip install tensorboard, or turn it off"
-        ) from error
-    return SummaryWriter(str(log_dir), purge_step=first_step)
 
 
 def _json_number(value: float | None) -> float | None:

@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,23 +99,44 @@ class Tally:
         return tally
 
 
+@dataclass(frozen=True)
+class PhaseProgress:
+    """How far this process has come in a phase.
+
+    Attributes:
+        done: so many are done.
+        of: out of so many.
+        unit: of what, in the plural.
+    """
+
+    done: int
+    of: int
+    unit: str
+
+
 class CurrentPhase:
     """The phase that this process is in, which any thread may read.
 
     Attributes:
         name: of the innermost phase.
         entered: how many phases have begun or ended so far.
+        progress: how far the phase has come; None where that is not known.
     """
 
     def __init__(self) -> None:
         self.name = "start"
         self.entered = 0
+        self.progress: PhaseProgress | None = None
         self._since = time.monotonic()
 
     @property
     def seconds(self) -> float:
         """How long the process has been in the phase, or back in it."""
         return time.monotonic() - self._since
+
+    def advance(self, done: int, of: int, unit: str) -> None:
+        """Say that `done` of `of` units of the phase are done."""
+        self.progress = PhaseProgress(done, of, unit)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -129,13 +152,34 @@ class CurrentPhase:
     def _change(self, name: str) -> None:
         self.name = name
         self.entered += 1
+        self.progress = None
         self._since = time.monotonic()
+
+
+class Span(NamedTuple):
+    """One stay in a phase.
+
+    Attributes:
+        phase: its name.
+        begin: seconds since 1970.
+        seconds: how long it lasted.
+        busy: CPU seconds that the threads of this process computed in it.
+    """
+
+    phase: str
+    begin: float
+    seconds: float
+    busy: float
 
 
 class PhaseTimer:
     """Measures the seconds of each phase of one step.
 
     Phases may nest. The seconds of a phase that is entered several times add up.
+
+    Attributes:
+        seconds: of each phase.
+        spans: each stay in a phase, in the order in which they ended.
     """
 
     def __init__(
@@ -153,16 +197,21 @@ class PhaseTimer:
         self._synchronize = synchronize
         self._current = current or CurrentPhase()
         self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the body of a `with` statement, even if it raises."""
         start = self._now()
+        begin = time.time()
+        busy = time.process_time()
         try:
             with self._current(phase):
                 yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
+            seconds = self._now() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+            self.spans.append(Span(phase, begin, seconds, time.process_time() - busy))
 
     def metrics(self) -> dict[str, float]:
         """`timing_s/<phase>` of each phase."""

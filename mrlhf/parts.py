@@ -40,6 +40,15 @@ class Parts(NamedTuple):
         slices = [numbers[begin:end] for begin, end in zip(self.begins.tolist(), ends, strict=True)]
         return torch.from_numpy(np.concatenate([numbers[:0], *slices]))
 
+    def put(self, flat: Tensor, numbers: Tensor) -> None:
+        """Write numbers, [..., of all parts], into the parts of `flat`, [..., numbers]."""
+        target = flat.numpy()
+        source = numbers.numpy()
+        done = 0
+        for begin, count in zip(self.begins.tolist(), self.counts.tolist(), strict=True):
+            target[..., begin : begin + count] = source[..., done : done + count]
+            done += count
+
     @staticmethod
     def join(several: list[Parts]) -> Parts:
         """All of them, one after the other; at least one."""

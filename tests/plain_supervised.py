@@ -43,7 +43,7 @@ def preference_pairs(rollout: Rollout) -> PreferencePairs:
     """Every two rows of the rollout, the first of which is the better one."""
     sequences = rollout.sequences()
     ids = [sequences[row].tolist() for row in range(len(sequences))]
-    return PreferencePairs(ids[0::2], ids[1::2], dropped=0)
+    return PreferencePairs(ids[0::2], ids[1::2], [1] * len(ids[0::2]), dropped=0)
 
 
 def train_sft(model: Path, examples: Sequence[SftExample], case: Case) -> Outcome:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"errors", "hub_files", "parts", "user_code"},
     {"batch", "rl"},
-    {"config", "compiled", "device", "log", "metrics", "methods"},
+    {"config", "compiled", "device", "log", "metrics", "methods", "terminal", "trackers"},
     {"job", "parallel", "data", "rewards"},
     {"weights"},
     {"models"},
@@ -21,7 +21,7 @@ LAYERS = [
     {"reshard", "inference", "checkpoint"},
     {"roles"},
     {"rollout", "run", "preflight"},
-    {"trainers"},
+    {"trainers", "report"},
 ]
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 DOORS = {
@@ -30,11 +30,13 @@ DOORS = {
     "yaml": {"config"},
     "sentencepiece": {"data"},
     "pyarrow": {"data"},
-    "rich": {"log"},
+    "rich": {"terminal"},
     "matplotlib": {"log"},
     "safetensors": {"weights", "checkpoint"},
     "transformers": {"data", "models"},
-    "wandb": {"log"},
+    "tensorboard": {"trackers"},
+    "wandb": {"trackers"},
+    "trackio": {"trackers"},
     "vllm": {"inference"},
 }
 MODULES = sorted((ROOT / "mrlhf").rglob("*.py"))

@@ -1,40 +1,51 @@
-"""Merges the summaries of runs that follow each other (SFT, reward model, PPO) into one file.
+"""Writes the report of one run, or of several to compare, as one HTML file.
 
-Usage: tools/report.py --out DIR RUN_DIR [RUN_DIR ...]
+Usage: tools/report.py RUN_DIR [RUN_DIR ...] [--out FILE]
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from mrlhf.errors import MrlhfError
-from mrlhf.run.summary import combine_summaries
+from mrlhf.report.write import write_report
+from mrlhf.run.directory import REPORT
 
 
 def main() -> int:
-    """Parse, merge, print."""
+    """Parse, write, and say which file to open."""
     parser = argparse.ArgumentParser(
-        description="Merge the summary.json of several runs; the later run wins a name."
+        description="Write one HTML file with the curves, rollouts and phases of runs. It needs no "
+        "network and no server: open it in a browser."
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where the merged summary.json goes"
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directory of a run"
     )
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directories, in order"
+        "--out", type=Path, metavar="FILE", help=f"default: {REPORT} in the first RUN_DIR"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="most samples of all runs together (default: 5000)",
     )
     arguments = parser.parse_args()
+    if arguments.samples < len(arguments.runs):
+        parser.error(f"--samples {arguments.samples} is less than one for each of the runs")
 
+    output = arguments.out or arguments.runs[0] / REPORT
     try:
-        combined = combine_summaries(arguments.runs, arguments.out)
+        size = write_report(arguments.runs, output, arguments.samples)
     except MrlhfError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:
-        sys.stderr.write(f"error: {error.filename or arguments.out}: {error.strerror}\n")
+        sys.stderr.write(f"error: {error.filename or output}: {error.strerror}\n")
         return 2
 
-    print(json.dumps(combined, indent=2))
+    print(f"report: {output} ({size / 1e6:.1f} MB); open it in a browser")
     return 0
 
 

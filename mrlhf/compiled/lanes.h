@@ -3,13 +3,15 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "numbers.h"
 
 namespace {
 
-constexpr int64_t kLanes = 8;  // numbers in one vector
+#ifndef LANES
+#define LANES 8
+#endif
+constexpr int64_t kLanes = LANES;  // numbers in one vector
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes)));
 // The same at any address. A copy by memcpy would be loaded anew for each use.
@@ -23,6 +25,6 @@ inline Lanes load(const bfloat16* from) {
     const Halves halves = *(const HalvesInMemory*)from;
     return (Lanes)(__builtin_convertvector(halves, Words) << 16);
 }
-inline void save(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
+inline void save(float* to, Lanes lanes) { *(LanesInMemory*)to = lanes; }
 
 }  // namespace

@@ -1,11 +1,12 @@
-"""Typed, frozen configuration: sections, the three roots, loading, overrides and help."""
+"""Typed, frozen configuration: sections, the four roots, loading, overrides and help."""
 
 from mrlhf.config.arguments import DryRun, parse_args
 from mrlhf.config.load import dump_yaml, load_config
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import flatten
 
 __all__ = [
+    "DPOConfig",
     "DryRun",
     "PPOConfig",
     "RewardModelConfig",

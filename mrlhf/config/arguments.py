@@ -1,4 +1,4 @@
-"""The command line of the three launchers: --config, key.path=value, --dry-run and --help.
+"""The command line of the four launchers: --config, key.path=value, --quiet, --dry-run, --help.
 
 It turns arguments into a configuration, and starts nothing.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mrlhf.config.load import load_config
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
 
-ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
+ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     """
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--config FILE] ... [key.path=value ...] [--dry-run [--world-size N]]",
+        usage="%(prog)s [--config FILE] ... [key.path=value ...] [--quiet] "
+        "[--dry-run [--world-size N]]",
         epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
         allow_abbrev=False,
     )
@@ -50,6 +51,11 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         action="append",
         metavar="FILE",
         help="YAML file; may be given again: later ones override",
+    )
+    parser.add_argument(
+        "--quiet",
+        action="store_true",
+        help="show warnings, alarms and errors alone (trainer.console=quiet)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, print the batch arithmetic, stop"
@@ -65,7 +71,10 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     )
     arguments = parser.parse_intermixed_args(argv)
 
-    config = load_config(root_class, arguments.config, arguments.overrides)
+    overrides: list[str] = arguments.overrides
+    if arguments.quiet:
+        overrides = [*overrides, "trainer.console=quiet"]
+    config = load_config(root_class, arguments.config, overrides)
     if arguments.dry_run:
         return config, DryRun(arguments.world_size)
     if arguments.world_size is not None:

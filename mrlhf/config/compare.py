@@ -13,6 +13,18 @@ import yaml
 from mrlhf.config.roots import Root
 
 
+def read_leaves(text: str) -> dict[str, Any]:
+    """The values of a configuration as `dump_yaml` wrote it, by their dotted names.
+
+    It is empty if the text is no configuration.
+    """
+    try:
+        read = yaml.safe_load(text)
+    except yaml.YAMLError:
+        read = None
+    return dict(_leaves(read)) if isinstance(read, dict) else {}
+
+
 def changed_keys(earlier: str, config: Root) -> list[str]:
     """The dotted names of the keys whose values differ, sorted.
 
@@ -20,11 +32,7 @@ def changed_keys(earlier: str, config: Root) -> list[str]:
         earlier: a configuration as `dump_yaml` wrote it. If it is not readable, all keys differ.
         config: the present configuration.
     """
-    try:
-        read = yaml.safe_load(earlier)
-    except yaml.YAMLError:
-        read = None
-    before = dict(_leaves(read)) if isinstance(read, dict) else {}
+    before = read_leaves(earlier)
     now = dict(_leaves(config.model_dump()))
 
     missing = object()

@@ -76,7 +76,7 @@ def load_config(
     """Read a configuration.
 
     Args:
-        root_class: PPOConfig, SFTConfig or RewardModelConfig.
+        root_class: the configuration of the launcher.
         paths: YAML file, or several, of which a later one overrides the earlier ones key by key
             (lists as a whole), or None for the defaults alone.
         overrides: `key.path=value` with the value in YAML; a later one wins. A value given for a

@@ -9,18 +9,20 @@ from collections.abc import Mapping
 
 from mrlhf.config.fields import MOST
 from mrlhf.config.json_schema import JsonSchema, values_of
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, Root, SFTConfig
+from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, Root, SFTConfig
 from mrlhf.config.schema import REQUIRED, Key, keys
 
 LAUNCHERS: Mapping[str, type[Root]] = {
     "train_ppo": PPOConfig,
     "train_sft": SFTConfig,
     "train_rm": RewardModelConfig,
+    "train_dpo": DPOConfig,
 }
 TITLES = {
     "train_ppo": "PPO",
     "train_sft": "Supervised fine-tuning",
     "train_rm": "Reward-model training",
+    "train_dpo": "Direct preference optimization (DPO, IPO)",
 }
 _WORDS = {
     "boolean": "`true`, `false`",
@@ -32,7 +34,7 @@ _WORDS = {
 INTRODUCTION = """\
 # Configuration
 
-Every key of the three launchers: the values it takes, its default, and what it means with its
+Every key of the four launchers: the values it takes, its default, and what it means with its
 unit. `launch/train_ppo.py --help` prints the same list. This page is written by
 `python tools/write_configuration_page.py`; edit the fields in `mrlhf/config/` instead.
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Texts, Tokens
+from mrlhf.config.fields import MOST, Count, CountOrZero, Ranks, Section, Switch, Texts, Tokens
 
 UTILIZATION = 0.9  # default of rollout.gpu_memory_utilization
 
 
 class RolloutSection(Section):
     """Generation."""
+
+    switches: ClassVar[tuple[Switch, ...]] = (
+        Switch(
+            "dump_freq",
+            lambda steps: steps == 0,
+            ("dump_format", "dump_samples", "dump_ratios"),
+            "is 0",
+            "set that to the steps between two rollouts that are written down",
+        ),
+        Switch(
+            "dump_format",
+            lambda name: name == "jsonl",
+            ("dump_ratios",),
+            "is jsonl",
+            "set that to parquet",
+        ),
+    )
 
     engine: Literal["native", "vllm"] = Field(
         "native", description="inference engine; vllm needs its package"
@@ -78,7 +95,24 @@ class RolloutSection(Section):
         64, description="size of all transfer buffers of one rank while weights move, MiB"
     )
     dump_freq: CountOrZero = Field(
-        0, description="training steps between rollouts that are written as jsonl; 0: none"
+        0,
+        description="training steps between rollouts that are written down, as parquet with the "
+        "numbers of each token, or as jsonl; 0: none",
+    )
+    dump_format: Literal["parquet", "jsonl"] = Field(
+        "parquet",
+        description="parquet: texts, scores, and the numbers of each token, as the report needs "
+        "them; jsonl: texts and scores",
+    )
+    dump_samples: Count | None = Field(
+        256,
+        description="most samples that are written down in one step, by whole prompts; the same "
+        "prompts are chosen whenever they come; null: all",
+    )
+    dump_ratios: bool = Field(
+        True,
+        description="for parquet, compute log-probabilities once more after the update, which "
+        "shows how it changed each token",
     )
 
     @model_validator(mode="after")
@@ -86,6 +120,11 @@ class RolloutSection(Section):
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k {self.top_k} is neither -1 (off) nor at least 1")
         return self
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether the engine records to which experts a mixture sends tokens."""
+        return self.engine == "native"
 
     @property
     def truncates(self) -> bool:

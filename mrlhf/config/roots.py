@@ -1,4 +1,4 @@
-"""The three configurations, one for each launcher, and the keys that inherit from another key.
+"""The four configurations, one for each launcher, and the keys that inherit from another key.
 
 A root is a tree of sections. This file knows which sections a launcher has. What a key means is
 said in the file of its section; what must hold between keys is said in `preflight`.
@@ -20,6 +20,7 @@ from mrlhf.config.data import (
     SupervisedDataSection,
 )
 from mrlhf.config.fields import Section, Seed
+from mrlhf.config.preference import DPOSection
 from mrlhf.config.reward import RewardSection
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.config.router import RouterSection
@@ -97,6 +98,15 @@ def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
     return None if default.is_required() else default.default
 
 
+def _of_reference(policy: str) -> dict[str, str]:
+    """The keys of the reference that it takes from the policy that is trained."""
+    keys = ("path", "tp", "cp", "pp", "ep", "etp", "vpp", "pp_layers")
+    return {f"reference.{key}": f"{policy}.{key}" for key in keys}
+
+
+_STAGES_OF_REFERENCE = {"reference.vpp": "reference.pp", "reference.pp_layers": "reference.pp"}
+
+
 class PPOConfig(Root):
     """The configuration of launch/train_ppo.py."""
 
@@ -105,23 +115,14 @@ class PPOConfig(Root):
             "critic.path": "actor.path",
             "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
             "critic.ppo_epochs": "actor.ppo_epochs",
-            "reference.path": "actor.path",
-            "reference.tp": "actor.tp",
-            "reference.cp": "actor.cp",
-            "reference.pp": "actor.pp",
-            "reference.ep": "actor.ep",
-            "reference.etp": "actor.etp",
-            "reference.vpp": "actor.vpp",
-            "reference.pp_layers": "actor.pp_layers",
+            **_of_reference("actor"),
             "data.tokenizer": "actor.path",
             "data.gen_batch_size": "data.train_batch_size",
             "actor.loss_scale_factor": "data.max_response_length",
             "critic.loss_scale_factor": "data.max_response_length",
         }
     )
-    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"reference.vpp": "reference.pp", "reference.pp_layers": "reference.pp"}
-    )
+    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType(_STAGES_OF_REFERENCE)
 
     seed: Seed = Field(1, description="seed of the data order, of sampling and of fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
@@ -202,7 +203,7 @@ class TrainedModelSection(RouterSection, RoleSection):
 
 
 class SupervisedConfig(Root):
-    """What supervised fine-tuning and reward-model training share."""
+    """What the trainings on rows of a file share: fine-tuning, and those on preference pairs."""
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({"data.tokenizer": "model.path"})
 
@@ -224,7 +225,36 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataSection = Field(description="prompts with the responses to learn")
 
 
-class RewardModelConfig(SupervisedConfig):
-    """The configuration of launch/train_rm.py."""
+class PreferenceConfig(SupervisedConfig):
+    """What the trainings on preference pairs share."""
 
     data: PreferenceDataSection = Field(description="prompts with a chosen and a rejected response")
+
+
+class RewardModelConfig(PreferenceConfig):
+    """The configuration of launch/train_rm.py."""
+
+
+class DPOConfig(PreferenceConfig):
+    """The configuration of launch/train_dpo.py."""
+
+    inherited: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            **SupervisedConfig.inherited,
+            **_of_reference("model"),
+            "reference.micro_batch_tokens": "model.micro_batch_tokens",
+        }
+    )
+    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType(_STAGES_OF_REFERENCE)
+
+    dpo: DPOSection = Field(description="the loss on preference pairs")
+    reference: ReferenceSection = Field(
+        description="the frozen policy that the trained one is compared with"
+    )
+
+    def roles(self) -> dict[str, RoleSection]:
+        """The models that this run builds, by the name of their section."""
+        return {"model": self.model, "reference": self.reference}
+
+
+AnyConfig = PPOConfig | SFTConfig | PreferenceConfig

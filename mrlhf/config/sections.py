@@ -28,11 +28,12 @@ from mrlhf.config.fields import (
 )
 from mrlhf.config.path_text import expand_name
 from mrlhf.config.router import RouterSection
-from mrlhf.rl.names import KlKind, LossAggMode, LossMode, policy_loss_traits
+from mrlhf.rl.names import KlKind, LossAggMode, LossMode, RouterReplay, policy_loss_traits
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Recompute = Literal["none", "full", "core_attn", "mlp"]
 LrDecayStyle = Literal["constant", "linear", "cosine"]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 CLIP_RATIO = 0.2
 
 
@@ -275,6 +276,12 @@ class ActorSection(RouterSection, RoleSection):
         None,
         description="divisor of seq-mean-token-sum-norm, tokens; null: data.max_response_length",
     )
+    router_replay: RouterReplay = Field(
+        "none",
+        description="mixture of experts: the experts to which the passes over the policy send "
+        "tokens; none: those that its routers choose; rollout: those of the inference engine; old: "
+        "in the update, those of the pass that gave the old log-probabilities",
+    )
 
     @property
     def agg_mode(self) -> LossAggMode:
@@ -352,6 +359,15 @@ class TrainerSection(Section):
             "is null",
             "name a metric there",
         ),
+        Switch(
+            "trackers",
+            lambda names: (
+                isinstance(names, list) and "wandb" not in names and "trackio" not in names
+            ),
+            ("project_name", "experiment_name"),
+            "names neither wandb nor trackio",
+            "name one of them there",
+        ),
     )
 
     total_steps: Count | None = Field(
@@ -361,9 +377,10 @@ class TrainerSection(Section):
         1, description="passes over train_files; refused beside total_steps"
     )
     test_freq: CountOrZero = Field(
-        0, description="training steps between validations; 0: only at the start and at the end"
+        0,
+        description="training steps between validations; 0: only at the end, and with PPO at the "
+        "start",
     )
-    val_before_train: bool = Field(True, description="validate before the first training step")
     output_dir: PathText = Field(
         description="directory for metrics, logs and the final Hugging Face checkpoint"
     )
@@ -372,7 +389,24 @@ class TrainerSection(Section):
         description="training steps from one line on the console to the next; metrics.jsonl has "
         "every step",
     )
-    tensorboard: bool = Field(False, description="write TensorBoard event files as well")
+    timeline_freq: CountOrZero = Field(
+        1,
+        description="training steps between records of when each rank was in which phase; 0: none",
+    )
+    console: Literal["auto", "plain", "quiet"] = Field(
+        "auto",
+        description="auto: a view of the run below the log lines if standard error is a terminal; "
+        "plain: log lines alone; quiet: warnings, alarms and errors alone, as --quiet",
+    )
+    trackers: list[Tracker] = Field(
+        [], description="what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
+    project_name: Annotated[str, Field(pattern=r"\S")] = Field(
+        "mrlhf", description="project of the run in wandb and trackio"
+    )
+    experiment_name: Annotated[str, Field(pattern=r"\S")] | None = Field(
+        None, description="name of the run in wandb and trackio; null: that of output_dir"
+    )
     max_shard_size_mb: Count = Field(
         5000, description="largest safetensors file of the exported model, MB"
     )
@@ -423,6 +457,14 @@ class TrainerSection(Section):
         "null: two minutes before the end that Slurm tells, if it does",
     )
 
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, trackers: list[Tracker]) -> list[Tracker]:
+        twice = [name for name in trackers if trackers.count(name) > 1]
+        if twice:
+            raise ValueError(f"names {twice[0]} twice; name it once")
+        return trackers
+
     def steps(self, num_rows: int, batch_size: int) -> int:
         """Training steps on `num_rows` rows; the incomplete last batch of an epoch is left out."""
         if self.total_steps is not None:
@@ -447,6 +489,7 @@ class PPOTrainerSection(TrainerSection):
         description="first training step that trains the actor; only the critic is trained "
         "before; 0: no warm-up",
     )
+    val_before_train: bool = Field(True, description="validate before the first training step")
     val_sampled: bool = Field(
         False,
         description="validate with samples at rollout.temperature as well as with greedy answers",

@@ -46,6 +46,7 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "megatron.expert_tensor_parallel_size": "etp",
         "megatron.override_transformer_config.moe_aux_loss_coeff": "router_balance_coef",
         "megatron.override_transformer_config.moe_z_loss_coeff": "router_z_coef",
+        "router_replay.mode": "router_replay",
         "megatron.virtual_pipeline_model_parallel_size": "vpp",
         "megatron.sequence_parallel": "sequence_parallel",
         "megatron.dtype": "dtype",
@@ -71,6 +72,7 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rollout.name": ("rollout.engine",),
         "rollout.tensor_model_parallel_size": ("rollout.tp",),
         "rollout.expert_parallel_size": ("rollout.ep",),
+        "rollout.enable_rollout_routing_replay": ("actor.router_replay",),
         "rollout.max_num_batched_tokens": ("rollout.max_prefill_tokens",),
         "rollout.prompt_length": ("data.max_prompt_length",),
         "rollout.response_length": ("data.max_response_length",),
@@ -110,14 +112,11 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "trainer.seed": ("seed",),
         "trainer.total_training_steps": ("trainer.total_steps",),
         "trainer.log_val_generations": ("trainer.log_samples",),
+        "trainer.logger": ("trainer.trackers",),
     }
 )
 
 _RANKS = "the launcher says how many processes run: torchrun --nnodes=... --nproc-per-node=..."
-_METRICS = (
-    "metrics are written to metrics.jsonl in trainer.output_dir, and for TensorBoard with "
-    "trainer.tensorboard"
-)
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
 _MEGATRON = "models run on megatron-core, with tp, cp, pp, vpp, ep and etp alone"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
@@ -130,9 +129,6 @@ _MISSING: Mapping[str, str] = MappingProxyType(
     {
         "trainer.nnodes": _RANKS,
         "trainer.n_gpus_per_node": _RANKS,
-        "trainer.logger": _METRICS,
-        "trainer.project_name": _METRICS,
-        "trainer.experiment_name": _METRICS,
         "trainer.ray_wait_register_center_timeout": _NO_RAY,
         "trainer.balance_batch": "batches are always balanced over the ranks",
         "trainer.default_hdfs_dir": "files are local",
@@ -231,14 +227,14 @@ _WITHOUT_REASON = (
     *("rollout.layered_summon", "rollout.disable_log_stats", "rollout.over_sample_rate"),
     *("rollout.multi_stage_wake_up", "rollout.engine_kwargs", "rollout.router_config_path"),
     *("rollout.checkpoint_engine", "rollout.trace", "rollout.skip_tokenizer_init"),
-    *("rollout.enable_rollout_routing_replay", "rollout.moe_load_balance_metrics_interval"),
+    "rollout.moe_load_balance_metrics_interval",
     *("rollout.prometheus", "rollout.quantization", "rollout.quantization_config_file"),
     *("rollout.qat", "rollout.disaggregation", "rollout.limit_images", "rollout.profiler"),
     *("actor.policy_loss.dro_beta",),
 )
 _WITHOUT_REASON_BELOW_A_ROLE = (
     *("model", "profiler", "qat", "use_torch_compile", "freeze_vision_tower"),
-    *("calculate_entropy", "use_prefix_grouper", "use_fused_kernels", "router_replay"),
+    *("calculate_entropy", "use_prefix_grouper", "use_fused_kernels"),
     *("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size"),
     *("entropy_checkpointing", "pad_to_length", "load_weight", "veomni", "torchtitan"),
     *("optim.num_cycles", "optim.zero_indexed_step", "optim.override_optimizer_config"),

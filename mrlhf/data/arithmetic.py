@@ -154,10 +154,12 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
 
 
 def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
-    """Write sft.jsonl, train.jsonl, held_out.jsonl and tokenizer/ into `out_dir`.
+    """Write the data files of the task and tokenizer/ into `out_dir`.
 
-    sft.jsonl and train.jsonl may share prompts; neither shares any with held_out.jsonl. Only
-    sft.jsonl has wrong answers.
+    These are sft.jsonl, train.jsonl, preferences.jsonl and held_out.jsonl. preferences.jsonl has a
+    right and a wrong answer to each prompt of train.jsonl. sft.jsonl and train.jsonl may share
+    prompts; neither shares any with held_out.jsonl. sft.jsonl alone has wrong answers in place of
+    right ones.
 
     Returns:
         Rows written, by file name.
@@ -195,6 +197,7 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
         if index in wrong_rows:
             answer = wrong_answer(answer, task.wrong_kind, rng)
         sft_rows.append({"prompt": problem.prompt, "response": str(answer)})
+    pairs = [_pair(problem, task.wrong_kind, rng) for problem in train_problems]
 
     out_dir.mkdir(parents=True, exist_ok=True)
     # Each symbol is also a text of its own, so that all of them are in the vocabulary and no two
@@ -208,6 +211,7 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
     tables = {
         "sft.jsonl": sft_rows,
         "train.jsonl": [_rl_row(problem) for problem in train_problems],
+        "preferences.jsonl": pairs,
         "held_out.jsonl": [_rl_row(problem) for problem in held_out_problems],
     }
     return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
@@ -215,3 +219,9 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
 
 def _rl_row(problem: Problem) -> dict[str, str]:
     return {"prompt": problem.prompt, "answer": str(problem.answer), "data_source": DATA_SOURCE}
+
+
+def _pair(problem: Problem, kind: WrongKind, rng: random.Random) -> dict[str, str]:
+    """A right answer and a wrong one."""
+    wrong = wrong_answer(problem.answer, kind, rng)
+    return {"prompt": problem.prompt, "chosen": str(problem.answer), "rejected": str(wrong)}

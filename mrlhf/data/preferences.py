@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse response to one prompt, tokenised for reward-model training.
+"""Pairs of a better and a worse response to one prompt, tokenised.
 
 It also splits rows so that no prompt is both in the training and in the held-out part. It does not
 know the loss or the model.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mrlhf.batch import Sequences
 from mrlhf.data.conversations import encode_prompt, encode_response, message_list, prompt_of
 from mrlhf.data.prompts import Overlong
 from mrlhf.data.row_counts import of_rows, warn_of_dropped
@@ -34,18 +35,30 @@ class PreferencePairs:
     Attributes:
         chosen_ids: prompt, better response and eos.
         rejected_ids: prompt, worse response and eos.
+        prompt_lengths: tokens of the prompt, the first ones of both sides.
         dropped: number of pairs left out because one side was too long.
     """
 
     chosen_ids: list[list[int]]
     rejected_ids: list[list[int]]
+    prompt_lengths: list[int]
     dropped: int
 
     def __post_init__(self) -> None:
-        assert len(self.chosen_ids) == len(self.rejected_ids), "pairs must have two sides"
+        sizes = {len(self.chosen_ids), len(self.rejected_ids), len(self.prompt_lengths)}
+        assert len(sizes) == 1, f"pairs must have two sides and a prompt: {sorted(sizes)}"
 
     def __len__(self) -> int:
         return len(self.chosen_ids)
+
+    def sequences(self, rows: Sequence[int]) -> Sequences:
+        """The chosen and the rejected side of each of these pairs, in turn."""
+        sides = []
+        prompt_lengths = []
+        for row in rows:
+            sides += [self.chosen_ids[row], self.rejected_ids[row]]
+            prompt_lengths += 2 * [self.prompt_lengths[row]]
+        return Sequences.of(sides, prompt_lengths)
 
 
 def encode_preferences(
@@ -74,6 +87,7 @@ def encode_preferences(
     """
     chosen_ids: list[list[int]] = []
     rejected_ids: list[list[int]] = []
+    prompt_lengths: list[int] = []
     empty = 0
     for row in rows:
         prompt, chosen, rejected = _parts(row)
@@ -86,6 +100,7 @@ def encode_preferences(
         if length <= max_length:
             chosen_ids.append(better)
             rejected_ids.append(worse)
+            prompt_lengths.append(len(prompt_ids))
         elif overlong == "error":
             raise DataError(
                 f"{row.where}: the pair has {length} tokens, more than data.max_length "
@@ -101,7 +116,7 @@ def encode_preferences(
     if empty:
         logger.warning("'chosen' or 'rejected' is empty in %s", of_rows(empty, rows))
     _check_differences(rows, chosen_ids, rejected_ids)
-    return PreferencePairs(chosen_ids, rejected_ids, dropped)
+    return PreferencePairs(chosen_ids, rejected_ids, prompt_lengths, dropped)
 
 
 def _check_differences(

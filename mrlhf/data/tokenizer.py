@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _VOCABULARIES = (
 )
 _LONGEST_REASON = 300  # characters of an error of transformers that are shown
 _LONGEST_EXCERPT = 40  # characters of a text that are shown
+_TORN = "\ufffd"  # what stands in a text for a part of a character
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -115,6 +117,40 @@ class Tokenizer:
             ids = ids[:-1]
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def pieces(self, rows: Sequence[Sequence[int]]) -> list[list[str]]:
+        """The text of each token of each row, special tokens included.
+
+        A character that is spread over several tokens stands at the first of them, and the others
+        have no text.
+        """
+        # Each token is read after another one, since some tokenizers drop the space before a first.
+        first = self._whole_token()
+        before = self.decode([first], skip_special_tokens=False)
+
+        def text_of(tokens: Sequence[int]) -> str:
+            text = self.decode([first, *tokens], skip_special_tokens=False)
+            return text.removeprefix(before)
+
+        texts = {token: text_of([token]) for token in set(chain.from_iterable(rows))}
+        pieces: list[list[str]] = []
+        for row in rows:
+            pieces.append([])
+            for is_torn, run in groupby(row, lambda token: _TORN in texts[token]):
+                tokens = list(run)
+                if is_torn:
+                    pieces[-1] += [text_of(tokens), *[""] * (len(tokens) - 1)]
+                else:
+                    pieces[-1] += [texts[token] for token in tokens]
+        return pieces
+
+    def _whole_token(self) -> int:
+        """An ordinary token that has a text of its own, and is no part of a character."""
+        for token in sorted(self.ids):
+            text = self.decode([token]) if self.is_ordinary(token) else ""
+            if text.strip() and _TORN not in text:
+                return token
+        raise AssertionError("a tokenizer is loaded only if it has tokens for text")
 
     def ending_with(self, end_ids: Collection[int]) -> Tokenizer:
         """The same tokenizer, with these further tokens that end a response."""

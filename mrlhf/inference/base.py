@@ -9,9 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
@@ -39,6 +40,8 @@ class SamplingParams:
         seed: fixes every random number, together with prompt uid, sample index and position. A
             prompt that comes again with the same seed gets the same numbers, so training mixes the
             step into the seed.
+        record_experts: whether samples say to which experts their tokens were sent; the native
+            engine does so, of models with mixtures.
     """
 
     n: int = 1
@@ -49,6 +52,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int
+    record_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
@@ -138,6 +142,9 @@ class Sample:
             draws.
         stopped: whether a stop token or stop string ended it; otherwise the length limit did.
         version: the version of the weights that drew it.
+        experts: uint8 or int16 [tokens, mixtures, per_token], the experts to which each token was
+            sent, prompt included, but for the last token, which is not computed; None if that was
+            not asked for, and on the ranks of a replica beside its first.
     """
 
     request_id: int
@@ -147,6 +154,7 @@ class Sample:
     # mypy takes the two for defaults, which they are not.
     stopped: bool  # type: ignore[misc]
     version: int  # type: ignore[misc]
+    experts: NDArray[Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def arrays(self) -> tuple[array[int], array[float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mrlhf.models.spec import ModelSpec
+from mrlhf.models.spec import Experts, ModelSpec
 
 # The native engine's block on a CPU: two vectors of 8 numbers. It is small enough to share
 # prefixes, and large enough for the attention kernel.
@@ -28,6 +28,8 @@ class CacheShape:
         head_dim: width of one head.
         itemsize: bytes of a number.
         block_size: tokens in a block.
+        experts: the mixtures whose choice of experts is recorded beside the keys and values; None:
+            nothing is.
     """
 
     num_layers: int
@@ -35,9 +37,17 @@ class CacheShape:
     head_dim: int
     itemsize: int
     block_size: int
+    experts: Experts | None = None
 
     @classmethod
-    def on_rank(cls, spec: ModelSpec, tp_size: int, itemsize: int, block_size: int) -> CacheShape:
+    def on_rank(
+        cls,
+        spec: ModelSpec,
+        tp_size: int,
+        itemsize: int,
+        block_size: int,
+        experts: Experts | None = None,
+    ) -> CacheShape:
         """The cache of a model on one of `tp_size` ranks."""
         return cls(
             num_layers=spec.num_layers,
@@ -45,12 +55,19 @@ class CacheShape:
             head_dim=spec.head_dim,
             itemsize=itemsize,
             block_size=block_size,
+            experts=experts,
         )
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the keys and values of one token take."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
+        """Bytes that one token takes: its keys and values, and the record of its experts."""
+        pairs = 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
+        return pairs + self.record_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the record of one token's experts."""
+        return 0 if self.experts is None else self.experts.record_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -42,12 +42,14 @@ def engine_tp_problem(
         tp,
         spec,
         whole_kv_heads=True,
-        vocabulary=_vllm_vocabulary if engine == "vllm" else native_misfit,
+        vocabulary=_vllm_misfit if engine == "vllm" else native_misfit,
         ranks=ranks,
     )
 
 
-def engine_ep_problem(ep: int, tp: int, spec: ModelSpec) -> str | None:
+def engine_ep_problem(
+    engine: Literal["native", "vllm"], ep: int, tp: int, spec: ModelSpec
+) -> str | None:
     """Why experts cannot be shared out over `ep` parts of a replica, in one line.
 
     Returns:
@@ -57,6 +59,9 @@ def engine_ep_problem(ep: int, tp: int, spec: ModelSpec) -> str | None:
     if experts is None:
         none = f"rollout.ep {ep} does not fit a model without experts; leave it out"
         return none if ep > 1 else None
+    if engine == "vllm":
+        split = f"rollout.ep {ep}: in vLLM each expert is split over all ranks; leave it out"
+        return split if ep > 1 else None
     fits = [str(size) for size in _divisors(tp) if _experts(spec, tp, size) is None]
     if tp % ep == 0 and str(ep) in fits:
         return None
@@ -67,20 +72,28 @@ def engine_ep_problem(ep: int, tp: int, spec: ModelSpec) -> str | None:
     )
 
 
-def engine_ep(wanted: int | None, tp: int, actor_etp: int, spec: ModelSpec) -> int:
+def engine_ep(
+    engine: Literal["native", "vllm"],
+    wanted: int | None,
+    tp: int,
+    actor_etp: int,
+    spec: ModelSpec,
+) -> int:
     """Over how many parts of a replica the experts of a layer are shared out.
 
-    If it is left open, an expert is split over as many ranks as in training where that fits: a rank
+    vLLM splits each expert over all ranks of a replica. The native engine can do otherwise. If it
+    is left open, an expert is split there over as many ranks as in training where that fits: a rank
     that has the same experts on both sides then shares their memory. Otherwise it is split over
     all ranks of the replica, which gives all of them equal work, or else over the most that fit.
 
     Args:
+        engine: which engine.
         wanted: `rollout.ep`; None leaves it open.
         tp: ranks of one replica.
         actor_etp: over how many ranks training splits an expert.
         spec: the model.
     """
-    if wanted is not None or spec.experts is None:
+    if wanted is not None or spec.experts is None or engine == "vllm":
         return wanted or 1
     sizes = _divisors(tp)
     if tp % actor_etp == 0:
@@ -93,11 +106,13 @@ def vllm_vocabulary(rows: int) -> int:
     return -(-rows // VLLM_VOCABULARY_UNIT) * VLLM_VOCABULARY_UNIT
 
 
-def _vllm_vocabulary(spec: ModelSpec, tp: int) -> str | None:
+def _vllm_misfit(spec: ModelSpec, tp: int) -> str | None:
     padded = vllm_vocabulary(spec.vocab_size)
-    if padded % tp == 0:
-        return None
-    return f"vocabulary {spec.vocab_size} (vLLM pads it to {padded} rows)"
+    if padded % tp:
+        return f"vocabulary {spec.vocab_size} (vLLM pads it to {padded} rows)"
+    if spec.experts is not None and spec.experts.count < tp:
+        return f"{spec.experts.count} experts (vLLM needs as many as ranks)"
+    return _experts(spec, tp, ep=1)
 
 
 def _native_vocabulary(spec: ModelSpec, tp: int) -> str | None:

@@ -58,6 +58,7 @@ class Mixture(torch.nn.Module):
         self,
         config: TransformerConfig,
         experts: Experts,
+        number: int,
         shared: MLPSubmodules,
         groups: ProcessGroupCollection,
     ) -> None:
@@ -65,7 +66,8 @@ class Mixture(torch.nn.Module):
 
         Args:
             config: of the model.
-            experts: the mixture.
+            experts: the mixtures of the model.
+            number: that of this mixture, from 0.
             shared: what the shared expert is made of.
             groups: the process groups of the model.
         """
@@ -74,7 +76,7 @@ class Mixture(torch.nn.Module):
         self._split_group = groups.expt_tp
         self._sequence_parallel = config.sequence_parallel
 
-        self.router = Router(config, experts, groups)
+        self.router = Router(config, experts, number, groups)
         self.experts = RoutedExperts(config, experts, groups)
         self.shared: torch.nn.Module | None = None
         if experts.shared_ffn_size:

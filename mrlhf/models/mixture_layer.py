@@ -41,13 +41,14 @@ class MixtureLayer(TransformerLayer):
         Args:
             config: of the model.
             submodules: those of a layer without its MLP.
-            experts: the mixture.
-            shared: what its shared expert is made of.
+            experts: the mixtures of the model.
+            shared: what their shared experts are made of.
             pg_collection: the process groups of the model.
             options: what TransformerLayer takes beside these.
         """
         super().__init__(config, submodules, pg_collection=pg_collection, **options)
-        self.mlp = Mixture(config, experts, shared, pg_collection)
+        number = experts.number_of(self.layer_number - 1)  # megatron-core counts from 1
+        self.mlp = Mixture(config, experts, number, shared, pg_collection)
 
     def forward(
         self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **options: Any

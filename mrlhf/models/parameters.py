@@ -40,7 +40,7 @@ def experts_of(spec: ModelSpec, ep: int, ep_rank: int) -> range:
 
 def keeps_float32(parameter: str) -> bool:
     """Whether a parameter is float32 in models of any dtype: rounded, it chooses other experts."""
-    return parameter.endswith(".router.correction")
+    return parameter.endswith((".router.correction", ".e_score_correction_bias"))
 
 
 def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:

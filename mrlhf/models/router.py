@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mrlhf.models.spec import Experts
+from mrlhf.parallel.pack_routing import PackRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
 
 
@@ -56,6 +57,7 @@ class Router(torch.nn.Module):
     """The router of one mixture.
 
     Attributes:
+        mixture: the number of its mixture, from 0, of all in the model.
         weight: [experts, hidden].
         correction: float32 [experts], added to the scores for the choice alone; it is not trained.
         losses: whose gradients a backward pass adds; None: no losses.
@@ -64,16 +66,22 @@ class Router(torch.nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, experts: Experts, groups: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        experts: Experts,
+        mixture: int,
+        groups: ProcessGroupCollection,
     ) -> None:
         """Make a router of zeros.
 
         Args:
             config: of the model.
-            experts: the mixture.
+            experts: the mixtures of the model.
+            mixture: the number of this one.
             groups: the process groups of the model.
         """
         super().__init__()
+        self.mixture = mixture
         self._experts = experts
         self._tp_group = groups.tp
         self._sequence_parallel = config.sequence_parallel
@@ -105,6 +113,8 @@ class Router(torch.nn.Module):
         scores = logits.softmax(dim=-1) if softmax else logits.sigmoid()
 
         chosen = self._choose(scores.detach())
+        if packed.routing is not None:
+            chosen = self._replaced(chosen, packed.routing)
         weights = scores.gather(1, chosen)
         if self._experts.normalised:
             # All sigmoids may be 0.
@@ -142,11 +152,18 @@ class Router(torch.nn.Module):
             scores = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
         return scores.topk(experts.per_token, dim=-1).indices
 
-    def _own_part(self, owners: Tensor) -> Tensor:
+    def _replaced(self, chosen: Tensor, routing: PackRouting) -> Tensor:
+        """The experts that the tokens go to, where a pass may replay others than `chosen`."""
+        # Without sequence parallelism all tensor-parallel ranks have the same tokens.
+        if self._sequence_parallel or self._tp_group.rank() == 0:
+            routing.note(self.mixture, chosen, self._own_part)
+        return routing.replaced(self.mixture, chosen, self._own_part)
+
+    def _own_part(self, of_tokens: Tensor) -> Tensor:
         """The entries of this rank's tokens."""
         if not self._sequence_parallel:
-            return owners
-        return owners.chunk(self._tp_group.size())[self._tp_group.rank()]
+            return of_tokens
+        return of_tokens.chunk(self._tp_group.size())[self._tp_group.rank()]
 
     def _count(self, chosen: Tensor, owners: Tensor, sequences: int) -> Tensor:
         """Add to the load; returns the tokens of each sequence that each expert got.

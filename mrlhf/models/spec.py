@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 WHOLE_MODEL = "whole model"
 """The name of a model's rotation where all layers that rotate do so alike."""
 
@@ -56,6 +58,26 @@ class Experts:
     has_correction: bool = False
     shared_ffn_size: int = 0
     shared_gate: bool = False
+
+    @property
+    def mixtures(self) -> int:
+        """How many layers have a mixture."""
+        return sum(self.layers)
+
+    def number_of(self, layer: int) -> int:
+        """The number of the mixture of layer `layer`; both count from 0."""
+        assert self.layers[layer], f"layer {layer} has no mixture"
+        return sum(self.layers[:layer])
+
+    @property
+    def record_dtype(self) -> torch.dtype:
+        """The smallest type of numbers that names an expert, of those that are recorded."""
+        return torch.uint8 if self.count <= 256 else torch.int16
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the record of the experts of one token, in all mixtures."""
+        return self.mixtures * self.per_token * self.record_dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def _wanted(spec: ModelSpec) -> Wanted:
         may_lack=(family.scalar_head,) if spec.head == "scalar" else (),
         ignored=(family.language_head,),
         ignored_prefixes=family.ignored_prefixes(spec),
+        other_forms=family.other_forms(spec),
         stand_ins={embedding: family.language_head} if spec.output_is_embedding else {},
     )
 

@@ -16,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrlhf.parallel.key_exchange import KeyExchange, seen_places
+from mrlhf.parallel.pack_routing import PackRouting, PassRouting
 from mrlhf.parallel.packs import Pack
 
 
@@ -51,22 +52,30 @@ class PackedSequences(PackedSeqParams):
         lengths: int32 [sequences], tokens of each whole sequence. Padding at its end does not
             count; nor does a sequence of padding, which stands behind the others.
         keys: brings the keys of whole sequences here; None where this rank has whole sequences.
+        routing: what the pass replays and notes of the experts of the tokens; None: nothing.
     """
 
     position_ids: Tensor = field(kw_only=True)
     lengths: Tensor = field(kw_only=True)
     keys: KeyExchange | None = field(kw_only=True, default=None)
+    routing: PackRouting | None = field(kw_only=True, default=None)
     _rotations: dict[int, tuple[Tensor, Rotation]] = field(
         init=False, repr=False, default_factory=dict
     )
 
     @classmethod
-    def of_pack(cls, pack: Pack, cp_group: dist.ProcessGroup | None = None) -> PackedSequences:
+    def of_pack(
+        cls,
+        pack: Pack,
+        cp_group: dist.ProcessGroup | None = None,
+        routing: PassRouting | None = None,
+    ) -> PackedSequences:
         """The sequences of a pack, with its padding as a last one.
 
         Args:
             pack: what this rank holds of them.
             cp_group: the ranks that share the sequences; None if this rank has them whole.
+            routing: what the pass replays and notes of the experts of tokens.
         """
         segments = pack.segments
         query_edges = key_edges = pack.boundaries
@@ -83,7 +92,7 @@ class PackedSequences(PackedSeqParams):
             tokens = len(pack.token_ids)
             keys = KeyExchange(cp_group, seen_places(pack.boundaries, tokens, segments), tokens)
 
-        return cls(
+        packed = cls(
             qkv_format="thd",
             cu_seqlens_q=query_edges,
             cu_seqlens_kv=key_edges,
@@ -93,6 +102,9 @@ class PackedSequences(PackedSeqParams):
             lengths=pack.lengths,
             keys=keys,
         )
+        if routing is not None:
+            packed.routing = routing.of_pack(pack, packed.owners, packed.position_ids)
+        return packed
 
     @cached_property
     def query_lengths(self) -> list[int]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from mrlhf.batch import Sequences
 from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packed_sequences import PackedSequences
 from mrlhf.parallel.packing import make_packs
 from mrlhf.parallel.packs import Pack
@@ -90,7 +91,10 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Result]
+        self,
+        packs: Sequence[Pack],
+        evaluate: Callable[[Tensor, int], Result],
+        routing: PassRouting | None = None,
     ) -> list[Result | None]:
         """Run the packs forward only; every rank of the run calls it.
 
@@ -98,6 +102,7 @@ class Pipeline:
             packs: micro-batches; none where this data-parallel rank has no rows.
             evaluate: takes the model's output at a pack's selected positions, [selected, hidden]
                 or [selected, 1], and the number of the pack.
+            routing: what the pass replays and notes of the experts of tokens; None: nothing.
 
         Returns:
             On the last stage the results of `evaluate`, one for each pack, and None for a pack
@@ -112,10 +117,15 @@ class Pipeline:
             return evaluate(self._selected(output, pack), number)
 
         with self._stops.phase("forward") as phase:
-            return self._schedule(packs, finish, phase, forward_only=True) if packs else []
+            if not packs:
+                return []
+            return self._schedule(packs, finish, phase, routing, forward_only=True)
 
     def forward_backward(
-        self, packs: Sequence[Pack], loss: Callable[[Tensor, int], tuple[Tensor, Result]]
+        self,
+        packs: Sequence[Pack],
+        loss: Callable[[Tensor, int], tuple[Tensor, Result]],
+        routing: PassRouting | None = None,
     ) -> list[Result | None]:
         """Run the packs forward and backward, then reduce the gradients; every rank calls it.
 
@@ -126,6 +136,7 @@ class Pipeline:
         Args:
             packs: at least one micro-batch.
             loss: takes what `evaluate` takes in `forward`, and returns a scalar and a result.
+            routing: as for `forward`.
 
         Returns:
             On the last stage the results of `loss`, one for each pack, and None for a pack without
@@ -144,15 +155,16 @@ class Pipeline:
 
         with self._stops.phase("forward and backward") as phase:
             if self.clock is None:
-                return self._schedule(packs, finish, phase, forward_only=False)
+                return self._schedule(packs, finish, phase, routing, forward_only=False)
             with self.clock.measured():
-                return self._schedule(packs, finish, phase, forward_only=False)
+                return self._schedule(packs, finish, phase, routing, forward_only=False)
 
     def _schedule(
         self,
         packs: Sequence[Pack],
         finish: Callable[..., object],
         phase: Phase,
+        routing: PassRouting | None,
         forward_only: bool,
     ) -> list:
         count = self._rounds(packs)
@@ -171,7 +183,7 @@ class Pipeline:
                 return self._forward_pack(model, self._shortest), partial(_finish_nothing, model)
             if not pack.rows:  # other ranks have some, and send tokens to the experts of this one
                 return self._forward_pack(model, pack), partial(_finish_nothing, model)
-            return self._forward_pack(model, pack), partial(finish, pack, number)
+            return self._forward_pack(model, pack, routing), partial(finish, pack, number)
 
         results: list = self._run(
             forward_step_func=step,
@@ -192,8 +204,10 @@ class Pipeline:
         layout = self._groups.layout
         return rounds(len(packs), layout.pp, layout.vpp)
 
-    def _forward_pack(self, model: nn.Module, pack: Pack) -> Tensor:
-        packed = PackedSequences.of_pack(pack, self._groups.cp)
+    def _forward_pack(
+        self, model: nn.Module, pack: Pack, routing: PassRouting | None = None
+    ) -> Tensor:
+        packed = PackedSequences.of_pack(pack, self._groups.cp, routing)
         token_ids = pack.token_ids.long()[None]
         return model(token_ids, packed.position_ids[None], None, packed_seq_params=packed)
 

@@ -4,17 +4,17 @@ from mrlhf.preflight.checks import check
 from mrlhf.preflight.dry_run import describe, dry_run, preflight
 from mrlhf.preflight.inputs import (
     PPOInputs,
-    RewardModelInputs,
+    PreferenceInputs,
     SFTInputs,
     read_ppo_inputs,
-    read_reward_model_inputs,
+    read_preference_inputs,
     read_sft_inputs,
 )
 from mrlhf.preflight.model_checks import check_models
 
 __all__ = [
     "PPOInputs",
-    "RewardModelInputs",
+    "PreferenceInputs",
     "SFTInputs",
     "check",
     "check_models",
@@ -22,6 +22,6 @@ __all__ = [
     "dry_run",
     "preflight",
     "read_ppo_inputs",
-    "read_reward_model_inputs",
+    "read_preference_inputs",
     "read_sft_inputs",
 ]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from mrlhf.config.data import PromptDataSection
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import UTILIZATION
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import OptimSection, PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
@@ -22,8 +22,6 @@ from mrlhf.parallel.stages import Stages
 from mrlhf.preflight.method_checks import in_yaml, method_problems
 from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
-
-AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
 # The keys of a role that place its ranks.
 _AXES_OF_RANKS = ("tp", "cp", "pp", "ep", "etp")
@@ -67,7 +65,7 @@ def longest_unit(config: AnyConfig, cp: int = 1) -> int:
         cp: how many context-parallel ranks share a sequence, which is padded for them.
     """
     longest = Segments(size=cp).padded(config.data.max_length)
-    return 2 * longest if isinstance(config, RewardModelConfig) else longest
+    return 2 * longest if isinstance(config, PreferenceConfig) else longest
 
 
 def _layout_problems(config: AnyConfig, world_size: int) -> Iterator[str]:
@@ -99,14 +97,15 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
         if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
             yield from _stage_problems(name, AxisSizes.of(role).stages)
         with_padding = longest_unit(config, role.cp)
-        if role.micro_batch_tokens < with_padding:
+        is_inherited = _is_inherited(config, name, ("micro_batch_tokens",))
+        if role.micro_batch_tokens < with_padding and not is_inherited:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
             if with_padding > needed:
                 needed = with_padding
                 padded_for = f", padded to {needed} for {name}.cp {role.cp}"
 
     if too_small:
-        unit = "pair of sequences" if isinstance(config, RewardModelConfig) else "sequence"
+        unit = "pair of sequences" if isinstance(config, PreferenceConfig) else "sequence"
         verb = "is" if len(too_small) == 1 else "are"
         yield (
             f"{_joined(too_small)} {verb} less than the longest {unit}, {_length_in_words(config)} "
@@ -147,7 +146,7 @@ def _length_in_words(config: AnyConfig) -> str:
             f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
             f"{data.max_response_length} = {data.max_length}"
         )
-    if isinstance(config, RewardModelConfig):
+    if isinstance(config, PreferenceConfig):
         return f"2 x data.max_length {data.max_length} = {longest_unit(config)}"
     return f"data.max_length {data.max_length}"
 
@@ -279,12 +278,17 @@ def _reward_problems(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _supervised_problems(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
+def _supervised_problems(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:
     dp = AxisSizes.of(config.model).dp(world_size)
     if config.data.batch_size < dp:
         yield (
             f"data.batch_size {config.data.batch_size} is less than the data-parallel size {dp} of "
             f"model; set data.batch_size to at least {dp} or raise model.tp"
+        )
+    if isinstance(config, DPOConfig) and config.model.init == "random":
+        yield (
+            "model.init is random, but DPO compares with the policy that it starts from; set it to "
+            "checkpoint, and model.path to a trained policy"
         )
 
 
@@ -298,7 +302,7 @@ def _optims(config: AnyConfig) -> dict[str, OptimSection]:
 def _run_problems(config: AnyConfig) -> Iterator[str]:
     """Validation without data, and schedules longer than the run."""
     trainer = config.trainer
-    held_out = isinstance(config, RewardModelConfig) and config.data.held_out_fraction > 0
+    held_out = isinstance(config, PreferenceConfig) and config.data.held_out_fraction > 0
     if not config.data.val_files and not held_out:
         users = []
         if trainer.test_freq:

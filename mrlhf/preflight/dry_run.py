@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.preference import DPOSection
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.device import device_kind
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.pipeline_order import bubble
-from mrlhf.preflight.checks import AnyConfig, check, longest_unit
+from mrlhf.preflight.checks import check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
 from mrlhf.preflight.model_checks import (
@@ -30,6 +31,7 @@ from mrlhf.preflight.output import check_output
 from mrlhf.preflight.paths import absent_paths, require_paths
 from mrlhf.preflight.schedule_drawing import draw_schedules, micro_batches
 from mrlhf.preflight.user_methods import check_user_methods
+from mrlhf.trackers import check_trackers
 
 _DEVICES = {"cpu": "a CPU", "cuda": "a GPU"}
 
@@ -54,6 +56,7 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
         world_size = smallest_world(config)
     check(config, world_size)
     check_output(config)
+    check_trackers(config.trainer.trackers)
     absent = absent_paths(config)
     specs = check_models(config)
     if isinstance(config, PPOConfig):
@@ -81,6 +84,7 @@ def preflight(config: AnyConfig, world_size: int) -> str:
     """
     check(config, world_size)
     check_output(config)
+    check_trackers(config.trainer.trackers)
     require_paths(config)
     check_models(config, need_weights=True)
     if isinstance(config, PPOConfig):
@@ -105,6 +109,8 @@ def describe(config: AnyConfig, world_size: int, steps: int | None = None) -> st
         lines += describe_method(config)
         lines += _ppo_step(config, world_size)
     else:
+        if isinstance(config, DPOConfig):
+            lines += _preference_loss(config.dpo)
         lines += _supervised_step(config, world_size)
     lines += _run(config, steps)
     return "\n".join(lines)
@@ -219,8 +225,17 @@ def _updates(
     )
 
 
-def _supervised_step(config: SFTConfig | RewardModelConfig, world_size: int) -> Iterator[str]:
-    noun = "pair" if isinstance(config, RewardModelConfig) else "sequence"
+def _preference_loss(section: DPOSection) -> Iterator[str]:
+    smoothing = ""
+    if section.label_smoothing:
+        smoothing = f", label smoothing {section.label_smoothing:g}"
+    yield "the method"
+    yield f"  loss: {section.loss_type}, beta {section.beta:g}{smoothing}"
+    yield "  the reference is asked once about all pairs, before the first step, and then freed"
+
+
+def _supervised_step(config: SFTConfig | PreferenceConfig, world_size: int) -> Iterator[str]:
+    noun = "pair" if isinstance(config, PreferenceConfig) else "sequence"
     batch = config.data.batch_size
     per_rank = -(-batch // AxisSizes.of(config.model).dp(world_size))
     yield "each optimizer step"

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from mrlhf.batch import Prompts
 from mrlhf.config.data import PromptDataSection, SupervisedDataSection
 from mrlhf.config.reward import RewardSection
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.prompts import PromptDataset
 from mrlhf.data.rows import Row, read_rows
@@ -25,7 +25,7 @@ from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.model_checks import head_of
-from mrlhf.preflight.paths import AnyConfig, InputPath
+from mrlhf.preflight.paths import InputPath
 from mrlhf.preflight.vocabulary import (
     Endings,
     check_vocabularies,
@@ -39,7 +39,7 @@ from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
 FilesKey = Literal["train_files", "val_files"]
-InputsT = TypeVar("InputsT", "PPOInputs", "SFTInputs", "RewardModelInputs")
+InputsT = TypeVar("InputsT", "PPOInputs", "SFTInputs", "PreferenceInputs")
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,20 @@ class SFTInputs:
 
 
 @dataclass(frozen=True)
-class RewardModelInputs:
-    """What reward-model training reads.
+class PreferenceInputs:
+    """What a training on preference pairs reads.
 
     Attributes:
         tokenizer: the tokenizer of the model.
+        generation_config: the text of the model's `generation_config.json`; None if it has none, or
+            if the model generates nothing.
         pairs: the training pairs.
         held_out: the validation pairs, if there are any.
         steps: training steps of the run.
     """
 
     tokenizer: Tokenizer
+    generation_config: str | None
     pairs: PreferencePairs
     held_out: PreferencePairs | None
     steps: int
@@ -119,13 +122,13 @@ def read_sft_inputs(config: SFTConfig) -> SFTInputs:
     return _whole(_sft_inputs(config, absent=()))
 
 
-def read_reward_model_inputs(config: RewardModelConfig) -> RewardModelInputs:
-    """Read and check what reward-model training needs; its paths exist.
+def read_preference_inputs(config: PreferenceConfig) -> PreferenceInputs:
+    """Read and check what a training on preference pairs needs; its paths exist.
 
     Raises:
         ConfigError, DataError: an input cannot be used; one line.
     """
-    return _whole(_reward_model_inputs(config, absent=()))
+    return _whole(_preference_inputs(config, absent=()))
 
 
 def _whole(inputs: InputsT | None) -> InputsT:
@@ -142,7 +145,7 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used; one line.
     """
-    inputs: PPOInputs | SFTInputs | RewardModelInputs | None
+    inputs: PPOInputs | SFTInputs | PreferenceInputs | None
     if isinstance(config, PPOConfig):
         inputs = _ppo_inputs(config, absent)
         if inputs is not None:
@@ -150,7 +153,7 @@ def check_inputs(config: AnyConfig, absent: Collection[InputPath]) -> int | None
     elif isinstance(config, SFTConfig):
         inputs = _sft_inputs(config, absent)
     else:
-        inputs = _reward_model_inputs(config, absent)
+        inputs = _preference_inputs(config, absent)
     return None if inputs is None else inputs.steps
 
 
@@ -206,10 +209,10 @@ def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs |
     return SFTInputs(tokenizer, generation_config, examples, held_out, steps)
 
 
-def _reward_model_inputs(
-    config: RewardModelConfig, absent: Collection[InputPath]
-) -> RewardModelInputs | None:
-    """The inputs of a reward model's training; None if some are absent, as in `_sft_inputs`."""
+def _preference_inputs(
+    config: PreferenceConfig, absent: Collection[InputPath]
+) -> PreferenceInputs | None:
+    """The inputs of a training on pairs; None if some are absent, as in `_sft_inputs`."""
     data = config.data
     tokenizer = _tokenizer(data, absent)
     pairs = None
@@ -239,7 +242,9 @@ def _reward_model_inputs(
         return None
     assert tokenizer is not None and pairs is not None
     steps = _supervised_steps(config, len(pairs), "pairs")
-    return RewardModelInputs(tokenizer, pairs, held_out, steps)
+    generates = head_of(config, "model") == "lm"
+    generation_config = read_generation_config(config.model.path) if generates else None
+    return PreferenceInputs(tokenizer, generation_config, pairs, held_out, steps)
 
 
 def load_rewards(section: RewardSection) -> RewardFunction:
@@ -377,7 +382,7 @@ def _ppo_steps(config: PPOConfig, rows: int) -> int:
     return steps
 
 
-def _supervised_steps(config: SFTConfig | RewardModelConfig, rows: int, noun: str) -> int:
+def _supervised_steps(config: SFTConfig | PreferenceConfig, rows: int, noun: str) -> int:
     """Training steps of the run.
 
     Raises:

@@ -43,6 +43,7 @@ def method_problems(config: PPOConfig) -> Iterator[str]:
     yield from _unread_loss_keys(config)
     yield from _unread_scale_factors(config)
     yield from _correction_problems(config)
+    yield from _replay_problems(config)
     yield from _sampling_problems(config)
     yield from _length_problems(config)
     yield from term_problems(config)
@@ -256,6 +257,24 @@ def _correction_problems(config: PPOConfig) -> Iterator[str]:
             f"algorithm.adv_estimator {estimator} needs the probabilities of the whole vocabulary, "
             f"from the forward pass that {key}.bypass_mode saves; turn bypass_mode off or use "
             "another estimator, such as rloo"
+        )
+
+
+def _replay_problems(config: PPOConfig) -> Iterator[str]:
+    """Experts that are to be replayed although nothing records them."""
+    replay = config.actor.router_replay
+    engine = config.rollout.engine
+    if replay == "rollout" and not config.rollout.records_experts:
+        yield (
+            f"actor.router_replay rollout needs the experts that the engine chose, which "
+            f"rollout.engine {engine} does not record; set rollout.engine to native, or "
+            "actor.router_replay to old or none"
+        )
+    if replay == "old" and config.algorithm.rollout_correction.bypass_mode:
+        yield (
+            "actor.router_replay old needs the forward pass that "
+            "algorithm.rollout_correction.bypass_mode saves; turn bypass_mode off or set "
+            "actor.router_replay to rollout"
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, SFTConfig
 
 _PPO = (
     "actor",
@@ -31,12 +31,14 @@ _PPO = (
 _SUPERVISED = ("perf", "timing_s", "val")
 
 
-def metric_problems(config: PPOConfig | SFTConfig | RewardModelConfig) -> Iterator[str]:
+def metric_problems(config: AnyConfig) -> Iterator[str]:
     """Names that no metric of such a run can have, one line each."""
     if isinstance(config, PPOConfig):
         kinds: tuple[str, ...] = _PPO
+    elif isinstance(config, SFTConfig):
+        kinds = ("sft", *_SUPERVISED)
     else:
-        kinds = ("sft" if isinstance(config, SFTConfig) else "rm", *_SUPERVISED)
+        kinds = ("dpo" if isinstance(config, DPOConfig) else "rm", *_SUPERVISED)
 
     trainer = config.trainer
     for key, name in (("keep_best", trainer.keep_best), ("export_best", trainer.export_best)):

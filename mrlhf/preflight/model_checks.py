@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig, RewardModelConfig
 from mrlhf.config.router import RouterSection
-from mrlhf.config.sections import RoleSection
+from mrlhf.config.sections import ActorSection, RoleSection
 from mrlhf.device import device_kind, dtype_on
 from mrlhf.errors import ConfigError, WeightError
 from mrlhf.inference.cache_size import (
@@ -28,7 +28,7 @@ from mrlhf.inference.cache_size import (
 )
 from mrlhf.inference.engine_sizes import engine_ep_problem, engine_tp_problem
 from mrlhf.inference.native.linear import compute_dtype
-from mrlhf.inference.vllm.pieces import unsupported_feature
+from mrlhf.inference.vllm.pieces import unsupported_feature, unsupported_on_cpu
 from mrlhf.models.families import load_spec
 from mrlhf.models.parallel_sizes import ep_problem, pp_problem, tp_problem
 from mrlhf.models.spec import Head, ModelSpec
@@ -60,15 +60,16 @@ class CacheNeeds:
 
     def __str__(self) -> str:
         shape = self.shape
-        return (
+        pairs = (
             f"2 x {shape.num_layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} x "
-            f"{shape.itemsize} bytes x {self.tokens} tokens = {self.bytes} bytes"
+            f"{shape.itemsize} bytes"
         )
+        if shape.record_bytes:
+            pairs = f"({pairs} + {shape.record_bytes} bytes for the numbers of its experts)"
+        return f"{pairs} x {self.tokens} tokens = {self.bytes} bytes"
 
 
-def check_models(
-    config: PPOConfig | SFTConfig | RewardModelConfig, need_weights: bool = False
-) -> dict[str, ModelSpec | None]:
+def check_models(config: AnyConfig, need_weights: bool = False) -> dict[str, ModelSpec | None]:
     """Check each role's model, and the layout of each role and of the engine against it.
 
     Args:
@@ -114,7 +115,7 @@ def check_models(
     return specs
 
 
-def head_of(config: PPOConfig | SFTConfig | RewardModelConfig, name: str) -> Head:
+def head_of(config: AnyConfig, name: str) -> Head:
     """The head that the model of role `name` has."""
     if isinstance(config, RewardModelConfig) or name in ("critic", "reward_model"):
         return "scalar"
@@ -135,9 +136,7 @@ def _load(name: str, path: str, head: Head) -> ModelSpec | None:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _check_weights(
-    config: PPOConfig | SFTConfig | RewardModelConfig, name: str, spec: ModelSpec
-) -> tuple[str, ...]:
+def _check_weights(config: AnyConfig, name: str, spec: ModelSpec) -> tuple[str, ...]:
     """Check the headers of the weights that role `name` loads.
 
     Returns:
@@ -154,7 +153,7 @@ def _check_weights(
         raise ConfigError(f"{name}: {error}") from None
 
 
-def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[str]:
+def without_weights(config: AnyConfig) -> list[str]:
     """The roles that load weights, but whose directories hold a `config.json` alone."""
     if not _loads_weights(config):
         return []
@@ -166,7 +165,7 @@ def without_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> list[s
     return roles
 
 
-def _loads_weights(config: PPOConfig | SFTConfig | RewardModelConfig) -> bool:
+def _loads_weights(config: AnyConfig) -> bool:
     """Whether models begin with stored weights; supervised training may draw them at random."""
     return isinstance(config, PPOConfig) or config.model.init != "random"
 
@@ -187,7 +186,8 @@ def cache_needs(config: PPOConfig, spec: ModelSpec) -> CacheNeeds:
     if rollout.engine == "vllm" and device.type == "cpu":
         blocks += 1  # vLLM leaves one unused
 
-    shape = CacheShape.on_rank(spec, rollout.tp, itemsize=dtype.itemsize, block_size=block)
+    experts = spec.experts if rollout.records_experts else None
+    shape = CacheShape.on_rank(spec, rollout.tp, dtype.itemsize, block, experts)
     return CacheNeeds(shape, tokens=blocks * block)
 
 
@@ -200,9 +200,7 @@ def cache_block(config: PPOConfig) -> int:
     return wanted or (NATIVE_CPU_BLOCK if on_cpu else NATIVE_GPU_BLOCK)
 
 
-def _layout_problems(
-    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
-) -> Iterator[str]:
+def _layout_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Layouts that do not fit their models, a line for each key, and a KV cache that is too small.
 
     Args:
@@ -214,8 +212,8 @@ def _layout_problems(
         spec = specs.get(name)
         if spec is None:
             continue
-        if isinstance(config, PPOConfig) and name == "reference" and _is_as_actor(config):
-            continue  # its problems are the actor's, whose keys it inherits
+        if name == "reference" and _is_as_trained(role, config):
+            continue  # its problems are those of the policy, whose keys it inherits
         problems = (
             tp_problem(f"{name}.tp", role.tp, spec),
             pp_problem(name, AxisSizes.of(role).stages, spec),
@@ -232,19 +230,23 @@ def _layout_problems(
 
 
 def _router_problems(name: str, role: RoleSection, spec: ModelSpec) -> Iterator[str]:
-    """Losses of routers that the model does not have."""
+    """What concerns routers, of a model that has none."""
     if spec.experts is not None or not isinstance(role, RouterSection):
         return
+    if isinstance(role, ActorSection) and role.router_replay != "none":
+        yield (
+            f"{name}.router_replay {role.router_replay} does not fit a model without experts; set "
+            "it to none"
+        )
     for key in RouterSection.model_fields:
         if vars(role)[key]:
             yield f"{name}.{key} does not fit a model without experts; set it to 0"
 
 
-def _is_as_actor(config: PPOConfig) -> bool:
-    """Whether the reference is the actor's model in the actor's layout."""
-    actor = config.actor
-    reference = config.reference
-    return reference.path == actor.path and AxisSizes.of(reference) == AxisSizes.of(actor)
+def _is_as_trained(reference: RoleSection, config: AnyConfig) -> bool:
+    """Whether the reference is the model of the policy that is trained, in its layout."""
+    policy = config.actor if isinstance(config, PPOConfig) else config.model
+    return reference.path == policy.path and AxisSizes.of(reference) == AxisSizes.of(policy)
 
 
 def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> Iterator[str]:
@@ -255,9 +257,13 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
     rollout = config.rollout
     problem = engine_tp_problem(rollout.engine, rollout.tp, spec, sizes.ranks if excludes else None)
     if problem is None and rollout.ep is not None:
-        problem = engine_ep_problem(rollout.ep, rollout.tp, spec)
+        problem = engine_ep_problem(rollout.engine, rollout.ep, rollout.tp, spec)
 
-    feature = unsupported_feature(spec) if rollout.engine == "vllm" else None
+    feature = None
+    if rollout.engine == "vllm":
+        feature = unsupported_feature(spec)
+        if feature is None and device_kind(config.distributed.device) == "cpu":
+            feature = unsupported_on_cpu(spec)
     if feature is not None:
         yield (
             f"rollout.engine is vllm, which is not supported for a model with {feature}; set "
@@ -269,9 +275,7 @@ def _engine_problems(config: PPOConfig, spec: ModelSpec, actor_fits: bool) -> It
         yield from _cache_problems(config, spec)
 
 
-def _position_problems(
-    config: PPOConfig | SFTConfig | RewardModelConfig, specs: Mapping[str, ModelSpec | None]
-) -> Iterator[str]:
+def _position_problems(config: AnyConfig, specs: Mapping[str, ModelSpec | None]) -> Iterator[str]:
     """Data that is longer than a model's positions; a line for each model directory."""
     longest = config.data.max_length
     reported: set[str] = set()

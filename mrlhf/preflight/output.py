@@ -11,12 +11,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrlhf.config.roots import PPOConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
-from mrlhf.preflight.paths import AnyConfig, input_paths
+from mrlhf.preflight.paths import input_paths
 
-_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs")
-_FILES = ("metrics.jsonl", "config.yaml", "run.json", "summary.json", "curves.png")
+_FOLDERS = (".lock", "checkpoints", "tensorboard", "rollouts", "hangs", "wandb")
+_FILES = (
+    "metrics.jsonl",
+    "alarms.jsonl",
+    "status.json",
+    "config.yaml",
+    "run.json",
+    "summary.json",
+    "curves.png",
+    "reference_logprobs.npz",
+)
 _LONGEST_NAME = 255
 _NO_FILES_THERE = ("proc", "sys")
 _FULL_OR_READ_ONLY = {

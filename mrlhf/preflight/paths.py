@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from mrlhf.checkpoint.manifest import named_checkpoint
-from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.user_code import is_reference
-
-AnyConfig = PPOConfig | SFTConfig | RewardModelConfig
 
 Kind = Literal["file", "directory", "file or directory"]
 

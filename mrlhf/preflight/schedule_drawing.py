@@ -8,11 +8,11 @@ from __future__ import annotations
 import string
 from collections.abc import Collection, Iterator, Sequence
 
-from mrlhf.config.roots import PPOConfig
+from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.pipeline_order import Pass, bubble, timeline
-from mrlhf.preflight.checks import AnyConfig, longest_unit
+from mrlhf.preflight.checks import longest_unit
 
 _COLUMNS = 88  # characters of the passes on a line
 _STAGES = 16  # lines of a drawing
@@ -25,7 +25,10 @@ def draw_schedules(config: AnyConfig, world_size: int) -> Iterator[str]:
         config: passes `check` for `world_size`.
         world_size: ranks.
     """
-    roles = {name: role for name, role in config.roles().items() if role.pp > 1}
+    every = config.roles()
+    if isinstance(config, DPOConfig):
+        every.pop("reference")  # is asked once, about all pairs
+    roles = {name: role for name, role in every.items() if role.pp > 1}
     if not roles:
         return
     yield "pipelines, time to the right, if all passes take equally long"
@@ -34,7 +37,7 @@ def draw_schedules(config: AnyConfig, world_size: int) -> Iterator[str]:
         "backward pass; B, b: its second one; a dot: the rank waits"
     )
 
-    trained: Collection[str] = config.roles()
+    trained: Collection[str] = ("model",)
     if isinstance(config, PPOConfig):
         trained = config.trained()
     for name, role in roles.items():

@@ -124,6 +124,7 @@ def estimator_traits(name: str) -> EstimatorTraits:
     return ESTIMATOR_TRAITS.get(name, OWN_ESTIMATOR)
 
 
+RouterReplay = Literal["none", "rollout", "old"]
 LossMode = Literal[
     "vanilla",
     "gspo",
@@ -241,6 +242,9 @@ Statistic = Literal[
     "seq_max_k3",
 ]
 BypassLoss = Literal["ppo_clip", "reinforce"]
+
+PairLossName = Literal["sigmoid", "ipo"]
+"""Losses on pairs of responses."""
 
 RewardRule = Literal["exact_match", "gsm8k", "gsm8k_flexible", "format"]
 RewardName = Literal[RewardRule, "reward_model"]

@@ -13,13 +13,15 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from mrlhf.batch import Experience, Rollout
+from mrlhf.batch import Experience, ExpertRecord, Rollout
 from mrlhf.errors import Interrupted
-from mrlhf.metrics import Tally
+from mrlhf.metrics import CurrentPhase, Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
+from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.vocab_sums import Wanted
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from mrlhf.roles.policy_objective import UPDATE_METRICS, HiddenObjective, PolicyMiniBatch
+from mrlhf.roles.router_replay import EvaluationRouting, replayed_in_update
 from mrlhf.roles.token_logprobs import ReferenceStates, TokenLogprobs
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.training.engine import ModelEngine
@@ -36,12 +38,17 @@ class Evaluation:
             were not given.
         sum_of_squares: the sum of the squared probabilities of the vocabulary, or None where it was
             not asked for.
+        experts: those that the routers chose, if the update replays them; else None.
+        disagreement: the share of pairs of response token and mixture for which the routers chose
+            other experts than the engine's; None if the engine has recorded none.
     """
 
     logprobs: Tensor
     entropy: Tensor
     full_kl: Tensor | None
     sum_of_squares: Tensor | None = None
+    experts: ExpertRecord | None = None
+    disagreement: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,22 @@ class Actor:
     """Asks a language model for log-probabilities, and trains it."""
 
     def __init__(
-        self, engine: ModelEngine, settings: PolicyLossSettings, temperature: float
+        self,
+        engine: ModelEngine,
+        settings: PolicyLossSettings,
+        temperature: float,
+        phase: CurrentPhase | None = None,
     ) -> None:
+        """Take the model.
+
+        Args:
+            engine: the model.
+            settings: of its loss.
+            temperature: of the distribution that log-probabilities are of.
+            phase: is told how many mini-batches of an update are done.
+        """
         self.engine = engine
+        self._phase = phase or CurrentPhase()
         self._settings = settings
         self._section = settings.section
         self._token_logprobs = TokenLogprobs(engine, temperature)
@@ -97,13 +117,17 @@ class Actor:
             numbers = self._token_logprobs.evaluate(hidden, packs[number], wanted, reference)
             return torch.stack([number for number in vars(numbers).values() if number is not None])
 
+        routing = self._evaluation_routing(rollout)
+        of_pass = None if routing is None else routing.of_pass
         channels = 2 + with_kl + with_squares
-        table = self.engine.per_token(packs, rollout.shape, evaluate, channels)
+        table = self.engine.per_token(packs, rollout.shape, evaluate, channels, of_pass)
         return Evaluation(
             logprobs=table[0],
             entropy=table[1],
             full_kl=table[2] if with_kl else None,
             sum_of_squares=table[-1] if with_squares else None,
+            experts=None if routing is None else routing.kept(),
+            disagreement=None if routing is None else routing.disagreement(),
         )
 
     def update(
@@ -129,17 +153,20 @@ class Actor:
         """
         progress = progress or UpdateProgress()
         first_logprobs = _FirstLogprobs(experience.rollout.response_mask, progress)
+        routing = self._pass_routing(experience)
         stopping: Tally | None = None
         losses = self._losses(experience, cut, ref_states)
+        count = self._section.ppo_epochs * len(cut.mini_batches)
 
         try:
             for number, (epoch, mini_batch, make_loss) in enumerate(losses):
                 if number < progress.mini_batches:
                     first_logprobs.pass_over(mini_batch)
                     continue
+                self._phase.advance(number, count, "mini-batches")
                 loss = make_loss()
                 result = self.engine.train_mini_batch(
-                    mini_batch.packs, loss, UPDATE_METRICS, self._stop
+                    mini_batch.packs, loss, UPDATE_METRICS, self._stop, routing
                 )
                 if epoch == 0:
                     first_logprobs.add(mini_batch, result.kept)
@@ -208,7 +235,9 @@ class Actor:
         batch = settings.batch(experience, mini_batch.rows)
         if settings.needs_mini_batch_pass:
             shape = (len(mini_batch.rows), experience.rollout.shape[1])
-            batch = settings.prepared(batch, self._token_logprobs.of_batch(packs, shape))
+            routing = self._pass_routing(experience, mini_batch.rows)
+            logprobs = self._token_logprobs.of_batch(packs, shape, routing)
+            batch = settings.prepared(batch, logprobs)
 
         if not self.engine.groups.is_last_stage:
             packs = []
@@ -216,6 +245,24 @@ class Actor:
         return HiddenObjective(
             settings, numbers, self._token_logprobs, mini_batch.packs, ref_states
         )
+
+    def _evaluation_routing(self, rollout: Rollout) -> EvaluationRouting | None:
+        """What a pass before the update replays and notes; None: nothing."""
+        replay = self._section.router_replay
+        if rollout.experts is None and replay == "none":
+            return None
+        return EvaluationRouting(self.engine, rollout, replay)
+
+    def _pass_routing(
+        self, experience: Experience, rows: Sequence[int] | None = None
+    ) -> PassRouting | None:
+        """What a pass of the update replays; with `rows`, packs count their rows among these."""
+        replayed = replayed_in_update(experience, self._section.router_replay)
+        if replayed is None:
+            return None
+        if rows is not None:
+            replayed = replayed.of_rows(rows)
+        return PassRouting(self.engine.device, replayed)
 
     @property
     def _stop(self) -> Callable[[Tally], bool] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from mrlhf.batch import Experience, Rollout
 from mrlhf.config.sections import CriticSection
 from mrlhf.errors import Interrupted
-from mrlhf.metrics import Tally
+from mrlhf.metrics import CurrentPhase, Tally
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch
 from mrlhf.parallel.packs import lay_flat
 from mrlhf.rl.losses import aggregation_count, token_weights, value_loss
@@ -24,9 +24,19 @@ UPDATE_METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean")
 class Critic:
     """Asks a model with a scalar head for values, and trains it."""
 
-    def __init__(self, engine: ModelEngine, section: CriticSection) -> None:
+    def __init__(
+        self, engine: ModelEngine, section: CriticSection, phase: CurrentPhase | None = None
+    ) -> None:
+        """Take the model.
+
+        Args:
+            engine: the model.
+            section: its configuration.
+            phase: is told how many mini-batches of an update are done.
+        """
         self.engine = engine
         self._section = section
+        self._phase = phase or CurrentPhase()
 
     def values(self, rollout: Rollout, cut: BatchCut) -> Tensor:
         """Predicted return before each response token, float32 [batch, response_len] on every host.
@@ -65,6 +75,7 @@ class Critic:
 
         try:
             for mini_batch, loss in steps[progress.mini_batches :]:
+                self._phase.advance(progress.mini_batches, len(steps), "mini-batches")
                 progress.add(self.engine.train_mini_batch(mini_batch.packs, loss, UPDATE_METRICS))
         except Interrupted:
             progress.complete(self.engine)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.vocab import Objective, OutputLayer, Tokens, token_loss, token_numbers
 from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
@@ -48,12 +49,15 @@ class TokenLogprobs:
         scale = 1.0 / (self.temperature * spec.logits_divisor)
         return OutputLayer(self.engine.output_weight, self.engine.groups.tp, spec.vocab_size, scale)
 
-    def of_batch(self, packs: Sequence[Pack], shape: tuple[int, int]) -> Tensor:
+    def of_batch(
+        self, packs: Sequence[Pack], shape: tuple[int, int], routing: PassRouting | None = None
+    ) -> Tensor:
         """Run the model, and take the log-probability of each target token of the whole batch.
 
         Args:
             packs: this rank's share of the batch.
             shape: batch and width of the table.
+            routing: what the pass replays of the experts of tokens.
 
         Returns:
             float32 [batch, width] on the host of every rank, 0 where no token is selected.
@@ -62,7 +66,7 @@ class TokenLogprobs:
         def evaluate(hidden: Tensor, number: int) -> Tensor:
             return self.evaluate(hidden, packs[number], Wanted()).logprobs[None]
 
-        return self.engine.per_token(packs, shape, evaluate)[0]
+        return self.engine.per_token(packs, shape, evaluate, routing=routing)[0]
 
     def evaluate(
         self, hidden: Tensor, pack: Pack, wanted: Wanted, reference: ReferenceStates | None = None

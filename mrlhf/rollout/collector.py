@@ -17,7 +17,7 @@ from mrlhf.inference.base import SamplingParams
 from mrlhf.metrics import PhaseTimer
 from mrlhf.rollout.drawn_batch import DrawnBatch, generate_batch
 from mrlhf.rollout.dynamic_sampling import DynamicSampler
-from mrlhf.rollout.generator import Generator
+from mrlhf.rollout.generator import SLOWEST, Generator
 from mrlhf.rollout.reward_shaping import RewardShaper
 from mrlhf.rollout.scoring import Scorer, Scores
 
@@ -108,7 +108,7 @@ class Collector:
 
         first_samples = range(0, len(drawn.rollout), sampling.n)
         prompts = drawn.rollout.prompts.select(first_samples)
-        greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
+        greedy = replace(sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0, record_experts=False)
         with timer("gen"):
             return generate_batch(self.generator, prompts, greedy, "greedy baseline", step)
 
@@ -120,10 +120,13 @@ class Collector:
 def merge_engine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     """The engine's metrics over several generations, at least one.
 
-    Bytes are the most of any generation, preemptions their sum, and everything else is the mean.
+    Bytes are the most of any generation, preemptions their sum, and everything else is the mean;
+    the slowest replica is that of the generation in which one stayed behind most.
     """
-    merged = {}
-    for name in parts[0]:
+    furthest = max(parts, key=lambda part: part.get(SLOWEST, 0.0))
+    merged = {name: value for name, value in furthest.items() if name.startswith(SLOWEST)}
+
+    for name in (name for name in parts[0] if not name.startswith(SLOWEST)):
         column = [part[name] for part in parts]
         if name.endswith("_bytes"):
             merged[name] = max(column)

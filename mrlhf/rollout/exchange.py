@@ -16,11 +16,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.models.spec import Experts
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import OpenTable
+from mrlhf.parts import Parts
 
 _STATS = len(fields(EngineStats))
+_NO_RECORD = torch.zeros(0, 0, 0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class ReplicaSamples:
+    """What one replica has drawn; the same on all of its ranks but for the experts of samples.
+
+    Attributes:
+        rows: the row of the batch that each sample is.
+        samples: the samples.
+        recorded: of how many tokens of each sample, its prompt included, the experts are recorded.
+        stats: what the engine did.
+    """
+
+    rows: list[int]
+    samples: list[Sample]
+    recorded: list[int]
+    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -32,21 +52,34 @@ class SampleHeaders:
         lengths: its number of tokens.
         stopped: 1 if a stop token or stop string ended it.
         versions: the version of the weights that drew it.
+        recorded: of how many tokens of prompt and response the experts are recorded.
     """
 
     rows: Tensor
     lengths: Tensor
     stopped: Tensor
     versions: Tensor
+    recorded: Tensor
+
+    @property
+    def record_begins(self) -> Tensor:
+        """Where the record of each sample begins, if the records stand in the order of the rows."""
+        order = self.rows.argsort()
+        counts = self.recorded[order]
+        begins = torch.empty_like(counts)
+        begins[order] = counts.cumsum(0) - counts
+        return begins
 
     @staticmethod
-    def of(rows: Sequence[int], samples: Sequence[Sample]) -> SampleHeaders:
-        """Those of `samples`, which are these rows of the batch."""
+    def of(drawn: ReplicaSamples) -> SampleHeaders:
+        """Those of the samples of one replica."""
+        samples = drawn.samples
         columns = (
-            rows,
+            drawn.rows,
             [len(sample.arrays[0]) for sample in samples],
             [sample.stopped for sample in samples],
             [sample.version for sample in samples],
+            drawn.recorded,
         )
         return SampleHeaders(*(torch.tensor(column, dtype=torch.int64) for column in columns))
 
@@ -57,7 +90,7 @@ class SampleHeaders:
         return SampleHeaders(*(torch.cat(column) for column in columns))
 
     def to_numbers(self) -> Tensor:
-        """All of them as one tensor, int64 [4 * samples]."""
+        """All of them as one tensor, int64 [5 * samples]."""
         return torch.cat(list(vars(self).values()))
 
     @staticmethod
@@ -75,21 +108,25 @@ class DrawnSamples:
         headers: the samples that are there.
         token_ids: int32 [batch, response_len], zero after the end.
         logprobs: float32 [batch, response_len], zero after the end.
+        experts: uint8 or int16 [recorded tokens, mixtures, per_token], the experts of the tokens of
+            one row after the other.
     """
 
     stats: list[EngineStats]
     headers: SampleHeaders
     token_ids: Tensor
     logprobs: Tensor
+    experts: Tensor
 
     @staticmethod
     def none(replicas: int) -> DrawnSamples:
         """What has been drawn before anything is."""
         return DrawnSamples(
             [EngineStats()] * replicas,
-            SampleHeaders.of([], []),
+            SampleHeaders.of(ReplicaSamples([], [], [], EngineStats())),
             torch.zeros(0, 1, dtype=torch.int32),
             torch.zeros(0, 1, dtype=torch.float32),
+            _NO_RECORD,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +138,7 @@ class DrawnSamples:
             **vars(headers),
             "tokens": self.token_ids[headers.rows][is_there],
             "logprobs": self.logprobs[headers.rows][is_there],
+            "experts": self.experts,
         }
 
     @staticmethod
@@ -119,16 +157,17 @@ class DrawnSamples:
             table = torch.zeros(shape, dtype=dtype)
             table[headers.rows] = of_samples
             tables.append(table)
-        return DrawnSamples([EngineStats(*numbers) for numbers in state["stats"]], headers, *tables)
+        stats = [EngineStats(*numbers) for numbers in state["stats"]]
+        tables.append(state["experts"])
+        return DrawnSamples(stats, headers, *tables)
 
 
 def exchange_samples(
     groups: EngineGroups,
     batch: int,
-    rows: Sequence[int],
-    samples: Sequence[Sample],
-    stats: EngineStats,
+    drawn: ReplicaSamples,
     earlier: DrawnSamples | None,
+    experts: Experts | None = None,
 ) -> DrawnSamples:
     """What all replicas have drawn, on every rank; every rank calls it.
 
@@ -138,13 +177,12 @@ def exchange_samples(
     Args:
         groups: of this rank in the inference engine.
         batch: rows of the batch, whether they have been drawn or not.
-        rows: the row of each of `samples`.
-        samples: what this rank's replica has drawn.
-        stats: what its engine did.
+        drawn: what this rank's replica has drawn.
         earlier: what was drawn before an interruption, the same on every rank.
+        experts: the mixtures of the model, if experts are recorded.
     """
-    counts = torch.tensor(astuple(stats), dtype=torch.int64)
-    mine = torch.cat([counts, SampleHeaders.of(rows, samples).to_numbers()])
+    counts = torch.tensor(astuple(drawn.stats), dtype=torch.int64)
+    mine = torch.cat([counts, SampleHeaders.of(drawn).to_numbers()])
     gathered = all_gather_ragged(mine, groups.replicas)
     every_stats = [EngineStats(*numbers[:_STATS].tolist()) for numbers in gathered]
     parts = [SampleHeaders.from_numbers(numbers[_STATS:]) for numbers in gathered]
@@ -164,9 +202,47 @@ def exchange_samples(
             known = earlier.headers.rows
             table.entries[known, : before.shape[1]] = before[known]
     if groups.tp_rank == 0:
-        _write(token_ids, rows, [sample.arrays[0] for sample in samples])
-        _write(logprobs, rows, [sample.arrays[1] for sample in samples])
-    return DrawnSamples(every_stats, headers, token_ids.complete(), logprobs.complete())
+        _write(token_ids, drawn.rows, [sample.arrays[0] for sample in drawn.samples])
+        _write(logprobs, drawn.rows, [sample.arrays[1] for sample in drawn.samples])
+    record = _NO_RECORD
+    if experts is not None:
+        record = _exchange_experts(groups, drawn, headers, earlier, experts)
+    return DrawnSamples(every_stats, headers, token_ids.complete(), logprobs.complete(), record)
+
+
+def _exchange_experts(
+    groups: EngineGroups,
+    drawn: ReplicaSamples,
+    headers: SampleHeaders,
+    earlier: DrawnSamples,
+    experts: Experts,
+) -> Tensor:
+    """The experts of all samples, one row after the other; arguments as for `exchange_samples`.
+
+    Args:
+        groups: of this rank.
+        drawn: the samples of this replica.
+        headers: those of all samples, the earlier ones first.
+        earlier: what was drawn before.
+        experts: the mixtures of the model.
+    """
+    shape = (int(headers.recorded.sum()), experts.mixtures, experts.per_token)
+    table = groups.machine.table(shape, experts.record_dtype)
+    begins = headers.record_begins
+
+    known = earlier.headers
+    if dist.get_rank() == 0 and len(earlier.experts):
+        held = Parts(known.record_begins, known.recorded)
+        wanted = Parts(begins[: len(known.rows)], known.recorded)
+        table.entries[wanted.places] = held.of(earlier.experts)
+    if groups.tp_rank == 0:
+        begin_of = dict(zip(headers.rows.tolist(), begins.tolist(), strict=True))
+        numbers = table.entries.numpy()
+        for row, sample, count in zip(drawn.rows, drawn.samples, drawn.recorded, strict=True):
+            if count:
+                assert sample.experts is not None and len(sample.experts) == count
+                numbers[begin_of[row] : begin_of[row] + count] = sample.experts
+    return table.complete()
 
 
 def _write(table: OpenTable, rows: Sequence[int], contents: Sequence[Any]) -> None:

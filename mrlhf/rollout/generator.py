@@ -8,18 +8,20 @@ losses.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
 from mrlhf.errors import EngineError, Interrupted
 from mrlhf.inference.base import (
     EngineStats,
@@ -29,13 +31,17 @@ from mrlhf.inference.base import (
     SamplingParams,
     generate,
 )
+from mrlhf.metrics import CurrentPhase
+from mrlhf.models.spec import Experts
+from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
-from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
 
+SLOWEST = "perf/slowest_replica"  # metric; the names of others begin with it
 _SEED_BITS = 63
 _NO_MEMORY = (
     "out of memory",
@@ -71,6 +77,8 @@ class Generator:
             responses help to give each replica the same amount of work.
         stops: the places where all ranks may stop; each step of the engine is one.
         drawn: the samples of the current training step, by the name of their batch.
+        phase: is told how many of this replica's samples are done.
+        experts: the policy's mixtures, if the engine can record the experts that they choose.
     """
 
     engine: InferenceEngine
@@ -80,6 +88,8 @@ class Generator:
     lengths: dict[str, ResponseLengths] = field(default_factory=dict)
     stops: StopPoints = field(default_factory=NeverStop)
     drawn: dict[str, DrawnSamples] = field(default_factory=dict)
+    phase: CurrentPhase = field(default_factory=CurrentPhase)
+    experts: Experts | None = None
 
     @property
     def version(self) -> int:
@@ -146,15 +156,23 @@ class Generator:
         mine = self._assign(prompts, sampling, lengths)[self.groups.replica]
         earlier = self.drawn.get(name)
         asked = requests_without(prompts, sampling, mine, earlier)
+        samples = sum(len(request.samples) for request in asked.requests)
         finished = Finished([], EngineStats())
         interrupted = None
+        began = time.perf_counter()
         try:
             with self.stops.phase("generation") as phase, _named_memory_error("generating"):
-                finished = generate(self.engine, asked.requests, phase.may_begin)
+
+                def may_begin(unit: int) -> bool:
+                    self.phase.advance(samples - self.engine.in_flight, samples, "responses")
+                    return phase.may_begin(unit)
+
+                finished = generate(self.engine, asked.requests, may_begin)
         except Interrupted as stop:
             interrupted = stop
+        seconds = time.perf_counter() - began
 
-        drawn = self._exchange(len(prompts), sampling.n, asked, finished, earlier)
+        drawn = self._exchange(len(prompts), sampling, asked, finished, earlier)
         if step is not None:
             self.drawn[name] = drawn  # an interrupted step need not draw them again
         if interrupted is not None:
@@ -162,7 +180,8 @@ class Generator:
         rollout = self._gather(prompts, sampling.n, drawn)
 
         lengths.update(rollout.prompts.uid, rollout.response_lengths)
-        return Generated(rollout, engine_metrics(drawn.stats))
+        speeds = self._compare_speeds(seconds, finished.stats.steps)
+        return Generated(rollout, engine_metrics(drawn.stats) | speeds)
 
     def sleep(self) -> None:
         """Free the engine's memory while the models train."""
@@ -202,19 +221,31 @@ class Generator:
     def _exchange(
         self,
         prompts: int,
-        n: int,
+        sampling: SamplingParams,
         asked: Asked,
         finished: Finished,
         earlier: DrawnSamples | None,
     ) -> DrawnSamples:
         """What every replica has drawn; a sample's row is its place in the batch."""
-        rows = [
-            asked.prompts[sample.request_id] * n + sample.sample_index
-            for sample in finished.samples
-        ]
-        return exchange_samples(
-            self.groups, prompts * n, rows, finished.samples, finished.stats, earlier
+        rows = []
+        recorded = []
+        for sample in finished.samples:
+            rows.append(asked.prompts[sample.request_id] * sampling.n + sample.sample_index)
+            computed = len(asked.requests[sample.request_id].prompt) + len(sample.arrays[0]) - 1
+            recorded.append(computed if sampling.record_experts else 0)
+
+        mine = ReplicaSamples(rows, finished.samples, recorded, finished.stats)
+        experts = self.experts if sampling.record_experts else None
+        return exchange_samples(self.groups, prompts * sampling.n, mine, earlier, experts)
+
+    def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
+        """Which replica was slowest, and how slow; see `slowest_replica`."""
+        first_rank = self.groups.layout.rank_at(self.groups.replica, 0)
+        mine = torch.tensor(
+            [[seconds / passes if passes else 0.0, first_rank]], dtype=torch.float64
         )
+        every = torch.cat(all_gather_ragged(mine, self.groups.replicas)).tolist()
+        return slowest_replica([(spent, int(rank)) for spent, rank in every])
 
     def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
         """The samples as one rollout, in the order of the prompts."""
@@ -242,7 +273,15 @@ class Generator:
             rollout_logprobs=drawn.logprobs,
             versions=token_versions,
             stopped=headers.stopped[order].bool(),
+            experts=_record(drawn.experts, headers.recorded[order]),
         )
+
+
+def _record(experts: Tensor, recorded: Tensor) -> ExpertRecord | None:
+    """The record of rows, of so many tokens each, that stand one after the other; None if empty."""
+    if not len(experts):
+        return None
+    return ExpertRecord(experts, recorded.cumsum(0) - recorded, recorded)
 
 
 @dataclass(frozen=True)
@@ -333,6 +372,25 @@ def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:
         "rollout/tokens_per_engine_step": generated / max(1, steps),
         "rollout/imbalance": max(replica.steps for replica in stats) * len(stats) / max(1, steps),
     }
+
+
+def slowest_replica(replicas: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """How far the slowest replica stays behind the others, which wait for it.
+
+    Args:
+        replicas: the seconds that each one took for a pass through the model, 0 if it made none,
+            and its first rank.
+
+    Returns:
+        `perf/slowest_replica`, the seconds of the slowest replica over the median of the others,
+        and `perf/slowest_replica_rank`, its first rank; nothing if there is no other.
+    """
+    measured = sorted((spent, rank) for spent, rank in replicas if spent)
+    if len(measured) < 2:
+        return {}
+    *others, (longest, rank) = measured
+    ratio = longest / median(spent for spent, _ in others)
+    return {SLOWEST: ratio, f"{SLOWEST}_rank": rank}
 
 
 def mix_seed(seed: int, stream: str) -> int:

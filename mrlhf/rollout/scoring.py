@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mrlhf.batch import Rollout
 from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.metrics import CurrentPhase
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.rewards.combine import RewardFunction
@@ -102,6 +103,7 @@ class Scorer:
         reward_model: RewardModel | None,
         world: dist.ProcessGroup,
         stops: StopPoints | None = None,
+        phase: CurrentPhase | None = None,
     ) -> None:
         """Take the terms over; `close` ends them.
 
@@ -111,12 +113,14 @@ class Scorer:
             reward_model: for the term that needs it.
             world: the ranks among which responses are shared out.
             stops: the places where all ranks may stop; every few responses are one. None: nowhere.
+            phase: is told how many of this rank's responses are scored.
         """
         self._function = function
         self._tokenizer = tokenizer
         self._model = reward_model
         self._world = world
         self._stops = stops or NeverStop()
+        self._phase = phase or CurrentPhase()
 
     @property
     def has_model(self) -> bool:
@@ -172,6 +176,7 @@ class Scorer:
         lengths = rollout.response_lengths
         with self._stops.phase("scoring") as phase:
             for unit, begin in enumerate(range(0, len(rows), _UNIT_ROWS)):
+                self._phase.advance(begin, len(rows), "responses")
                 if not phase.may_begin(unit):
                     break
                 some = rows[begin : begin + _UNIT_ROWS]

@@ -27,13 +27,18 @@ from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.errors import ConfigError
+from mrlhf.run.status import STATUS
 from mrlhf.run.summary import SUMMARY
+from mrlhf.run.timeline import TIMELINE
 
 logger = logging.getLogger(__name__)
 
+ALARMS = "alarms.jsonl"
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
-_CONFIG = "config.yaml"
+REFERENCE_LOGPROBS = "reference_logprobs.npz"
+REPORT = "report.html"
+CONFIG = "config.yaml"
 _BEGUN = "run.json"
 
 # All that a run writes: patterns of files in the output directory, and in folders of it.
@@ -43,20 +48,28 @@ _WRITTEN = {
     ".": (
         METRICS,
         "metrics.before_*.jsonl",
-        _CONFIG,
+        ALARMS,
+        "alarms.before_*.jsonl",
+        STATUS,
+        CONFIG,
         "config.*.yaml",
         _BEGUN,
         SUMMARY,
         "curves.png",
+        REPORT,
         "failed_step_*",
+        REFERENCE_LOGPROBS,
+        f".{REFERENCE_LOGPROBS}.tmp",
         "tensorboard.before_*",
         *(f"{name}.partial" for name in _MODELS),
         *(f".{name}.replaced" for name in _MODELS),
     ),
     CHECKPOINTS: ("step_*", ".step_*", "before_*.step_*", "damaged_*.step_*"),
     TENSORBOARD: ("events.out.tfevents.*",),
-    "rollouts": ("step_*.jsonl",),
+    "rollouts": ("step_*.jsonl", "step_*.parquet"),
+    TIMELINE: ("rank_*.jsonl",),
     "hangs": ("*",),
+    "wandb": ("*",),
     **dict.fromkeys(_MODELS, MODEL_FILES),
 }
 
@@ -252,6 +265,8 @@ def _set_aside_rows(directory: Path) -> None:
     with suppress(FileNotFoundError):
         (directory / TENSORBOARD).rename(directory / f"{TENSORBOARD}.before_{number}")
     with suppress(FileNotFoundError):
+        (directory / ALARMS).rename(directory / f"alarms.before_{number}.jsonl")
+    with suppress(FileNotFoundError):
         (directory / METRICS).rename(kept)
     logger.warning(
         "%s holds a run that ended before its first checkpoint: it begins anew, and its metrics "
@@ -308,7 +323,7 @@ def _delete(path: Path) -> None:
 
 def _write_config(directory: Path, config: Root) -> None:
     """Write `config.yaml`; an earlier one that differs is kept under a number."""
-    path = directory / _CONFIG
+    path = directory / CONFIG
     text = dump_yaml(config)
     try:
         earlier = path.read_text(encoding="utf-8")

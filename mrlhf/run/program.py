@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, parse_args
+from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.job import read_launch
 from mrlhf.log import configure_logging, quiet_transformers
@@ -32,7 +32,7 @@ from mrlhf.run.failures import (
 from mrlhf.run.leaving import end_with_launcher, leave
 
 logger = logging.getLogger(__name__)
-ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig)
+ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
 QUEUE_AGAIN = 75
 
@@ -74,7 +74,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
 
         launch = read_launch()
         end_with_launcher()
-        configure_logging(launch.rank)
+        configure_logging(launch.rank, config.trainer.console)
         description = program.check(config, launch.world_size)
     except MrlhfError as error:
         return _refuse(error)

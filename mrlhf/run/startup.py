@@ -5,6 +5,7 @@ It knows no algorithm and no model.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,12 +32,18 @@ from mrlhf.metrics import PhaseTimer
 from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
+from mrlhf.run.board import Board
 from mrlhf.run.directory import Wishes, inputs_in, open_directory
 from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
 from mrlhf.run.lock import DirectoryLock
+from mrlhf.run.monitor import Monitor
+from mrlhf.run.status import StatusFile
+from mrlhf.run.timeline import Timeline
+from mrlhf.run.view import View
 from mrlhf.run.watcher import Watcher
+from mrlhf.terminal import is_terminal
 
 _TIME_TO_SAVE_S = 120.0
 
@@ -57,6 +64,10 @@ class Run:
         stops: the places where all ranks may stop together.
         watcher: watches over this rank; None in a program that nobody may interrupt.
         failures: where the ranks agree on why the job fails; None if each one says it for itself.
+        timeline: where this rank writes down its phases; None: nowhere.
+        board: where the run stands.
+        monitor: shows the board to people and programs; None on other ranks than the main one, and
+            in a program that nobody watches.
     """
 
     device: Device
@@ -69,6 +80,9 @@ class Run:
     stops: StopPoints = field(default_factory=NeverStop)
     watcher: Watcher | None = None
     failures: Failures | None = None
+    timeline: Timeline | None = None
+    board: Board = field(default_factory=Board)
+    monitor: Monitor | None = None
 
     @property
     def is_main_rank(self) -> bool:
@@ -95,25 +109,36 @@ class Run:
             Told: this rank has failed, and it or another one has said why.
             HangError: it has waited for another one for too long, and `failures` is None.
         """
+        if self.monitor is not None:
+            self.monitor.close_view()
         reason = None if isinstance(error, Interrupted) else error
         hang = None
         if self.watcher is not None and is_time_out(reason):
             hang = self.watcher.explain_time_out()
             reason = hang
+        if reason is None and self.monitor is not None:
+            self.monitor.end("finished" if error is None else "interrupted", str(error or ""))
         if self.lock is not None:
             self.lock.release()
 
         if reason is not None and self.failures is not None:
             at_start = self.watcher is None or not self.watcher.has_begun
             own = explain(reason, self.rank, at_start)
-            raise Told(self.failures.tell(own, log_failure)) from error
+            failure = self.failures.tell(own, log_failure)
+            if self.monitor is not None:
+                self.monitor.end("failed", failure.text)
+            raise Told(failure) from error
         if hang is not None:
             raise hang from error
 
     def timer(self) -> PhaseTimer:
         """Measures the phases of one step, and lets other ranks know in which phase this one is."""
-        current = None if self.watcher is None else self.watcher.phase
-        return PhaseTimer(self.device.synchronize, current)
+        return PhaseTimer(self.device.synchronize, self.board.phase)
+
+    def record_phases(self, step: int, timer: PhaseTimer) -> None:
+        """Write down when this rank was in which phase of training step `step`."""
+        if self.timeline is not None:
+            self.timeline.write(step, timer.spans)
 
 
 def start(
@@ -182,7 +207,7 @@ def _begin(
 ) -> Run:
     """Set the seeds, take the output directory and watch over this rank; see `start`."""
     job = joined.job
-    configure_logging(job.rank)
+    configure_logging(job.rank, trainer.console)
     seed_everything(seed)
 
     directory = Path(trainer.output_dir)
@@ -197,6 +222,8 @@ def _begin(
     if isinstance(resume_from, MrlhfError):
         raise resume_from
 
+    board = Board()
+    monitor = _monitor(board, trainer, joined) if job.rank == 0 else None
     watcher = Watcher(
         job.store,
         job.rank,
@@ -205,8 +232,12 @@ def _begin(
         distributed.timeout_s,
         _deadline(joined.began, trainer.save_by_minutes),
         joined.failures,
+        board.phase,
+        None if monitor is None else partial(monitor.end, "failed"),
     )
     watcher.start()
+    if monitor is not None:
+        monitor.start()
     return Run(
         device=joined.device,
         rank=job.rank,
@@ -218,7 +249,25 @@ def _begin(
         stops=watcher.stops,
         watcher=watcher,
         failures=joined.failures,
+        timeline=_timeline(directory, trainer.timeline_freq, joined),
+        board=board,
+        monitor=monitor,
     )
+
+
+def _timeline(directory: Path, every: int, joined: Joined) -> Timeline:
+    """Where this rank writes down its phases, with a description of the process."""
+    process = {**joined.device.describe(), "ranks": joined.job.world_size, "began": joined.began}
+    return Timeline(directory, joined.job.rank, every, process)
+
+
+def _monitor(board: Board, trainer: TrainerSection, joined: Joined) -> Monitor:
+    """What shows the board to programs, and to people if there is a terminal."""
+    directory = Path(trainer.output_dir)
+    view = None
+    if trainer.console == "auto" and is_terminal(sys.stderr):
+        view = View(board, directory)
+    return Monitor(board, StatusFile(directory, joined.job.world_size), view)
 
 
 def _deadline(began: float, save_by_minutes: float | None) -> float | None:

@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -57,6 +58,8 @@ class Watcher:
         timeout_s: float,
         deadline: float | None = None,
         failures: Failures | None = None,
+        phase: CurrentPhase | None = None,
+        when_told: Callable[[str], None] | None = None,
     ) -> None:
         """Install nothing yet.
 
@@ -68,14 +71,18 @@ class Watcher:
             timeout_s: seconds after which a collective gives up.
             deadline: when to stop, in seconds since 1970; rank 0 alone looks at the clock.
             failures: where another rank says that the job fails; this one then ends.
+            phase: the phase that this rank is in; None: it is known to this object alone.
+            when_told: is called with the message before this rank ends because another one has
+                said that the job fails.
         """
         self.stops = AgreedStop(dist.PrefixStore("stop", store), rank, world_size)
-        self.phase = CurrentPhase()
+        self.phase = phase or CurrentPhase()
         self._hangs = HangReports(
             dist.PrefixStore("hang", store), rank, world_size, output_dir / "hangs", self.phase
         )
 
         self._failures = failures
+        self._when_told = when_told
         self._rank = rank
         self._timeout_s = timeout_s
         self._deadline = deadline if rank == 0 else None
@@ -175,6 +182,8 @@ class Watcher:
         failure = None if self._failures is None else self._failures.wait(wait_s)
         if failure is not None:
             failure.leave_for_summary()
+            if self._when_told is not None:
+                self._when_told(failure.text)
             leave(failure.code)
 
     def _signals(self, wait_s: float) -> bytes:

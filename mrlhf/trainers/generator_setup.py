@@ -79,7 +79,7 @@ def build_generator(
     rollout = config.rollout
     backend = _BACKENDS[rollout.engine]
     training = actor.groups.layout
-    ep = engine_ep(rollout.ep, rollout.tp, training.etp, actor.spec)
+    ep = engine_ep(rollout.engine, rollout.ep, rollout.tp, training.etp, actor.spec)
     engines = backend.layout(training, rollout.tp, ep)
     engine_groups = run.factory.engine_groups(engines)
     engine = backend.engine(
@@ -109,7 +109,15 @@ def build_generator(
         timeout_s=config.distributed.timeout_s,
     )
     resharder = Resharder(planner, actor.slots, engine, run.rank, options, group)
-    return Generator(engine, engine_groups, resharder, config.seed, stops=run.stops)
+    return Generator(
+        engine,
+        engine_groups,
+        resharder,
+        config.seed,
+        stops=run.stops,
+        phase=run.board.phase,
+        experts=actor.spec.experts if rollout.records_experts else None,
+    )
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> dict[int, list[int]]:

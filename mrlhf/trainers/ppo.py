@@ -28,11 +28,12 @@ from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
 from mrlhf.rollout.score_checks import check_correctness
 from mrlhf.rollout.scoring import Scores
+from mrlhf.run.board import ShownSample
 from mrlhf.run.startup import Run
-from mrlhf.trainers.dump import dump_rollout, save_batch
+from mrlhf.trainers.dump import Dump, save_batch, write_dump
+from mrlhf.trainers.equal_scores import equal_score_metrics
 from mrlhf.trainers.evaluate import summarise, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
-from mrlhf.trainers.nothing_to_learn import NothingToLearn
 from mrlhf.trainers.ppo_setup import Parts
 from mrlhf.trainers.samples import describe_samples
 from mrlhf.trainers.step_metrics import balance_metrics, batch_metrics, utilisation
@@ -96,9 +97,8 @@ class PPOTrainer:
             stop_token_ids=parts.endings.token_ids,
             stop=parts.endings.strings,
             seed=config.seed,
-        )
-        self.nothing_to_learn = NothingToLearn(
-            config.algorithm.adv_estimator, is_main_rank=run.is_main_rank
+            record_experts=config.rollout.records_experts
+            and parts.actor.engine.spec.experts is not None,
         )
 
     def begin_step(self, number: int) -> StepProgress:
@@ -123,14 +123,19 @@ class PPOTrainer:
         parts.generator.end_step()
 
         metrics = dict(progress.metrics)
-        self.nothing_to_learn.from_correction(metrics)
         if self.test_is_due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
                 metrics |= self.validate()
         elif parts.held_out is None and (number == 1 or number % SAMPLES_EVERY == 0):
-            self.show_samples(f"training step {number}", collected.rollout, collected.scores)
-        self.dump(number, collected, experience)
+            self.show_samples(
+                "training", f"training step {number}", collected.rollout, collected.scores
+            )
+        self.dump(progress, collected, experience, cuts, timer)
+        self.run.board.distributions = {
+            "critic/score": collected.scores.total.tolist(),
+            "response_length": collected.rollout.response_lengths,
+        }
 
         metrics |= self.machine.once(
             lambda: batch_metrics(
@@ -152,6 +157,7 @@ class PPOTrainer:
                 run=self.run,
                 peak_tflops=self.config.trainer.peak_tflops,
             )
+        self.run.record_phases(number, timer)
         return metrics | timer.metrics()
 
     def collect(self, progress: StepProgress, timer: PhaseTimer) -> Collected:
@@ -198,6 +204,9 @@ class PPOTrainer:
         experience, reward_metrics = self.make_experience(collected, evaluated.outputs, timer)
         progress.metrics |= evaluated.metrics | reward_metrics
         progress.experience = experience
+        policy = evaluated.outputs.policy
+        if policy is not None and self.dump_is_due(progress.number):
+            progress.entropy = policy.entropy
         return experience, evaluated.ref_states
 
     def evaluate(self, rollout: Rollout, cuts: Cuts, timer: PhaseTimer) -> Evaluated:
@@ -255,7 +264,10 @@ class PPOTrainer:
             metrics = {"actor/entropy": float(selected(evaluation.entropy, mask).mean())}
             return metrics | correction_metrics(evaluation.logprobs, rollout, mask, correction)
 
-        return evaluation, self.machine.once(measure)
+        metrics = self.machine.once(measure)
+        if evaluation.disagreement is not None:
+            metrics["training/rollout_experts_differ"] = evaluation.disagreement
+        return evaluation, metrics
 
     def make_experience(
         self, collected: Collected, outputs: ModelOutputs, timer: PhaseTimer
@@ -263,8 +275,8 @@ class PPOTrainer:
         """Rewards and advantages; moves the coefficient of the KL in the reward.
 
         Returns:
-            The experience, and the metrics of the KL in the reward and of the terms that are
-            compared one by one, if they are in use.
+            The experience, and the metrics of equal scores, of the KL in the reward and of the
+            terms that are compared one by one, if they are in use.
 
         Raises:
             RewardError: the scores are too large, or one that is compared is missing.
@@ -280,6 +292,7 @@ class PPOTrainer:
 
         metrics = {}
         components = None
+        policy = outputs.policy
         with timer("adv"):
             if estimator_traits(algorithm.adv_estimator).compares_terms or (
                 algorithm.gdpo_reward_keys is not None
@@ -287,8 +300,10 @@ class PPOTrainer:
                 components = reward_components(scores, rollout, algorithm, self.config.reward)
                 metrics = components.metrics()
             shaped = self.parts.shaper.shape(scores.total, rollout)
-            self.nothing_to_learn.from_scores(
-                shaped if components is None else components.scores, rollout.prompt_groups
+            metrics |= equal_score_metrics(
+                shaped if components is None else components.scores,
+                rollout.prompt_groups,
+                algorithm.adv_estimator,
             )
             experience, kl = self.machine.once(
                 lambda: make_experience(
@@ -296,6 +311,8 @@ class PPOTrainer:
                 ),
                 known=(rollout, rollout.loss_mask, rollout.rollout_logprobs, *outputs.tables()),
             )
+        if policy is not None and policy.experts is not None:
+            experience = replace(experience, experts=policy.experts)
 
         if kl is not None:
             self.kl_controller.update(kl, len(rollout))
@@ -372,12 +389,32 @@ class PPOTrainer:
         dist.barrier()  # a rank that ends earlier would end the others before the file is whole
         return TrainingError(f"training step {number}: {error}; the batch is in {path}")
 
-    def dump(self, number: int, collected: Collected, experience: Experience) -> None:
-        """Write the responses of step `number` to a file, if `rollout.dump_freq` asks for it."""
+    def dump_is_due(self, number: int) -> bool:
+        """Whether the responses of step `number` are written down."""
         dump_freq = self.config.rollout.dump_freq
-        if self.run.is_main_rank and dump_freq and number % dump_freq == 0:
-            tokenizer = self.parts.tokenizer
-            dump_rollout(self.run.output_dir, number, experience, collected.scores, tokenizer)
+        return bool(dump_freq and number % dump_freq == 0)
+
+    def dump(
+        self,
+        progress: StepProgress,
+        collected: Collected,
+        experience: Experience,
+        cuts: Cuts,
+        timer: PhaseTimer,
+    ) -> None:
+        """Write the responses of a step to a file, if `rollout.dump_freq` asks for it."""
+        if not self.dump_is_due(progress.number):
+            return
+
+        section = self.config.rollout
+        with timer("dump"):
+            new_logprobs = None
+            if section.dump_format == "parquet" and section.dump_ratios:
+                new_logprobs = self.parts.actor.evaluate(collected.rollout, cuts.actor).logprobs
+            if self.run.is_main_rank:
+                scores = collected.scores
+                dump = Dump(progress.number, experience, scores, progress.entropy, new_logprobs)
+                write_dump(self.run.output_dir, dump, section, self.parts.tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the models: where everything stands between two steps."""
@@ -400,21 +437,6 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
         parts.shaper.load_state_dict(state["shaper"])
         parts.generator.load_state_dict(state["response_lengths"])
-
-    def settings(self) -> dict[str, Any]:
-        """The keys that must not change in the middle of a step, with their values."""
-        config = self.config
-        settings: dict[str, Any] = {
-            "seed": config.seed,
-            "data.train_batch_size": config.data.train_batch_size,
-            "data.gen_batch_size": config.data.gen_batch_size,
-            "data.max_response_length": config.data.max_response_length,
-            "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
-            "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
-        }
-        for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
-            settings[f"rollout.{key}"] = getattr(config.rollout, key)
-        return settings
 
     def test_is_due(self, number: int) -> bool:
         """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
@@ -441,14 +463,14 @@ class PPOTrainer:
         greedy_answers = parts.generator.generate(parts.held_out, greedy, stream="validation")
         sampled_answers = None
         if self.config.trainer.val_sampled:
-            sampling = replace(self.sampling, n=n)
+            sampling = replace(self.sampling, n=n, record_experts=False)
             sampled_answers = parts.generator.generate(
                 parts.held_out, sampling, stream="validation"
             )
         parts.generator.sleep()  # scoring may need the memory
 
         scores = parts.scorer.score(greedy_answers.rollout)
-        self.show_samples("held-out prompts, greedy", greedy_answers.rollout, scores)
+        self.show_samples("held-out", "held-out prompts, greedy", greedy_answers.rollout, scores)
         greedy_metrics = summarise(scores, parts.held_out.data_source, n=1)
         sampled_metrics: dict[str, float] = {}
         if sampled_answers is not None:
@@ -456,9 +478,11 @@ class PPOTrainer:
             sampled_metrics = summarise(scores, parts.held_out.data_source, n)
         return validation_metrics(greedy_metrics, sampled_metrics)
 
-    def show_samples(self, what: str, rollout: Rollout, scores: Scores) -> None:
-        """Show some responses on the console, if `trainer.log_samples` asks for it."""
+    def show_samples(self, kind: str, title: str, rollout: Rollout, scores: Scores) -> None:
+        """Show some responses to people and trackers, if `trainer.log_samples` asks for it."""
         count = self.config.trainer.log_samples
         if self.run.is_main_rank and count:
-            samples = describe_samples(rollout, scores, self.parts.tokenizer, count)
-            logger.info("samples of %s\n%s", what, samples)
+            text = describe_samples(rollout, scores, self.parts.tokenizer, count)
+            self.run.board.add_sample(ShownSample(kind, title, text))
+            if not self.run.board.has_view:
+                logger.info("samples of %s\n%s", title, text)

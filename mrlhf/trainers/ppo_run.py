@@ -24,7 +24,7 @@ from mrlhf.run.startup import Run, start
 from mrlhf.trainers.checkpoints import Checkpoints, Measured, find_checkpoint
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import Parts, assemble
-from mrlhf.trainers.step_progress import StepProgress
+from mrlhf.trainers.step_progress import StepProgress, fixed_settings
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class PPORun:
         """
         self._run = run
         self._parts = parts
+        self._config = config
         self._section = config.trainer
         self._trainer = PPOTrainer(config, run, parts)
         self._checkpoints = Checkpoints(
@@ -78,16 +79,9 @@ class PPORun:
         """
         began = time.monotonic()
         parts = self._parts
-        reporter = Reporter(
-            self._run.is_main_rank,
-            self._run.output_dir,
-            self._section.tensorboard,
-            parts.steps,
-            PPO_COLUMNS,
-            self._resumed,
-            self._section.log_freq,
-        )
-        with reporter:
+        with Reporter.of(
+            self._run, self._config, parts.steps, PPO_COLUMNS, self._resumed
+        ) as reporter:
             try:
                 self._train(reporter)
             except Interrupted:
@@ -95,7 +89,8 @@ class PPORun:
                 raise
 
         directory = self._run.output_dir / "actor"
-        export_result(self._exported(), directory, parts.steps)
+        with self._run.board.phase("export"):
+            export_result(self._exported(), directory, parts.steps)
         parts.scorer.close()
         if self._run.is_main_rank:
             summary = {
@@ -136,7 +131,7 @@ class PPORun:
         state = self._checkpoints.restore(checkpoint)
         self._trainer.load_state_dict(state)
         if "drawn" in state:
-            if state["settings"] == self._trainer.settings():
+            if state["settings"] == fixed_settings(self._config):
                 parts.generator.load_drawn_state(state["drawn"])
             elif self._run.is_main_rank:
                 logger.warning("sampling has changed, so all responses of the step are drawn again")
@@ -156,7 +151,7 @@ class PPORun:
         Raises:
             CheckpointError: naming the key.
         """
-        current = self._trainer.settings()
+        current = fixed_settings(self._config)
         for key, value in stored.items():
             if current[key] != value:
                 raise CheckpointError(
@@ -175,13 +170,13 @@ class PPORun:
         elif progress.experience is None:
             # No model has changed in this step. It begins again, with the responses that it has.
             drawn = self._parts.generator.drawn_state()
-            state = {**progress.before, "drawn": drawn, "settings": trainer.settings()}
+            state = {**progress.before, "drawn": drawn, "settings": fixed_settings(self._config)}
             unfinished = bool(drawn)
         else:
             state = {
                 **trainer.state_dict(),
                 "progress": progress.state_dict(),
-                "settings": trainer.settings(),
+                "settings": fixed_settings(self._config),
             }
             unfinished = True
 

@@ -101,7 +101,14 @@ def assemble(config: PPOConfig, inputs: PPOInputs, run: Run, initial: bool = Tru
     actor = _actor(config, run, initial)
     critic = _critic(config, run, initial)
     reference = _reference(config, run)
-    scorer = Scorer(inputs.reward, tokenizer, reward_model, actor.engine.groups.world, run.stops)
+    scorer = Scorer(
+        inputs.reward,
+        tokenizer,
+        reward_model,
+        actor.engine.groups.world,
+        run.stops,
+        run.board.phase,
+    )
 
     # An optimizer moves the parameters, so the inference engine is connected after it.
     actor_updates = max(1, inputs.steps - max(0, config.trainer.critic_warmup - 1))
@@ -169,7 +176,7 @@ def _actor(config: PPOConfig, run: Run, initial: bool) -> Actor:
     if initial:
         engine.load(config.actor.path, config.seed)
     settings = PolicyLossSettings.of(config.actor, config.algorithm.rollout_correction)
-    return Actor(engine, settings, config.rollout.temperature)
+    return Actor(engine, settings, config.rollout.temperature, run.board.phase)
 
 
 def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
@@ -178,7 +185,7 @@ def _critic(config: PPOConfig, run: Run, initial: bool) -> Critic | None:
     engine = _engine(run, "critic", config.critic, "scalar")
     if initial:
         engine.load(config.critic.path, config.seed)
-    return Critic(engine, config.critic)
+    return Critic(engine, config.critic, run.board.phase)
 
 
 def _reference(config: PPOConfig, run: Run) -> Reference | None:

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mrlhf.batch import Sequences
 from mrlhf.config.roots import RewardModelConfig
 from mrlhf.data.preferences import PreferencePairs
 from mrlhf.metrics import Tally
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.whole_rows import gather_rows
-from mrlhf.preflight import read_reward_model_inputs
+from mrlhf.preflight import read_preference_inputs
 from mrlhf.roles.reward_model import score_sequences, up_to_scored, with_pad_token
 from mrlhf.run.startup import start
 from mrlhf.trainers.step_metrics import balance_metrics
@@ -28,7 +27,7 @@ from mrlhf.training.engine import ModelEngine, PackResult
 def train_reward_model(config: RewardModelConfig) -> None:
     """Train a reward model as configured; every rank calls it."""
     # Bad input is refused before the output directory is touched.
-    inputs = read_reward_model_inputs(config)
+    inputs = read_preference_inputs(config)
     with start(config, config.distributed, config.trainer, config.seed) as run:
         task = PreferenceLearning(inputs.pairs, inputs.held_out)
         tokenizer = inputs.tokenizer
@@ -62,7 +61,7 @@ class PreferenceLearning:
 
     def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these pairs; returns loss (nats), accuracy and margin over them."""
-        sequences = up_to_scored(_interleave(self._pairs, rows), engine.spec)
+        sequences = up_to_scored(self._pairs.sequences(rows), engine.spec)
         cut = engine.cut(sequences, "last", together=2)
 
         def loss(output: Tensor, number: int) -> tuple[Tensor, PackResult]:
@@ -92,7 +91,7 @@ class PreferenceLearning:
         """
         if self._held_out is None:
             return {}
-        sequences = _interleave(self._held_out, range(len(self._held_out)))
+        sequences = self._held_out.sequences(range(len(self._held_out)))
         scores = score_sequences(engine, sequences, together=2)
         margin = scores[0::2] - scores[1::2]
         return {
@@ -104,9 +103,3 @@ class PreferenceLearning:
         """`rm_pair_accuracy` on the held-out pairs, or of the last step where there are none."""
         held_out = self._held_out is not None
         return {"rm_pair_accuracy": metrics["val/accuracy"] if held_out else metrics["rm/accuracy"]}
-
-
-def _interleave(pairs: PreferencePairs, rows: Sequence[int]) -> Sequences:
-    """Chosen and rejected token ids of each pair, in turn."""
-    sides = [tokens for row in rows for tokens in (pairs.chosen_ids[row], pairs.rejected_ids[row])]
-    return Sequences.of(sides, [1] * len(sides))

@@ -9,8 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from mrlhf.batch import Experience, Prompts
 from mrlhf.checkpoint.state_tree import object_from, state_of
+from mrlhf.config import PPOConfig
 from mrlhf.parallel.machine import Machine
 from mrlhf.roles.update_progress import UpdateProgress
 from mrlhf.rollout.collector import Collected
@@ -30,6 +33,8 @@ class StepProgress:
         critic: the update of the critic.
         actor: the update of the actor.
         updated: the roles whose update is complete.
+        entropy: of the distribution of each token, float32 [batch, response_len], kept where it is
+            to be written down; it is lost if the step is interrupted.
     """
 
     number: int
@@ -40,6 +45,7 @@ class StepProgress:
     critic: UpdateProgress = field(default_factory=UpdateProgress)
     actor: UpdateProgress = field(default_factory=UpdateProgress)
     updated: list[str] = field(default_factory=list)
+    entropy: Tensor | None = None
 
     def end_update(self, role: str, metrics: Mapping[str, float]) -> None:
         """Take note that the update of `role` is complete."""
@@ -100,3 +106,19 @@ class StepProgress:
             actor=UpdateProgress.from_state(state["actor"]),
             updated=list(state["updated"]),
         )
+
+
+def fixed_settings(config: PPOConfig) -> dict[str, Any]:
+    """The keys that must not change in the middle of a step, with their values."""
+    settings: dict[str, Any] = {
+        "seed": config.seed,
+        "data.train_batch_size": config.data.train_batch_size,
+        "data.gen_batch_size": config.data.gen_batch_size,
+        "data.max_response_length": config.data.max_response_length,
+        "actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size,
+        "critic.ppo_mini_batch_size": config.critic.ppo_mini_batch_size,
+        "actor.router_replay": config.actor.router_replay,
+    }
+    for key in ("n", "temperature", "top_k", "top_p", "stop", "stop_token_ids"):
+        settings[f"rollout.{key}"] = getattr(config.rollout, key)
+    return settings

@@ -1,4 +1,4 @@
-"""The loop that supervised fine-tuning and reward-model training share.
+"""The loop of every training on rows of a file: fine-tuning, and those on preference pairs.
 
 Each step draws a batch, takes one optimizer step and, from time to time, validates. The loop does
 not know the loss; its task does.
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from mrlhf.checkpoint.restorer import Checkpoint
-from mrlhf.config.roots import RewardModelConfig, SFTConfig
+from mrlhf.config.roots import PreferenceConfig, SFTConfig
 from mrlhf.data.sampler import StatefulSampler
 from mrlhf.errors import Interrupted, TrainingError
 from mrlhf.models.spec import ModelSpec
-from mrlhf.preflight import RewardModelInputs, SFTInputs
+from mrlhf.preflight import PreferenceInputs, SFTInputs
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.run.metrics_file import ResumePoint
 from mrlhf.run.report import closing_report
@@ -62,8 +62,8 @@ class SupervisedTrainer:
 
     def __init__(
         self,
-        config: SFTConfig | RewardModelConfig,
-        inputs: SFTInputs | RewardModelInputs,
+        config: SFTConfig | PreferenceConfig,
+        inputs: SFTInputs | PreferenceInputs,
         run: Run,
         spec: ModelSpec,
         task: SupervisedTask,
@@ -78,6 +78,7 @@ class SupervisedTrainer:
         """
         self._run = run
         self._task = task
+        self._config = config
         self._section = config.trainer
         self._steps = inputs.steps
         self._sampler = StatefulSampler(
@@ -97,7 +98,7 @@ class SupervisedTrainer:
             self._engine,
             inputs.tokenizer,
             config.trainer.max_shard_size_mb,
-            inputs.generation_config if isinstance(inputs, SFTInputs) else None,
+            inputs.generation_config,
         )
 
         self._completed = 0
@@ -122,16 +123,9 @@ class SupervisedTrainer:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
         began = time.monotonic()
-        reporter = Reporter(
-            self._run.is_main_rank,
-            self._run.output_dir,
-            self._section.tensorboard,
-            self._steps,
-            self._task.columns,
-            self._resumed,
-            self._section.log_freq,
-        )
-        with reporter:
+        with Reporter.of(
+            self._run, self._config, self._steps, self._task.columns, self._resumed
+        ) as reporter:
             while self._completed < self._steps:
                 self._one_step(self._completed + 1, reporter)
             self._checkpoints.finish()
@@ -182,6 +176,7 @@ class SupervisedTrainer:
         if self._section.test_is_due(number, self._steps):
             with timer("testing"):
                 metrics |= self._task.validate(self._engine)
+        self._run.record_phases(number, timer)
         return metrics | timer.metrics()
 
     def _state(self) -> dict[str, Any]:
@@ -214,7 +209,8 @@ class SupervisedTrainer:
 
     def _finish(self, metrics: Mapping[str, float], began: float) -> None:
         directory = self._run.output_dir / "model"
-        export_result(self._exported, directory, self._steps)
+        with self._run.board.phase("export"):
+            export_result(self._exported, directory, self._steps)
         if self._run.is_main_rank:
             summary = {
                 **self._task.summary(metrics),

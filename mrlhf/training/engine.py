@@ -35,10 +35,12 @@ from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.parallel.microbatch import BatchCut, PackedMiniBatch, balance_of, cut_mini_batches
+from mrlhf.parallel.pack_routing import PassRouting
 from mrlhf.parallel.packing import Select, make_packs
 from mrlhf.parallel.packs import Pack
 from mrlhf.parallel.schedule import Pipeline
 from mrlhf.parallel.stop_points import StopPoints
+from mrlhf.parts import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
@@ -252,9 +254,14 @@ class ModelEngine:
         ]
         return BatchCut(packed, balance_of(mini_batches, costs))
 
-    def forward(self, packs: Sequence[Pack], evaluate: Callable[[Tensor, int], Any]) -> list[Any]:
+    def forward(
+        self,
+        packs: Sequence[Pack],
+        evaluate: Callable[[Tensor, int], Any],
+        routing: PassRouting | None = None,
+    ) -> list[Any]:
         """Run packs without gradients; see `Pipeline.forward`."""
-        return self._pipeline.forward(packs, evaluate)
+        return self._pipeline.forward(packs, evaluate, routing)
 
     def per_token(
         self,
@@ -262,6 +269,7 @@ class ModelEngine:
         shape: tuple[int, int],
         evaluate: Callable[[Tensor, int], Tensor],
         channels: int = 1,
+        routing: PassRouting | None = None,
     ) -> Tensor:
         """Evaluate every selected position of the whole batch.
 
@@ -270,13 +278,16 @@ class ModelEngine:
             shape: batch and width of the tables that the packs' places count in.
             evaluate: as for `Pipeline.forward`; returns [channels, selected].
             channels: numbers for each position.
+            routing: as for `Pipeline.forward`.
 
         Returns:
             float32 [channels, batch, width] on the host, shared by the ranks of a machine; 0 where
             nothing is selected.
         """
         results = [
-            result for result in self._pipeline.forward(packs, evaluate) if result is not None
+            result
+            for result in self._pipeline.forward(packs, evaluate, routing)
+            if result is not None
         ]
         table = self.groups.machine.table((channels, *shape), torch.float32)
 
@@ -284,9 +295,8 @@ class ModelEngine:
         if results and self.groups.coordinates.tp == 0:
             # The numbers stay on the device until the last pack is done.
             flat = torch.cat([result.float() for result in results], dim=1).cpu()
-            parts = flat.split([len(pack.select) for pack in packs], dim=1)
-            for pack, part in zip(packs, parts, strict=True):
-                table.entries.view(channels, -1).index_copy_(1, pack.places, part)
+            parts = Parts.join([pack.parts for pack in packs])
+            parts.put(table.entries.view(channels, -1), flat)
         return table.complete()
 
     def attach_optimizer(self, optim: OptimSection, total_updates: int) -> None:
@@ -331,6 +341,7 @@ class ModelEngine:
         loss: Loss,
         names: Sequence[str],
         stop: Callable[[Tally], bool] | None = None,
+        routing: PassRouting | None = None,
     ) -> MiniBatchResult:
         """Take one optimizer step on one mini-batch, unless `stop` or the gradient forbids it.
 
@@ -341,13 +352,14 @@ class ModelEngine:
             names: every name that a tally may hold.
             stop: takes the metrics of the whole mini-batch and says whether to leave the step out;
                 the ranks exchange their parts first, which None saves.
+            routing: as for `Pipeline.forward`.
 
         Raises:
             TrainingError: `max_skipped_steps` steps in a row had a gradient that cannot be used.
             Interrupted: the run stops here; no step was taken.
         """
         assert self.optimizer is not None, "a frozen model cannot be trained: attach an optimizer"
-        results = self._forward_backward(packs, loss)
+        results = self._forward_backward(packs, loss, routing)
         tally = Tally()
         for result in results:
             if result is not None:
@@ -434,7 +446,9 @@ class ModelEngine:
             outputs = torch.ones_like(sequences.lengths)
         return sequence_flops(self.spec, sequences.lengths.tolist(), outputs.tolist())
 
-    def _forward_backward(self, packs: Sequence[Pack], loss: Loss) -> list[PackResult | None]:
+    def _forward_backward(
+        self, packs: Sequence[Pack], loss: Loss, routing: PassRouting | None
+    ) -> list[PackResult | None]:
         """Accumulate the gradient of a mini-batch; on the last stage a result for each pack."""
         assert self.optimizer is not None
         self._set_training(True)
@@ -444,7 +458,7 @@ class ModelEngine:
         if self._routing is not None:
             self._routing.begin(packs)
         try:
-            return self._pipeline.forward_backward(packs, loss)
+            return self._pipeline.forward_backward(packs, loss, routing)
         finally:
             self._set_training(False)
 

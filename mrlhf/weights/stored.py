@@ -7,14 +7,15 @@ reading it. Reading goes through the same functions. This file does not know mod
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from mrlhf.errors import WeightError
 from mrlhf.hub_files import refuse_pointer
@@ -36,6 +37,34 @@ _ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some rows of one matrix in a stack of matrices.
+
+    Attributes:
+        number: which matrix.
+        start: its first row.
+        stop: the row after its last one.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class OtherForm:
+    """A tensor of a file that holds one or several tensors of a model.
+
+    Attributes:
+        shape: its full shape.
+        parts: which part of it each of the model's tensors is, by name; None: all of it.
+    """
+
+    shape: Shape
+    parts: Mapping[str, Part | None]
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A tensor as the header of its file describes it.
 
@@ -44,12 +73,14 @@ class StoredTensor:
         file: where it is.
         dtype: its number format, as safetensors calls it.
         shape: its full shape.
+        part: which part of that name it is; None: all of it.
     """
 
     name: str
     file: Path
     dtype: str
     shape: Shape
+    part: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +108,7 @@ class Wanted:
         ignored: tensors that the directory may have although the model does not.
         ignored_prefixes: what the names of more such tensors begin with.
         stand_ins: a tensor, and the one that is read in its place where the directory lacks it.
+        other_forms: by their names in a file, tensors that may be there in place of the model's.
     """
 
     shapes: Mapping[str, Shape]
@@ -84,6 +116,7 @@ class Wanted:
     ignored: tuple[str, ...] = ()
     ignored_prefixes: tuple[str, ...] = ()
     stand_ins: Mapping[str, str] | None = None
+    other_forms: Mapping[str, OtherForm] = field(default_factory=dict)
 
 
 def survey(directory: Path) -> StoredModel:
@@ -150,8 +183,7 @@ def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
     known = {*wanted.shapes, *wanted.ignored}
     found: dict[str, StoredTensor] = {}
     unknown = []
-    for tensor in stored.tensors.values():
-        name = _model_name(tensor.name, known)
+    for name, tensor in _by_model_name(stored, known, wanted.other_forms):
         if name in found:
             raise WeightError(
                 f"{directory}: {found[name].name} and {tensor.name} are both the model's {name}; "
@@ -179,11 +211,8 @@ def match(stored: StoredModel, wanted: Wanted) -> dict[str, StoredTensor]:
             "config.json beside it"
         )
     for name, shape in wanted.shapes.items():
-        if name in found and found[name].shape != shape:
-            raise WeightError(
-                f"{directory}: {name} is {list(found[name].shape)} and not {list(shape)}; check "
-                "config.json beside it"
-            )
+        if name in found:
+            _require_shape(directory, name, found[name].shape, shape)
     return {name: found[name] for name in wanted.shapes if name in found}
 
 
@@ -228,8 +257,26 @@ class OpenFiles:
         self._stack.close()
 
     def slice(self, tensor: StoredTensor) -> Any:
-        """A tensor that is read when it is indexed."""
-        return self._handles[tensor.file].get_slice(tensor.name)
+        """A tensor that is read when it is indexed by slices."""
+        whole = self._handles[tensor.file].get_slice(tensor.name)
+        return whole if tensor.part is None else _SliceOfPart(whole, tensor.part)
+
+
+class _SliceOfPart:
+    """A part of a stack, which is read when it is indexed."""
+
+    def __init__(self, stack: Any, part: Part) -> None:
+        self._stack = stack
+        self._part = part
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        part = self._part
+        start, stop, _ = rows.indices(part.stop - part.start)
+        matrix = slice(part.number, part.number + 1)
+        place = (matrix, slice(part.start + start, part.start + stop), *columns)
+        read: Tensor = self._stack[place]
+        return read[0]
 
 
 def _open(file: Path) -> Any:
@@ -292,6 +339,40 @@ def _absence(directory: Path) -> str:
         f"neither {SINGLE} nor {INDEX} there; give the directory of a Hugging Face model, and save "
         "an older .bin checkpoint anew with transformers' save_pretrained"
     )
+
+
+def _by_model_name(
+    stored: StoredModel, known: Collection[str], other_forms: Mapping[str, OtherForm]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The stored tensors with the names by which the model knows them, as far as it does.
+
+    Raises:
+        WeightError: a tensor that holds several of the model's is not of their shape.
+    """
+    names = {*known, *other_forms}
+    for tensor in stored.tensors.values():
+        name = _model_name(tensor.name, names)
+        if name in known or name not in other_forms:
+            yield name, tensor
+            continue
+        form = other_forms[name]
+        _require_shape(stored.directory, name, tensor.shape, form.shape)
+        for held, part in form.parts.items():
+            rows = form.shape[:-1] if part is None else (part.stop - part.start,)
+            yield held, replace(tensor, shape=(*rows, form.shape[-1]), part=part)
+
+
+def _require_shape(directory: Path, name: str, shape: Shape, wanted: Shape) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        WeightError: with both shapes.
+    """
+    if shape != wanted:
+        raise WeightError(
+            f"{directory}: {name} is {list(shape)} and not {list(wanted)}; check config.json "
+            "beside it"
+        )
 
 
 def _model_name(name: str, known: Collection[str]) -> str:

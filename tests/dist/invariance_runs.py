@@ -185,7 +185,10 @@ def _train_reward_model(setting: Setting, case: Case) -> tuple[ModelEngine, dict
     engine = build_supervised(setting, case, critic_of(case.model), "scalar")
     pairs = plain_supervised.preference_pairs(load_experience(setting.root, case).rollout)
     held_out = replace(
-        pairs, chosen_ids=pairs.chosen_ids[:HELD_OUT], rejected_ids=pairs.rejected_ids[:HELD_OUT]
+        pairs,
+        chosen_ids=pairs.chosen_ids[:HELD_OUT],
+        rejected_ids=pairs.rejected_ids[:HELD_OUT],
+        prompt_lengths=pairs.prompt_lengths[:HELD_OUT],
     )
     task = PreferenceLearning(pairs, held_out)
     metrics: dict[str, float] = {}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mrlhf.batch import Experience, Sequences
 from mrlhf.config import PPOConfig, load_config
+from mrlhf.data.sample_table import SampleTable, read_samples
 from mrlhf.device import Device
 from mrlhf.errors import ConfigError, RewardError, TrainingError
 from mrlhf.metrics import PhaseTimer
@@ -57,7 +58,8 @@ _COMPARED = (
 TP2_PP2 = ["actor.tp=2", "actor.pp=2"]
 DP4 = ["critic.pp=2", "critic.micro_batch_tokens=16", "reward_model.tp=4"]
 
-# A user's reward functions; "CUSTOM" in an override becomes the path of their file.
+# In an override, "ROOT" becomes the folder of the models, and "CUSTOM" the path of the file of a
+# user's reward functions.
 REWARD_FUNCTIONS = """
 def letters(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str) / 10, "digits": sum(c.isdigit() for c in solution_str)}
@@ -133,6 +135,10 @@ class Runs:
         """The samples that step `number`, from 1, wrote down."""
         file = self.output(scenario) / "rollouts" / f"step_{number:06d}.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()]
+
+    def table(self, scenario: Scenario, number: int) -> SampleTable:
+        """The samples that step `number` wrote down with the numbers of their tokens."""
+        return read_samples(self.output(scenario) / "rollouts" / f"step_{number:06d}.parquet")
 
     def load(self, suffix: str = "") -> Any:
         """The policy as transformers' model, or what its `suffix` names: "-ref" or "-critic"."""
@@ -224,7 +230,12 @@ def _base(root: Path) -> dict[str, Any]:
         "reference": {"path": str(root / f"{MODEL}-ref")},
         "reward_model": {"path": str(root / REWARD_MODEL)},
         "reward": {"terms": terms},
-        "rollout": {"n": 2, "temperature": plain_tables.TEMPERATURE, "dump_freq": 1},
+        "rollout": {
+            "n": 2,
+            "temperature": plain_tables.TEMPERATURE,
+            "dump_freq": 1,
+            "dump_format": "jsonl",
+        },
         "data": {
             "train_files": str(root / "data" / "train.jsonl"),
             "tokenizer": str(root / "data" / "tokenizer"),
@@ -267,7 +278,10 @@ def _result_file(root: Path, rank: int) -> Path:
 
 def _steps(root: Path, scenario: Scenario, rank: int, factory: GroupFactory) -> list[Step]:
     functions = str(root / "rewards.py")
-    overrides = [override.replace("CUSTOM", functions) for override in scenario.overrides]
+    overrides = [
+        override.replace("CUSTOM", functions).replace("ROOT", str(root))
+        for override in scenario.overrides
+    ]
     config = load_config(PPOConfig, root / "base.yaml", overrides)
     check(config, WORLD_SIZE)
     assert None not in check_models(config).values()  # every model was there to be checked

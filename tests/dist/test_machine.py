@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,17 +21,26 @@ from torch import Tensor
 
 from mrlhf.errors import MethodError, UserTraceback
 from mrlhf.inference.base import EngineStats, Sample
+from mrlhf.models.spec import Experts
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.parallel.machine import Machine
-from mrlhf.rollout.exchange import DrawnSamples, exchange_samples
+from mrlhf.rollout.exchange import DrawnSamples, ReplicaSamples, exchange_samples
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 4
-DTYPES = (torch.float32, torch.int32, torch.bool, torch.uint8)
+DTYPES = (torch.float32, torch.int32, torch.bool, torch.uint8, torch.int16)
 SHAPE = (7, 5)
 BATCH = 12
+# Two mixtures; numbers up to 299 take two bytes.
+EXPERTS = Experts(
+    count=300,
+    per_token=3,
+    ffn_size=1,
+    layers=(True, False, True),
+    normalised=True,
+)
 
 
 @dataclass(frozen=True)
@@ -142,14 +152,21 @@ def _failure(machine: Machine, kind: str) -> tuple[str, str, str]:
     raise AssertionError("nothing was raised")
 
 
-def _samples(replica: int) -> tuple[list[int], list[Sample]]:
+def _recorded(row: int) -> np.ndarray:
+    """Experts of 1 to 6 tokens."""
+    numbers = np.arange((1 + 5 * row % 6) * 2 * 3) * 7 + row
+    return (numbers % EXPERTS.count).astype(np.int16).reshape(-1, 2, 3)
+
+
+def _samples(replica: int, with_experts: bool) -> tuple[list[int], list[Sample]]:
     """Every fourth row of a batch, the last one first; the responses have 0 to 4 tokens."""
     rows = list(range(replica, BATCH, WORLD_SIZE))[::-1]
     samples = []
     for row in rows:
         tokens = [row * 10 + place for place in range(row % 5)]
         logprobs = [-token / 8 for token in tokens]
-        samples.append(Sample(0, 0, tokens, logprobs, row % 2 == 0, version=row))
+        experts = _recorded(row) if with_experts else None
+        samples.append(Sample(0, 0, tokens, logprobs, row % 2 == 0, row, experts))
     return rows, samples
 
 
@@ -161,16 +178,23 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
     rows: list[int] = []
     samples: list[Sample] = []
     for part in range(groups.replica, WORLD_SIZE, WORLD_SIZE // tp):
-        some_rows, some_samples = _samples(part)
+        some_rows, some_samples = _samples(part, with_experts=groups.tp_rank == 0)
         rows += some_rows
         samples += some_samples
 
+    def exchanged(
+        some: slice, stats: EngineStats, earlier: DrawnSamples | None = None
+    ) -> DrawnSamples:
+        recorded = [len(_recorded(row)) for row in rows]
+        mine = ReplicaSamples(rows[some], samples[some], recorded[some], stats)
+        return exchange_samples(groups, BATCH, mine, earlier, EXPERTS)
+
     stats = EngineStats(steps=1 + groups.replica)
-    whole = exchange_samples(groups, BATCH, rows, samples, stats, None)
-    first = exchange_samples(groups, BATCH, rows[:1], samples[:1], stats, None)
+    whole = exchanged(slice(None), stats)
+    first = exchanged(slice(1), stats)
     stored = DrawnSamples.from_state(first.state_dict())
-    both = exchange_samples(groups, BATCH, rows[1:], samples[1:], EngineStats(), stored)
-    nothing = exchange_samples(groups, BATCH, [], [], EngineStats(), None)
+    both = exchanged(slice(1, None), EngineStats(), stored)
+    nothing = exchanged(slice(0), EngineStats())
     restored = DrawnSamples.from_state(nothing.state_dict())
     assert len(restored.headers.rows) == len(nothing.headers.rows) == 0
 
@@ -178,7 +202,9 @@ def _exchanged(factory: GroupFactory, tp: int) -> dict[str, Any]:
         "rows": sorted(whole.headers.rows.tolist()),
         "tokens": whole.token_ids.tolist(),
         "logprobs": whole.logprobs.tolist(),
+        "experts": whole.experts.tolist(),
         "in parts": torch.equal(both.token_ids, whole.token_ids)
+        and torch.equal(both.experts, whole.experts)
         and torch.equal(both.logprobs, whole.logprobs)
         and both.stats == whole.stats,
         "headers": sorted(
@@ -288,7 +314,8 @@ def test_every_rank_sees_the_samples_of_all_replicas(
     for row in range(BATCH):
         there = [row * 10 + place for place in range(row % 5)]
         tokens.append(there + [0] * (4 - len(there)))
-    headers = [(row, row % 5, int(row % 2 == 0), row) for row in range(BATCH)]
+    headers = [(row, row % 5, int(row % 2 == 0), row, len(_recorded(row))) for row in range(BATCH)]
+    experts = np.concatenate([_recorded(row) for row in range(BATCH)]).tolist()
 
     for rank in ranks:
         for exchanged, steps in zip(rank[name]["exchanged"], ([1, 2, 3, 4], [1, 2]), strict=True):
@@ -296,6 +323,7 @@ def test_every_rank_sees_the_samples_of_all_replicas(
             assert exchanged["tokens"] == tokens
             assert exchanged["logprobs"] == [[-token / 8 for token in row] for row in tokens]
             assert exchanged["in parts"] and exchanged["headers"] == headers
+            assert exchanged["experts"] == experts
             assert exchanged["steps"] == steps
 
 

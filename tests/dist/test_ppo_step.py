@@ -6,6 +6,8 @@ Each scenario stands above the tests of it.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from tests.dist.ppo_runs import (
     assert_same_on_every_layout,
 )
 
+TOKENS = ["rollout.dump_format=parquet"]
 DEEP = Scenario(
     "tp2 pp2",
     [
@@ -34,9 +37,10 @@ DEEP = Scenario(
         "critic.tp=4",
         "rollout.tp=2",
         "rollout.verify_reshard=true",
+        *TOKENS,
     ],
 )
-WIDE = Scenario("dp4", DP4)
+WIDE = Scenario("dp4", [*DP4, *TOKENS])
 MIXED = Scenario(
     "tp2 dp2",
     [
@@ -45,6 +49,7 @@ MIXED = Scenario(
         "actor.micro_batch_tokens=16",
         "reward_model.pp=2",
         "reward_model.vpp=2",
+        *TOKENS,
     ],
 )
 SHARED = Scenario(
@@ -58,6 +63,7 @@ SHARED = Scenario(
         "reward_model.cp=2",
         "rollout.tp=4",
         "rollout.verify_reshard=true",
+        *TOKENS,
     ],
 )
 
@@ -106,6 +112,47 @@ def test_the_experience_is_what_the_models_say(runs: Runs) -> None:
     assert_close(experience.scores, torch.tensor(runs.rewards(rollout.sequences())))
     mean_entropy = entropy[rollout.response_mask].mean().item()
     assert step.metrics["actor/entropy"] == pytest.approx(mean_entropy, abs=1e-5)
+
+
+def test_what_is_written_down_of_a_step_is_its_experience_on_every_layout(runs: Runs) -> None:
+    first = runs.table(WIDE, 1)
+    rounded = ("score", "terms")  # by a reward model, which each layout computes in its own order
+    for scenario in (DEEP, WIDE, MIXED, SHARED):
+        step = runs.steps(scenario)[0]
+        table = runs.table(scenario, 1)
+        for name in first.texts.keys() - set(rounded):
+            assert table.texts[name] == first.texts[name], f"{scenario.name}: {name}"
+        assert table.texts["score"] == pytest.approx(step.experience.scores.tolist())
+        responses = [ids for row in step.responses for ids in row]
+        assert table.tokens["response_ids"].tolist() == responses
+
+        experience = step.experience
+        mask = experience.rollout.response_mask
+        for name, wanted in {
+            "advantage": experience.advantages,
+            "return": experience.returns,
+            "reward": experience.token_rewards,
+            "value": experience.values,
+            "old_logprob": experience.old_logprobs,
+            "rollout_logprob": experience.rollout.rollout_logprobs,
+            "ref_logprob": experience.ref_logprobs,
+            "loss_mask": experience.loss_mask,
+        }.items():
+            assert table.tokens[name].tolist() == wanted[mask].tolist(), f"{scenario.name}: {name}"
+        assert table.tokens["new_logprob"] == pytest.approx(first.tokens["new_logprob"], abs=1e-3)
+
+    texts = first.texts
+    ends = {"stop" if stopped else "length" for stopped in step.experience.rollout.stopped}
+    assert set(texts["finish_reason"]) == ends
+    for response, tokens in zip(texts["response"], texts["response_tokens"], strict=True):
+        assert re.sub("<[^>]*>", "", "".join(tokens)).strip() == response.strip()
+
+
+def test_the_written_entropy_is_that_of_the_models_distribution(runs: Runs) -> None:
+    rollout = runs.steps(DEEP)[0].experience.rollout
+    entropy = plain_tables.evaluate(runs.load(), rollout)[1]
+    written = torch.tensor(runs.table(DEEP, 1).tokens["entropy"].tolist())
+    assert_close(written, entropy[rollout.response_mask])
 
 
 def test_the_adaptive_coefficient_moves_by_its_formula(runs: Runs) -> None:
@@ -185,7 +232,7 @@ def test_the_first_update_sees_the_ratio_one(runs: Runs) -> None:
         assert step.actor_moved and step.critic_moved
 
 
-WARM_UP = Scenario("warm-up", [*TP2_PP2, "trainer.critic_warmup=2"])
+WARM_UP = Scenario("warm-up", [*TP2_PP2, "trainer.critic_warmup=2", *TOKENS])
 
 
 def test_warm_up_leaves_the_actor_alone(runs: Runs) -> None:
@@ -196,6 +243,11 @@ def test_warm_up_leaves_the_actor_alone(runs: Runs) -> None:
         assert all(step.actor_moved and step.critic_moved for step in runs.steps(WIDE, rank))
         assert "actor/pg_loss" not in one.metrics and "actor/pg_loss" in two.metrics
         assert "critic/vf_loss" in one.metrics
+
+    unchanged = runs.table(WARM_UP, 1).tokens
+    changed = runs.table(WARM_UP, 2).tokens
+    assert unchanged["new_logprob"].tolist() == unchanged["old_logprob"].tolist()
+    assert abs(changed["new_logprob"] - changed["old_logprob"]).max() > 1e-3
 
 
 FULL_KL = ["algorithm.kl_penalty=full", "actor.kl_loss_type=full"]

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -62,8 +66,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_stopped_and_goes_on_as_the_page_says(config: Path) -> None:
     run = config.with_name("run")
     command = _start_command(config)
-    stopped = _start_and_stop(command, run)
+    stopped, screen = _start_and_stop(command, run)
     assert stopped == _code("interrupted")
+    assert re.search(r"\d/100000 steps", screen) and str(run)[:40] in screen
+    assert "[rank 0] INFO mrlhf.log: step 1/100000, reward" in screen
+    assert _status(run)["state"] == "interrupted"
 
     (checkpoint,) = checkpoints_in(run / "checkpoints")
     done = read_manifest(checkpoint).step
@@ -76,7 +83,13 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_says(config: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, done + 3))
     assert (run / "summary.json").is_file() and (run / "config.1.yaml").is_file()
 
-    refused = run_program([*command, "trainer.resume=never"], LIMIT_S)
+    status = _status(run)
+    assert (status["state"], status["step"], status["of"]) == ("finished", done + 2, done + 2)
+    assert status["metrics"].keys() == rows[-1].keys() - {"step"}
+    for name in status:
+        assert f"`{name}`" in OPERATIONS, name
+
+    refused = run_program([*command, "trainer.resume=never", "--quiet"], LIMIT_S)
     assert refused.returncode == _code("bad input")
     assert "or give another trainer.output_dir" in refused.stderr
 
@@ -106,28 +119,60 @@ def _start_command(config: Path) -> list[str]:
     return [str(config) if word == "my.yaml" else word for word in shlex.split(first)]
 
 
-def _start_and_stop(command: list[str], run: Path) -> int:
-    """Start a run, send it the page's signal after its first step, and return its exit code."""
+def _status(run: Path) -> dict[str, Any]:
+    """What `status.json` says; the page's command reads its state."""
+    status: dict[str, Any] = json.loads((run / "status.json").read_text(encoding="utf-8"))
+    (command,) = re.findall(r"^    python (-c .*status\.json.*)$", OPERATIONS, re.MULTILINE)
+    arguments = [word.replace("runs/my", str(run)) for word in shlex.split(command)]
+    assert succeed(run_program(arguments)).strip() == status["state"]
+    return status
+
+
+def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
+    """Start a run on a terminal, and send it the page's signal after its first step.
+
+    Returns:
+        Its exit code, and what the terminal has got.
+    """
     (name,) = re.findall(r"^    kill -(\w+) ", OPERATIONS, re.MULTILINE)
+    screen: list[bytes] = []
+    terminal, end = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "150"},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.STDOUT,
+        stderr=end,
     )
+    os.close(end)
+    reader = threading.Thread(target=_read_all, args=(terminal, screen))
+    reader.start()
 
     try:
         latest = time.monotonic() + LIMIT_S
         metrics = run / "metrics.jsonl"
-        while not (metrics.is_file() and metrics.read_text().count("\n")):
+        while not (
+            metrics.is_file()
+            and metrics.read_text().count("\n")
+            and b"/100000 steps" in b"".join(screen)
+        ):
             assert process.poll() is None, "the run ended before its first step"
-            assert time.monotonic() < latest, "the run took no step"
+            assert time.monotonic() < latest, "the run took no step, or its view does not show it"
             time.sleep(0.05)
         process.send_signal(signal.Signals[f"SIG{name}"])
-        return process.wait(LIMIT_S)
+        code = process.wait(LIMIT_S)
     finally:
         process.kill()
+    reader.join()
+    return code, b"".join(screen).decode(errors="replace")
+
+
+def _read_all(terminal: int, screen: list[bytes]) -> None:
+    """Read what a terminal gets until nobody writes to it any more."""
+    with suppress(OSError):
+        while part := os.read(terminal, 4096):
+            screen.append(part)
+    os.close(terminal)
 
 
 def _code(meaning: str) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from tests.e2e.exported import greedy_accuracy
-from tests.e2e.programs import read_lines, succeed, torchrun
+from tests.e2e.programs import read_lines, run_program, succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -64,10 +66,34 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
     assert [number for number in range(1, 51) if f"step {number}/50, reward" in log] == [20, 40, 50]
     assert log.count("samples of held-out prompts") == log.count("validation")
 
-    rows = read_lines(root / "rollouts" / "step_000020.jsonl")
-    assert len(rows) == 512
+    file = root / "rollouts" / "step_000020.parquet"
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    assert len(rows) == 256
     assert {row["score"] for row in rows} == {0.0, 1.0}
     assert all((row["response"] == row["ground_truth"]) == (row["score"] == 1.0) for row in rows)
+
+
+def test_the_report_shows_the_run(demo: dict[str, Any]) -> None:
+    root = demo["root"]
+    assert f"report: {root}/report.html" in succeed(run_program(["tools/report.py", str(root)]))
+
+    page = (root / "report.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page)
+    assert found is not None
+    (run,) = json.loads(found.group(1))["runs"]
+    assert run["steps"] == list(range(51))
+    assert sorted(set(run["samples"]["step"])) == [10, 20, 30, 40, 50]
+    assert len(run["samples"]["step"]) == 5 * 256
+    assert {"advantage", "value", "entropy", "ratio after update"} <= set(run["quantities"])
+    assert [process["ranks"] for process in run["processes"].values()] == [4] * 4
+
+    found = re.search(r'id="phases-0">(.*?)</script>', page)
+    assert found is not None
+    phases = json.loads(found.group(1))
+    assert list(phases) == [str(step) for step in range(1, 51)]
+    for spans in phases["10"].values():
+        names = [span[0] for span in spans]
+        assert {"step", "gen", "update_actor", "testing", "dump"} <= set(names)
 
 
 def test_metrics_of_every_step(demo: dict[str, Any]) -> None:

@@ -112,13 +112,13 @@ def _run_all_stages(source: Path, root: Path) -> None:
         "rollout.tp=2",
         "trainer.total_steps=2",
         "trainer.critic_warmup=0",
-        "trainer.tensorboard=true",
+        "trainer.trackers=[tensorboard]",
         f"trainer.output_dir={root}/ppo",
     ]
     succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/gsm8k_cpu.yaml", *ppo]))
 
     stages = [str(root / stage) for stage in STAGES]
-    succeed(run_program(["tools/report.py", "--out", str(root), *stages]))
+    succeed(run_program(["tools/merge_summaries.py", "--out", str(root), *stages]))
 
 
 def _assert_summary(root: Path) -> None:
@@ -157,7 +157,7 @@ def _assert_reward_model(directory: Path) -> None:
     assert not report["unexpected_keys"]
 
 
-def test_report_says_which_stage_is_missing(tmp_path: Path) -> None:
-    done = run_program(["tools/report.py", "--out", str(tmp_path), str(tmp_path / "sft")])
+def test_merging_says_which_stage_is_missing(tmp_path: Path) -> None:
+    done = run_program(["tools/merge_summaries.py", "--out", str(tmp_path), str(tmp_path / "sft")])
     assert done.returncode == 2
     assert "run that stage first" in done.stderr

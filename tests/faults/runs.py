@@ -37,7 +37,7 @@ QUEUE_AGAIN = 75
 # Numbers that no two runs share. The engine's own numbers count what it did for an interrupted
 # rollout twice.
 _FREE = ("timing", "perf/", "reshard/seconds", "rollout/")
-Program = Literal["ppo", "sft", "rm"]
+Program = Literal["ppo", "sft", "rm", "dpo"]
 
 
 @dataclass(frozen=True)

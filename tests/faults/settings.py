@@ -49,7 +49,12 @@ def write_inputs(rank: int, world_size: int, directory: str) -> None:
     write_tiny_task(root / "data")
     write_rows(root / "data" / "preferences.jsonl", _preferences(root / "data" / "sft.jsonl"))
     (root / "rewards.py").write_text(REWARD)
-    for name, content in (("ppo", _ppo(root)), ("sft", _sft(root)), ("rm", _rm(root))):
+    for name, content in (
+        ("ppo", _ppo(root)),
+        ("sft", _sft(root)),
+        ("rm", _rm(root)),
+        ("dpo", _dpo(root)),
+    ):
         (root / f"{name}.yaml").write_text(yaml.safe_dump(content))
 
 
@@ -77,6 +82,11 @@ def sft(inputs: Path) -> Setting:
 def reward_model(inputs: Path) -> Setting:
     """Training of a reward model."""
     return Setting("rm", "rm", ["--config", str(inputs / "rm.yaml")])
+
+
+def dpo(inputs: Path) -> Setting:
+    """DPO against another policy than the one that is trained."""
+    return Setting("dpo", "dpo", ["--config", str(inputs / "dpo.yaml")])
 
 
 def _preferences(file: Path) -> list[dict[str, str]]:
@@ -155,3 +165,7 @@ def _rm(root: Path) -> dict[str, Any]:
     content["data"]["train_files"] = str(root / "data" / "preferences.jsonl")
     content["data"]["held_out_fraction"] = 0.2
     return content
+
+
+def _dpo(root: Path) -> dict[str, Any]:
+    return {**_rm(root), "reference": {"path": str(root / "llama-ref")}}

@@ -127,7 +127,7 @@ def test_an_update_in_bypass_mode_is_interrupted(
     assert_same_run(run, undisturbed(run.setting))
 
 
-@pytest.mark.parametrize("make", [settings.sft, settings.reward_model])
+@pytest.mark.parametrize("make", [settings.sft, settings.reward_model, settings.dpo])
 def test_supervised_training_is_killed_and_interrupted(
     make: Callable[[Path], Setting], inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mrlhf.device import Device
 from mrlhf.errors import HangError
 from mrlhf.parallel.groups import GroupFactory
+from mrlhf.run.board import Board
 from mrlhf.run.startup import Run
 from mrlhf.run.watcher import Watcher
 from tests.ranks import run_ranks
@@ -42,7 +43,14 @@ def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
     watcher = Watcher(store, rank, world_size, directory, STALL_S)
     watcher.start()
     run = Run(
-        CPU, rank, world_size, GroupFactory(120.0), directory, stops=watcher.stops, watcher=watcher
+        CPU,
+        rank,
+        world_size,
+        GroupFactory(120.0),
+        directory,
+        stops=watcher.stops,
+        watcher=watcher,
+        board=Board(watcher.phase),
     )
     error = ""
     try:

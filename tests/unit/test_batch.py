@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
 from tests.rollouts import make_rollout, with_holes
 
 
@@ -68,6 +68,33 @@ def test_join_pads_to_the_longest_and_keeps_the_order():
     assert joined.response_ids[1].tolist() == [100, 101, 0, 0]
     assert joined.prompt_groups.tolist() == [0, 0, 1, 1, 2, 2]
     assert joined.sequences()[0].tolist() == [7, 7, 0]
+
+
+def _record(counts, first):
+    """One mixture, two experts a token; the first one of token t of row r is first + 10 r + t."""
+    rows = [[[[first + 10 * r + t, 0]] for t in range(count)] for r, count in enumerate(counts)]
+    chosen = torch.tensor([token for row in rows[::-1] for token in row], dtype=torch.uint8)
+    counts = torch.tensor(counts)
+    begins = counts.flip(0).cumsum(0).flip(0) - counts  # the last row stands first
+    return ExpertRecord(chosen, begins, counts)
+
+
+def test_the_record_of_experts_goes_with_its_rows():
+    first = replace(_rollout([7], [1, 2]), experts=_record([2, 3], 0))
+    second = replace(_rollout([9, 4], [1, 2, 1, 1]), experts=_record([2, 0, 1, 2], 100))
+
+    joined = Rollout.join([first, second])
+    assert joined.experts.counts.tolist() == [2, 3, 2, 0, 1, 2]
+    assert joined.experts.begins.tolist() == [0, 2, 5, 7, 7, 8]
+    assert joined.experts.chosen[:, 0, 0].tolist() == [0, 1, 10, 11, 12, 100, 101, 120, 130, 131]
+
+    chosen = joined.select([5, 3, 1]).experts
+    assert chosen.counts.tolist() == [2, 0, 3] and chosen.begins.tolist() == [0, 2, 2]
+    assert chosen.chosen[:, 0, 0].tolist() == [130, 131, 10, 11, 12]
+    assert Rollout.join([_rollout([7], [1, 2])] * 2).experts is None
+
+    with pytest.raises(AssertionError, match="some parts have no record of experts"):
+        Rollout.join([first, _rollout([9], [1, 2])])
 
 
 def test_tokens_keep_the_version_that_drew_them():

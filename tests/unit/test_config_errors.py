@@ -81,9 +81,7 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
         ),
         (
             "trainer.logger=[wandb]",
-            "unknown key 'trainer.logger'; verl's 'trainer.logger' has no counterpart here: "
-            "metrics are written to metrics.jsonl in trainer.output_dir, and for TensorBoard with "
-            "trainer.tensorboard",
+            "unknown key 'trainer.logger'; verl's 'trainer.logger' is 'trainer.trackers' here",
         ),
         (
             "algorithm.filter_groups.max_inflight_gen_batches=2",

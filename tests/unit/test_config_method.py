@@ -205,6 +205,18 @@ TRUNCATED = (
             "such as k1, or turn bypass_mode off",
         ),
         (
+            {CORRECTION: {"bypass_mode": True}, "actor__router_replay": "old"},
+            "actor.router_replay old needs the forward pass that "
+            "algorithm.rollout_correction.bypass_mode saves; turn bypass_mode off or set "
+            "actor.router_replay to rollout",
+        ),
+        (
+            {"rollout__engine": "vllm", "actor__router_replay": "rollout"},
+            "actor.router_replay rollout needs the experts that the engine chose, which "
+            "rollout.engine vllm does not record; set rollout.engine to native, or "
+            "actor.router_replay to old or none",
+        ),
+        (
             {"data__gen_batch_size": 96},
             "data.gen_batch_size 96 is not data.train_batch_size 64, and no prompts are dropped; "
             "leave gen_batch_size out or turn algorithm.filter_groups.enable on",

@@ -100,7 +100,7 @@ def test_the_written_files_are_up_to_date(tmp_path, capsys):
     spec.loader.exec_module(module)
     assert module.main(["--out", str(tmp_path)]) == 0
     written = [Path(line).relative_to(tmp_path) for line in capsys.readouterr().out.splitlines()]
-    assert len(written) == 4
+    assert len(written) == 1 + len(LAUNCHERS)
     for name in written:
         assert (ROOT / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(
             encoding="utf-8"
@@ -124,10 +124,10 @@ def test_page_and_schema_hold_every_key(launcher):
 def test_shipped_files_name_their_schema_and_fit_it(path):
     first, rest = path.read_text(encoding="utf-8").split("\n", 1)
     schema_file = path.parent / first.removeprefix("# yaml-language-server: $schema=")
-    launcher = "train_ppo"
-    for other in ("sft", "rm"):
-        if f"_{other}_" in path.stem:
-            launcher = f"train_{other}"
+    kinds = [kind for kind in ("sft", "rm", "dpo") if f"_{kind}_" in path.stem]
+    if path.parent.name == "dpo":
+        kinds = ["dpo"]
+    launcher = f"train_{kinds[0] if kinds else 'ppo'}"
     assert schema_file.resolve() == ROOT / "configs" / "schema" / f"{launcher}.json"
     schema = json.loads(schema_file.read_text(encoding="utf-8"))
     assert fits(schema, yaml.safe_load(rest), schema)

@@ -17,9 +17,9 @@ from mrlhf.inference.native.experts import (
     grouped,
     make_experts,
     one_by_one,
-    stacked,
 )
 from mrlhf.inference.native.router import Router
+from mrlhf.inference.stacks import stacked
 from tests.engine_models import hf_model, spec_of
 from tests.mixture_models import MIXTURES, as_in_files
 

@@ -105,18 +105,24 @@ def test_replicas_span_groups_where_experts_do() -> None:
 def test_experts_are_split_as_in_training_where_that_fits(
     wanted: int | None, tp: int, actor_etp: int, ep: int
 ) -> None:
-    assert engine_ep(wanted, tp, actor_etp, tiny_spec("qwen2_moe")) == ep
-    assert engine_ep(None, tp, actor_etp, tiny_spec("llama")) == 1
+    assert engine_ep("native", wanted, tp, actor_etp, tiny_spec("qwen2_moe")) == ep
+    assert engine_ep("native", None, tp, actor_etp, tiny_spec("llama")) == 1
+    assert engine_ep("vllm", None, tp, actor_etp, tiny_spec("qwen2_moe")) == 1
 
 
 def test_experts_that_do_not_fit_a_replica() -> None:
     spec = tiny_spec("qwen3_moe")
-    assert engine_ep_problem(3, 6, spec) == (
+    assert engine_ep_problem("native", 3, 6, spec) == (
         "rollout.ep 3 does not fit rollout.tp 6 and the model's 4 experts of width 12; use one of "
         "1, 2"
     )
-    assert engine_ep_problem(2, 6, spec) is engine_ep_problem(1, 1, tiny_spec("llama")) is None
-    assert engine_ep_problem(2, 2, tiny_spec("llama")) == (
+    dense = tiny_spec("llama")
+    assert engine_ep_problem("native", 2, 6, spec) is None
+    assert engine_ep_problem("native", 1, 1, dense) is engine_ep_problem("vllm", 1, 2, spec) is None
+    assert engine_ep_problem("vllm", 2, 2, spec) == (
+        "rollout.ep 2: in vLLM each expert is split over all ranks; leave it out"
+    )
+    assert engine_ep_problem("native", 2, 2, dense) == (
         "rollout.ep 2 does not fit a model without experts; leave it out"
     )
 

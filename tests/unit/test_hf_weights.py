@@ -19,6 +19,7 @@ from mrlhf.errors import WeightError
 from mrlhf.models.families import family_of
 from mrlhf.models.parameters import role_pieces
 from mrlhf.models.spec import ModelSpec
+from mrlhf.models.weight_files import read_model
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.weights.files import open_to_readers, split_files
 from mrlhf.weights.hf import read_weights
@@ -26,6 +27,7 @@ from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Slot
 from mrlhf.weights.stored import Wanted
 from tests.shards import (
+    MIXTURES,
     MODELS,
     full_tensors,
     make_slots,
@@ -84,6 +86,32 @@ def test_reads_what_transformers_saved(model: str, max_shard_size: str, tmp_path
             slots = _slots(spec, layout, rank)
             assert read_weights(tmp_path, slots, Wanted(tensor_shapes(spec))) == []
             assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_reads_experts_of_a_layer_that_are_in_one_tensor(model: str, tmp_path: Path) -> None:
+    """`save_original_format=False` writes the tensors that the model has in memory."""
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(tiny_config(model))
+    theirs.save_pretrained(tmp_path / "as_held", save_original_format=False)
+    theirs.save_pretrained(tmp_path / "one_by_one")
+    held = load_file(tmp_path / "as_held" / "model.safetensors")
+    assert held["model.layers.3.mlp.experts.gate_up_proj"].shape[0] == 4
+
+    spec = tiny_spec(model)
+    full = load_file(tmp_path / "one_by_one" / "model.safetensors")
+    for layout in (LAYOUTS[0], ParallelLayout(tp=2, pp=2, dp=1)):
+        for rank in range(layout.world_size):
+            slots = _slots(spec, layout, rank)
+            assert read_model(tmp_path / "as_held", spec, slots, needs_head=False)
+            assert all(_equal_slice(slot, full[slot.piece.name]) for slot in slots), (layout, rank)
+
+    held["model.layers.3.mlp.experts.down_proj"] = torch.zeros(4, 16, 12)
+    save_file(held, tmp_path / "as_held" / "model.safetensors")
+    with pytest.raises(
+        WeightError, match=r"3\.mlp\.experts\.down_proj is \[4, 16, 12\] and not \[4, 32"
+    ):
+        read_model(tmp_path / "as_held", spec, slots, needs_head=False)
 
 
 def test_converts_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from mrlhf.preflight import (
     dry_run,
     preflight,
     read_ppo_inputs,
-    read_reward_model_inputs,
+    read_preference_inputs,
     read_sft_inputs,
 )
 from tests.unit.configurations import changed
@@ -134,7 +134,7 @@ def test_the_inputs_of_each_program():
 
     sft = read_sft_inputs(supervised(SFTConfig, "train.jsonl"))
     assert (len(sft.examples), len(sft.held_out), sft.steps) == (8, 0, 6)
-    pairs = read_reward_model_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
+    pairs = read_preference_inputs(supervised(RewardModelConfig, "pairs.jsonl"))
     assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
 
 
@@ -358,4 +358,4 @@ def test_a_validation_without_rows_is_refused():
         RewardModelConfig, "pairs.jsonl", data__held_out_fraction=0.01, trainer__test_freq=1
     )
     with pytest.raises(MrlhfError, match=r"data\.held_out_fraction 0\.01 .* keeps none"):
-        read_reward_model_inputs(few)
+        read_preference_inputs(few)

@@ -217,4 +217,7 @@ def test_timer_adds_up_repeats_counts_nested_and_failed_phases_and_waits_for_the
             raise ValueError("inside")
 
     assert timer.metrics() == {"timing_s/gen": 6.0, "timing_s/step": 100.0}
+    spans = [(span.phase, span.seconds) for span in timer.spans]
+    assert spans == [("gen", 2.0), ("gen", 4.0), ("step", 100.0)]
+    assert all(span.begin > 1e9 and span.busy >= 0.0 for span in timer.spans)
     assert len(waits) == 6

@@ -5,16 +5,25 @@ import os
 
 import pytest
 
+from mrlhf.config.roots import SFTConfig
 from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
 from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
+from mrlhf.run.outputs import Outputs
 from mrlhf.run.reporter import Reporter
 
 COLUMNS = [("loss", "loss")]
 
 
-def report(directory, steps, resumed=None, tensorboard=False, offset=0.0):
-    with Reporter(True, directory, tensorboard, 10, COLUMNS, resumed) as reporter:
+def report(directory, steps, resumed=None, trackers=(), offset=0.0):
+    config = SFTConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train_files": ["t"]},
+            "trainer": {"output_dir": str(directory), "trackers": list(trackers)},
+        }
+    )
+    with Reporter(Outputs(config, 10, COLUMNS, resumed)) as reporter:
         for step in steps:
             reporter.report(step, row(step, offset))
 
@@ -86,8 +95,8 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
 
 def test_tensorboard_shows_each_step_once(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    report(tmp_path, range(5), tensorboard=True, offset=10.0)
-    report(tmp_path, [3, 4], ResumePoint(2, row(2)), tensorboard=True)
+    report(tmp_path, range(5), trackers=["tensorboard"], offset=10.0)
+    report(tmp_path, [3, 4], ResumePoint(2, row(2)), trackers=["tensorboard"])
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     found = [(scalar.step, scalar.value) for scalar in events.Scalars("loss")]
@@ -104,6 +113,6 @@ def test_progress_counts_from_the_checkpoint(tmp_path, caplog):
 def test_another_rank_touches_no_file(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps({"step": 9}) + "\n")
-    with Reporter(False, tmp_path, False, 10, COLUMNS, ResumePoint(2, row(2))) as reporter:
+    with Reporter(None) as reporter:
         reporter.report(3, row(3))
     assert json.loads(file.read_text()) == {"step": 9}

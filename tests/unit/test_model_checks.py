@@ -256,6 +256,21 @@ def test_the_cache_is_what_the_engine_takes_on_this_machine(
     }
 
 
+def test_experts_are_replayed_where_there_are_experts(tmp_path):
+    tiny_config("mixtral").save_pretrained(tmp_path / "mixture")
+    tiny_config("llama").save_pretrained(tmp_path / "dense")
+    short = {"data__max_prompt_length": 16, "data__max_response_length": 16}
+    mixture = short | {"actor__path": str(tmp_path / "mixture")}
+    for replay in ("none", "rollout", "old"):
+        check_models(ppo(**mixture, actor__router_replay=replay))
+    dense = short | {"actor__path": str(tmp_path / "dense")}
+    with pytest.raises(ConfigError) as refusal:
+        check_models(ppo(**dense, actor__router_replay="old"))
+    assert str(refusal.value) == (
+        "actor.router_replay old does not fit a model without experts; set it to none"
+    )
+
+
 def test_experts_are_shared_out_as_the_model_allows(tmp_path):
     tiny_config("mixtral").save_pretrained(tmp_path / "mixture")
     tiny_config("llama").save_pretrained(tmp_path / "dense")

@@ -20,6 +20,7 @@ from mrlhf.rl.correction import Correction, Criterion, correct
 from mrlhf.rl.kl import kl_penalty, make_kl_controller
 from mrlhf.rl.losses import aggregation_count
 from mrlhf.rl.policy_losses import POLICY_LOSSES
+from mrlhf.rl.preference import PAIR_LOSSES
 from tests.unit.configurations import ppo
 
 
@@ -28,6 +29,7 @@ def test_tables_have_the_names_of_their_literals():
     assert tuple(ADVANTAGE_ESTIMATORS) == tuple(names.ESTIMATOR_TRAITS) == estimators
     losses = get_args(names.PolicyLossName)
     assert tuple(POLICY_LOSSES) == tuple(names.POLICY_LOSS_TRAITS) == losses
+    assert tuple(PAIR_LOSSES) == get_args(names.PairLossName)
     assert tuple(RULES) == get_args(names.RewardRule)
     assert {*RULES, *EXTERNAL_TERMS} == set(get_args(names.RewardName))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.data.preferences import encode_preferences, split_by_prompt
+from mrlhf.data.preferences import PreferencePairs, encode_preferences, split_by_prompt
 from mrlhf.data.rows import Row
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.data.tokenizer import load_tokenizer
@@ -31,7 +31,21 @@ def test_strings(tokenizer):
     prompt = tokenizer.encode("1+1=")
     assert pairs.chosen_ids == [[*prompt, *tokenizer.encode("2"), 2]]
     assert pairs.rejected_ids == [[*prompt, *tokenizer.encode("11"), 2]]
+    assert pairs.prompt_lengths == [len(prompt)]
     assert len(pairs) == 1
+
+
+def test_sequences_are_both_sides_in_turn():
+    pairs = PreferencePairs([[5, 6, 7], [8, 9]], [[5, 6, 1, 2], [8, 3]], [2, 1], dropped=0)
+    sequences = pairs.sequences([1, 0])
+    assert [sequences[row].tolist() for row in range(4)] == [
+        [8, 9],
+        [8, 3],
+        [5, 6, 7],
+        [5, 6, 1, 2],
+    ]
+    assert sequences.prompt_lengths.tolist() == [1, 1, 2, 2]
+    assert sequences.width == 2
 
 
 USER = {"role": "user", "content": "1+1="}

@@ -69,6 +69,14 @@ def test_arithmetic(main, tmp_path, kind):
     if kind == "carry":
         assert {int(row["response"]) - evaluate(row["prompt"]) for row in data["sft"]} == {0, 10}
 
+    pairs = read(tmp_path / "a" / "preferences.jsonl")
+    assert [(row["prompt"], row["chosen"]) for row in pairs] == [
+        (row["prompt"], row["answer"]) for row in data["train"]
+    ]
+    assert not any(row["rejected"] == row["chosen"] for row in pairs)
+    if kind == "carry":
+        assert {int(row["rejected"]) - int(row["chosen"]) for row in pairs} == {10}
+
     assert {re.search("[+-]", prompt)[0] for prompt in prompts["sft"]} == {"+", "-"}
     assert arithmetic(main, tmp_path / "b", *options) == data
     assert arithmetic(main, tmp_path / "c", *options, "--seed", "1") != data

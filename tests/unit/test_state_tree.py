@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrlhf.batch import NO_VERSION, Prompts, Rollout
+from mrlhf.batch import NO_VERSION, ExpertRecord, Prompts, Rollout
 from mrlhf.checkpoint.random_state import random_state, restore_random_state
 from mrlhf.checkpoint.state_tree import StateCopy, object_from, read_state, state_of
 from mrlhf.checkpoint.tensor_file import TensorSource, write_tensors
@@ -42,7 +42,7 @@ def test_a_copy_does_not_see_later_changes(tmp_path: Path) -> None:
     assert read_state(tmp_path)["tensor"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_dataclass_comes_back() -> None:
+def test_a_dataclass_comes_back(tmp_path: Path) -> None:
     prompts = Prompts([[1, 2]], [7], ["ab"], ["sums"], ["3"], [{"k": 1}])
     rollout = Rollout(
         prompts=prompts,
@@ -53,8 +53,19 @@ def test_a_dataclass_comes_back() -> None:
         rollout_logprobs=torch.tensor([[-0.5, 0.0]]),
         versions=torch.tensor([[3, NO_VERSION]], dtype=torch.int32),
         stopped=torch.tensor([True]),
+        experts=ExpertRecord(
+            torch.tensor([[[3, 0]], [[300, 2]], [[1, 2]]], dtype=torch.int16),
+            torch.tensor([0]),
+            torch.tensor([3]),
+        ),
     )
-    back = object_from(Rollout, state_of(rollout))
+    StateCopy.of({**state_of(rollout), "prompts": None}).write(tmp_path)
+    stored = {**read_state(tmp_path), "prompts": state_of(prompts)}
+    back = object_from(Rollout, stored)
+    assert back.experts is not None and rollout.experts is not None
+    assert back.experts.chosen.dtype == torch.int16
+    for name, tensor in vars(rollout.experts).items():
+        assert torch.equal(vars(back.experts)[name], tensor), name
     assert back.prompts == prompts and torch.equal(back.versions, rollout.versions)
     assert object_from(Rollout, {**state_of(rollout), "prompts": prompts}).prompts is prompts
 

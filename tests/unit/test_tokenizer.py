@@ -339,3 +339,12 @@ def test_text_that_cannot_be_encoded_is_one_line(directory):
     with pytest.raises(DataError, match=r"cannot encode the text that begins 'a\\udc00'") as caught:
         load_tokenizer(directory).encode("a\udc00")
     assert "\n" not in str(caught.value)
+
+
+def test_the_pieces_of_tokens_add_up_to_the_text(directory):
+    tokenizer = load_tokenizer(directory)
+    text = "Weng earns $12.50 — a “small” 和 sum.\nGood: é"
+    ids = tokenizer.encode(text)
+    (pieces,) = tokenizer.pieces([ids])
+    assert len(pieces) == len(ids)
+    assert "".join(pieces).removeprefix(" ") == tokenizer.decode(ids) == text

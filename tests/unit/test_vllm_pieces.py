@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +13,9 @@ from mrlhf.errors import WeightError
 from mrlhf.inference.vllm.pieces import (
     parameter_pieces,
     parameter_shapes,
+    stack_of,
     unsupported_feature,
+    unsupported_on_cpu,
     vllm_pieces,
 )
 from mrlhf.models.parameters import role_pieces
@@ -22,11 +27,11 @@ from mrlhf.reshard.sides import sides_around
 from mrlhf.weights.shard import Slot
 from tests.engine_models import hf_model, spec_of
 from tests.feature_models import FEATURE_MODELS
-from tests.mixture_models import MIXTURES
 from tests.plans import check_agreement
 from tests.shards import full_tensors, tiny_spec
 
 MODELS = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
 
 
 def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
@@ -42,23 +47,17 @@ def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[s
         heads = spec.num_kv_heads
         return full[name].chunk(heads)[rank * heads // tp] if tp > heads else rows(name)
 
-    held = {}
+    held = _cut_mlps(full, rank, tp)
     padded = torch.zeros(64, spec.hidden_size)
     padded[:37] = full["model.embed_tokens.weight"]
     held["model.embed_tokens.weight"] = padded.chunk(tp)[rank]
     for layer in range(4):
-        prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        mlp = prefix + "mlp."
+        attention = f"model.layers.{layer}.self_attn."
         for kind in ("weight", "bias"):
             q, k, v = (f"{attention}{name}_proj.{kind}" for name in "qkv")
             if q in full:
                 held[f"{attention}qkv_proj.{kind}"] = torch.cat([rows(q), shared(k), shared(v)])
         held[attention + "o_proj.weight"] = full[attention + "o_proj.weight"].chunk(tp, dim=1)[rank]
-        held[mlp + "gate_up_proj.weight"] = torch.cat(
-            [rows(mlp + "gate_proj.weight"), rows(mlp + "up_proj.weight")]
-        )
-        held[mlp + "down_proj.weight"] = full[mlp + "down_proj.weight"].chunk(tp, dim=1)[rank]
     held |= {name: tensor for name, tensor in full.items() if name.endswith("norm.weight")}
     if "lm_head.weight" in full:
         padded = torch.zeros(64, spec.hidden_size)
@@ -67,8 +66,34 @@ def _cut(spec: ModelSpec, full: dict[str, Tensor], rank: int, tp: int) -> dict[s
     return held
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("model", MODELS)
+def _cut_mlps(full: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
+    """Dense MLPs, shared experts, experts and routers, by what the names end with."""
+    held = {}
+    for name, tensor in full.items():
+        prefix, _, last = name.removesuffix(".weight").rpartition(".")
+        if last in ("gate", "shared_expert_gate", "e_score_correction_bias"):
+            held[name] = tensor
+        if last not in ("down_proj", "w2") or "self_attn" in name:
+            continue
+        gate, up = ("gate_proj", "up_proj") if last == "down_proj" else ("w1", "w3")
+        parts = (full[f"{prefix}.{part}.weight"].chunk(tp)[rank] for part in (gate, up))
+        gate_up = torch.cat(list(parts))
+        down = tensor.chunk(tp, dim=1)[rank]
+
+        mixture, is_expert, number = prefix.partition(".experts.")
+        if is_expert:
+            held[f"{mixture}.experts.routed_experts.w13_weight.{number}"] = gate_up
+            held[f"{mixture}.experts.routed_experts.w2_weight.{number}"] = down
+        else:
+            held[prefix + ".gate_up_proj.weight"] = gate_up
+            held[name] = down
+    return held
+
+
+SIZES = [*itertools.product(MODELS, [1, 2, 4, 8]), *itertools.product(WITH_EXPERTS, [1, 2, 4])]
+
+
+@pytest.mark.parametrize(("model", "tp"), SIZES)
 def test_each_rank_holds_what_vllm_expects(model: str, tp: int) -> None:
     spec = tiny_spec(model)
     full = full_tensors(spec)
@@ -134,7 +159,49 @@ def test_what_does_not_divide_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("name", (*FEATURE_MODELS, *MIXTURES))
+def test_each_expert_has_a_place_in_a_stack() -> None:
+    name = "model.layers.0.mlp.experts.routed_experts.w2_weight"
+    assert stack_of(f"{name}.12") == (name, 12)
+    assert stack_of("model.layers.0.mlp.down_proj.weight") is None
+    pieces = parameter_pieces(tiny_spec("glm4_moe"), 0, 2)
+    last_layer = [
+        name for name in pieces if name.startswith("model.layers.3.") and "w13_weight" in name
+    ]
+    assert [stack_of(name) for name in last_layer] == [
+        ("model.layers.3.mlp.experts.routed_experts.w13_weight", number) for number in range(4)
+    ]
+    experts = {piece.name for own in pieces.values() for piece in own if piece.of_expert}
+    assert len(experts) == 3 * 4 * 3 and all(".experts." in name for name in experts)
+
+
+def test_experts_that_vllm_cannot_split_are_refused() -> None:
+    spec = tiny_spec("mixtral")
+    with pytest.raises(WeightError, match=r"4 experts \(vLLM needs as many as ranks\); use one of"):
+        parameter_pieces(spec, 0, 8)
+    narrow = replace(tiny_spec("qwen3_moe"), ffn_size=24)
+    assert narrow.experts is not None
+    narrow = replace(narrow, experts=replace(narrow.experts, ffn_size=10))
+    with pytest.raises(WeightError, match=r"4 experts of width 10; use one of 1, 2$"):
+        parameter_pieces(narrow, 0, 4)
+
+
+def test_mixtures_with_other_features_are_refused() -> None:
+    biased = replace(tiny_spec("qwen3_moe"), qkv_bias=True, o_bias=True)
+    assert unsupported_feature(biased) == "biases on o_proj or the MLP"
+    unbiased = replace(tiny_spec("qwen2_moe"), qkv_bias=False)
+    assert unsupported_feature(unbiased) == "no biases on q, k and v"
+    assert all(unsupported_feature(tiny_spec(name)) is None for name in WITH_EXPERTS)
+
+    for name in WITH_EXPERTS:
+        spec = tiny_spec(name)
+        assert unsupported_on_cpu(spec) is None
+        assert unsupported_on_cpu(replace(spec, hidden_size=48)) == (
+            "experts and hidden size 48, no multiple of 32, on a CPU"
+        )
+    assert unsupported_on_cpu(replace(tiny_spec("llama"), hidden_size=48)) is None
+
+
+@pytest.mark.parametrize("name", FEATURE_MODELS)
 def test_a_model_with_other_features_is_refused(name: str) -> None:
     spec = spec_of(hf_model(name))
     assert unsupported_feature(spec) is not None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from mrlhf.inference.base import Sample
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
+from mrlhf.weights.shard import Slot
+from tests import shards
+from tests.mixture_models import as_in_files
 
 _FOUND = importlib.util.find_spec(
     "vllm"
@@ -31,6 +36,8 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 256,
 }
+# vLLM pads experts of a width that is no multiple of 32.
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "qwen2-tied": lambda: transformers.Qwen2Config(
@@ -43,7 +50,35 @@ CONFIGS = {
     "mistral-window": lambda: transformers.MistralConfig(
         **SIZES, tie_word_embeddings=False, sliding_window=6
     ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_experts=6, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **{name: size for name, size in SIZES.items() if name not in ("head_dim", "hidden_size")},
+        hidden_size=128,
+        **EXPERTS,
+        num_experts=4,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=False,
+    ),
+    "glm4-moe": lambda: transformers.Glm4MoeConfig(
+        **SIZES,
+        **EXPERTS,
+        attention_bias=True,
+        use_qk_norm=True,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        pad_token_id=None,
+    ),
 }
+MIXTURES = ("qwen3-moe", "mixtral", "qwen2-moe", "glm4-moe")
 
 
 def hf_model(name: str, seed: int = 0) -> Any:
@@ -55,7 +90,20 @@ def hf_model(name: str, seed: int = 0) -> Any:
     for key, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in key else 0.12 * noise
+    for key, buffer in model.named_buffers():
+        if "correction" in key:
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """The model's tensors as in its files."""
+    return as_in_files(model.state_dict(), model.config.model_type)
+
+
+def fill(slots: Iterable[Slot], model: Any) -> None:
+    """Store the model's tensors in the slots."""
+    shards.fill(slots, tensors_of(model))
 
 
 def spec_of(model: Any) -> ModelSpec:

@@ -23,10 +23,10 @@ from mrlhf.inference.base import (
 from mrlhf.inference.vllm.engine import VllmEngine
 from tests.engine_models import answer
 from tests.ranks import run_ranks
-from tests.shards import fill
 from tests.vllm.models import (
     CONFIGS,
     VOCABULARY,
+    fill,
     hf_difference,
     hf_greedy,
     hf_model,
@@ -249,7 +249,7 @@ def _preempts(model: Any) -> None:
         2 * 2 * 2 * 32 * 4 * 32
     )  # bytes of a block: k and v, layers, heads, head_dim, float32, tokens
     engine = _make(model, cache_bytes=8 * one)
-    fill(engine.weight_slots(), model.state_dict())
+    fill(engine.weight_slots(), model)
     engine.commit(1)
     greedy = SamplingParams(temperature=0.0, max_tokens=40, seed=0)
     finished = generate(engine, requests_for(prompts, UIDS, greedy))
@@ -289,7 +289,7 @@ def _body(rank: int, world_size: int) -> None:
         engine = _make(model, never=never)
         if name == "llama":
             _refuses(engine)
-        fill(engine.weight_slots(), model.state_dict())
+        fill(engine.weight_slots(), model)
         engine.commit(1)
         greedy = answer(engine, PROMPTS, UIDS, GREEDY)
         assert {sample.version for sample in greedy} == {1}
@@ -321,9 +321,22 @@ def _unsupported(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_head_size_without_attention_is_refused() -> None:
-    (message,) = run_ranks(1, _unsupported)
-    assert (
-        message.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64")
-        and "\n" not in message
+def _unsupported_experts(rank: int, world_size: int) -> str:
+    spec = dataclasses.replace(spec_of(hf_model("qwen3-moe")), hidden_size=80)
+    with pytest.raises(ConfigError) as caught:
+        VllmEngine(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, LIMITS)
+    return str(caught.value)
+
+
+def _refused(rank: int, world_size: int) -> tuple[str, str]:
+    return _unsupported(rank, world_size), _unsupported_experts(rank, world_size)
+
+
+def test_what_vllm_lacks_on_a_cpu_is_refused() -> None:
+    ((head_size, width),) = run_ranks(1, _refused)
+    assert head_size.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64")
+    assert width == (
+        "vLLM is not supported for a model with experts and hidden size 80, no multiple of 32, on "
+        "a CPU; set rollout.engine=native"
     )
+    assert "\n" not in head_size

@@ -18,8 +18,7 @@ from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.engine import VllmEngine
 from tests.engine_models import answer
 from tests.ranks import run_ranks
-from tests.shards import fill
-from tests.vllm.models import hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
+from tests.vllm.models import fill, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
 
 pytestmark = [needs_vllm, pytest.mark.timeout(300)]
 LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)
@@ -36,7 +35,7 @@ def _engine(model: Any, group: Any = None, weights: Any = None) -> VllmEngine:
 
 
 def _update(engine: VllmEngine, model: Any, version: int = 1) -> None:
-    fill(engine.weight_slots(), model.state_dict())
+    fill(engine.weight_slots(), model)
     engine.commit(version)
 
 
@@ -69,13 +68,21 @@ def _host_randomness_is_untouched() -> bool:
     return torch.equal(before, torch.get_rng_state())
 
 
-def _tied_output_follows(engine: VllmEngine) -> bool:
-    new = hf_model("qwen2-tied", seed=7)
+def _follows(engine: VllmEngine, name: str) -> bool:
+    """Whether new weights are answered with."""
+    new = hf_model(name, seed=7)
     _update(engine, new, 2)
     prompts = make_prompts()
-    return [s.token_ids for s in answer(engine, prompts, [0] * 6, GREEDY)] == hf_greedy(
-        new, prompts, 6
-    )
+    answers = [s.token_ids for s in answer(engine, prompts, [0] * 6, GREEDY)]
+    return answers == hf_greedy(new, prompts, 6)
+
+
+def _tied_output_follows(engine: VllmEngine) -> bool:
+    return _follows(engine, "qwen2-tied")
+
+
+def _pack_by_the_hook(experts: Any) -> None:
+    experts.quant_method.process_weights_after_loading(experts)
 
 
 def _prefixes_are_forgotten(engine: VllmEngine) -> bool:
@@ -151,6 +158,18 @@ def test_guards_of_one_rank() -> None:
         "SeparateRandomness": (True, False),
         "keep_default_group": (True, False),
     }
+
+
+def _mixture(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether new experts are answered with, and whether they are without the guard."""
+    engine = _engine(hf_model("mixtral"))
+    with without(guards, "pack_experts", _pack_by_the_hook):
+        broken = _follows(engine, "mixtral")
+    return _follows(engine, "mixtral"), broken
+
+
+def test_experts_are_packed_again() -> None:
+    assert run_ranks(1, _mixture) == [(True, False)]
 
 
 def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str], list[str]]:

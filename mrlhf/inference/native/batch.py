@@ -6,8 +6,10 @@ It knows neither where weights come from nor what the samples are for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mrlhf.inference.base import EngineLimits, Request, Sample, SamplingParams
@@ -69,8 +71,9 @@ class Batch:
             return []
 
         ended = self._draw(logits, step)
+        experts = self._experts_of(ended)
         self._scheduler.record(step.draws, ended)
-        return [self._sequences.remove(row) for row in ended]
+        return [self._sequences.remove(row, experts.get(row)) for row in ended]
 
     def take_counts(self) -> Counts:
         """What was done since this was last called."""
@@ -107,6 +110,26 @@ class Batch:
             most_queries=int(step.counts.max()),
             longest=longest,
         )
+
+    def _experts_of(self, rows: Sequence[int]) -> dict[int, NDArray[Any]]:
+        """The experts of all computed tokens of `rows`, which still have their blocks.
+
+        Rows that do not ask for them are left out.
+        """
+        record = self._runner.cache.experts
+        wanted = [row for row in rows if self._sequences.wants_experts(row)]
+        if record is None or not wanted:
+            return {}
+
+        size = self._block_size
+        places = []
+        for row in wanted:
+            positions = np.arange(self._scheduler.lengths[row])
+            blocks = self._scheduler.block_tables[row, positions // size].astype(np.int64)
+            places.append(blocks * size + positions % size)
+        experts = record[self._runner.send(np.concatenate(places))].cpu().numpy()
+        ends = np.cumsum([len(some) for some in places])
+        return dict(zip(wanted, np.split(experts, ends[:-1]), strict=True))
 
     def _draw(self, logits: Tensor, step: Step) -> list[int]:
         """Draw and record the next token of each of `step.draws`; return the rows that ended."""

@@ -81,6 +81,8 @@ class NativeEngine:
             self._parallel.size,
             self._dtype.itemsize,
             limits.block_size or default_block,
+            # All ranks choose the same experts.
+            spec.experts if self._parallel.rank == 0 else None,
         )
         place = ReplicaPlace(self._parallel.rank, self._parallel.size, ep)
         self._parameters = Parameters(spec, place, device, dtype)

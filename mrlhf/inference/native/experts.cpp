@@ -1,10 +1,10 @@
 // The products of a mixture of experts on a host: gated MLPs, of which each token goes to a few.
 //
 // It is compiled on the machine that runs it, by mrlhf/compiled/library.py. Tokens are sorted by
-// expert, so that each weight is read once however many tokens go to its expert. Weights stay as
-// they are stored: bfloat16 is widened in registers, which saves memory and halves what is read.
-// Sums are float32. The result of a token does not depend on the other tokens, nor on the number of
-// threads, to the last bit. The kernels know no router and no torch.
+// expert, so that each weight is read once however many tokens go to its expert. Weights lie in
+// panels, in the order in which they are read. bfloat16 is widened in registers, which saves memory
+// and halves what is read. Sums are float32. The result of a token does not depend on the other
+// tokens, nor on the number of threads, to the last bit. The kernels know no router and no torch.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,94 +12,61 @@
 #include <utility>
 #include <vector>
 
+#ifdef __AVX512F__
+#define LANES 16
+#endif
 #include "lanes.h"
-#include "numbers.h"
 
 namespace {
 
-constexpr int kRows = 3;            // rows and columns whose sums fit into the registers
-constexpr int kColumns = 4;
-constexpr int64_t kRowBlock = 48;   // rows that stay in the cache while they meet some columns
-constexpr int64_t kBlock = 32;      // columns that one thread computes at a time
+constexpr int kRows = LANES == 16 ? 12 : 6;  // whose sums fit into the registers, two vectors each
+constexpr int64_t kPanel = 2 * kLanes;  // columns of a panel
+constexpr int64_t kRowBlock = 96;       // rows that stay in the cache while they meet some panels
+constexpr int64_t kPanels = 8;          // panels that one thread computes at a time, at most
 
-inline float total(Lanes lanes) {
-    float parts[kLanes];
-    save(parts, lanes);
-    return ((parts[0] + parts[4]) + (parts[2] + parts[6])) + ((parts[1] + parts[5]) + (parts[3] + parts[7]));
-}
-
-// The totals of kC vectors.
-template <int kC>
-inline void totals(const Lanes* lanes, float* out) {
-    for (int c = 0; c < kC; ++c) out[c] = total(lanes[c]);
-}
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-template <>
-inline void totals<4>(const Lanes* lanes, float* out) {  // neighbours are added, four vectors at once
-    const Lanes a = lanes[0], b = lanes[1], c = lanes[2], d = lanes[3];
-    const Lanes ab = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-                     __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-    const Lanes cd = __builtin_shufflevector(c, d, 0, 8, 2, 10, 4, 12, 6, 14) +
-                     __builtin_shufflevector(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
-    const Lanes halves = __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) +
-                         __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
-    for (int i = 0; i < 4; ++i) out[i] = halves[i] + halves[i + 4];
-}
-#endif
-#endif
-
-// out[r][c] = x[r] . w[c], where the columns of the product are the rows of w [columns, size]. Each
-// sum has the same order whatever kR is, and so whatever other rows there are.
-template <typename W, int kR, int kC>
-inline void tile(const float* const* x, const W* w, int64_t size, float* out) {
-    Lanes sums[kR][kC] = {};
-    int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-        Lanes rows[kR];
-#pragma GCC unroll 3
-        for (int r = 0; r < kR; ++r) rows[r] = load(x[r] + i);
-#pragma GCC unroll 4
-        for (int c = 0; c < kC; ++c) {
-            const Lanes column = load(w + c * size + i);
-#pragma GCC unroll 3
-            for (int r = 0; r < kR; ++r) sums[r][c] += rows[r] * column;
+// out [kR, kPanel] = x [kR, size] times a panel [size, kPanel]. Each sum has one order, whatever kR
+// is, and so whatever other rows there are. The panel that follows is fetched if it comes next.
+template <typename W, int kR, bool kFetch>
+void tile(const float* const* x, const W* panel, int64_t size, float* out) {
+    Lanes sums[kR][2] = {};
+    for (int64_t i = 0; i < size; ++i) {
+        const W* row = panel + i * kPanel;
+        if (kFetch) __builtin_prefetch(row + size * kPanel, 0, 2);
+        const Lanes low = load(row), high = load(row + kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < kR; ++r) {
+            sums[r][0] += x[r][i] * low;
+            sums[r][1] += x[r][i] * high;
         }
     }
     for (int r = 0; r < kR; ++r) {
-        totals<kC>(sums[r], out + r * kC);
-        for (int64_t j = i; j < size; ++j)
-            for (int c = 0; c < kC; ++c)
-                out[r * kC + c] = __builtin_fmaf(x[r][j], widen(w[c * size + j]), out[r * kC + c]);
+        save(out + r * kPanel, sums[r][0]);
+        save(out + r * kPanel + kLanes, sums[r][1]);
     }
 }
 
-// Calls emit(row, column, x[row] . w[column]) for all rows and kC columns.
-template <typename W, int kC, typename Emit>
-inline void few_columns(const float* const* x, int64_t rows, const W* w, int64_t size, const Emit& emit) {
-    float out[kRows * kC];
-    for (int64_t first = 0; first < rows; first += kRows) {
-        const int count = int(std::min<int64_t>(kRows, rows - first));
-        switch (count) {
-            case 3: tile<W, 3, kC>(x + first, w, size, out); break;
-            case 2: tile<W, 2, kC>(x + first, w, size, out); break;
-            case 1: tile<W, 1, kC>(x + first, w, size, out); break;
-        }
-        for (int r = 0; r < count; ++r)
-            for (int c = 0; c < kC; ++c) emit(first + r, c, out[r * kC + c]);
-    }
+template <typename W, bool kFetch, int... kCounts>
+inline void tile_of(int rows, const float* const* x, const W* panel, int64_t size, float* out,
+                    std::integer_sequence<int, kCounts...>) {
+    using Tile = void (*)(const float* const*, const W*, int64_t, float*);
+    static constexpr Tile tiles[] = {tile<W, kCounts + 1, kFetch>...};
+    tiles[rows - 1](x, panel, size, out);
 }
 
-// The same for `columns` columns, at most kColumns.
+// Calls emit(row, x[row] times the panel) for all rows.
 template <typename W, typename Emit>
-inline void columns_of(const float* const* x, int64_t rows, const W* w, int64_t columns, int64_t size,
-                       const Emit& emit) {
-    if (columns == kColumns) {
-        few_columns<W, kColumns>(x, rows, w, size, emit);
-        return;
+inline void times_panel(const float* const* x, int64_t rows, const W* panel, int64_t size, const Emit& emit) {
+    constexpr auto counts = std::make_integer_sequence<int, kRows>();
+    float out[kRows * kPanel];
+    const int64_t tiles = (rows + kRows - 1) / kRows;
+    for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+        if (t == 0)
+            tile_of<W, true>(int(count), x, panel, size, out, counts);
+        else
+            tile_of<W, false>(int(count), x + first, panel, size, out, counts);
+        for (int64_t r = 0; r < count; ++r) emit(first + r, out + r * kPanel);
     }
-    for (int64_t c = 0; c < columns; ++c)
-        few_columns<W, 1>(x, rows, w + c * size, size, [&](int64_t r, int, float sum) { emit(r, c, sum); });
 }
 
 // Pairs of a token and an expert, in the order of the experts: those of expert e are numbered from
@@ -132,64 +99,64 @@ inline float gated_number(float gate, float up) {
     return rounded<T>(rounded<T>(g / (1.0f + exponential(-g))) * rounded<T>(up));
 }
 
-// inner [pairs, width] = silu(gate) * up of columns low .. high, for the rows of one expert. Its
-// weight has all gate rows before all up rows.
+// inner [rows, stride] = silu(gate) * up for the rows of one expert and the panels low .. high. A
+// panel has kLanes gate columns and the up columns that belong to them.
 template <typename T, typename W>
-void enter_expert(const float* const* x, int64_t rows, const W* weight, float* inner, int64_t hidden, int64_t width,
+void enter_expert(const float* const* x, int64_t rows, const W* panels, float* inner, int64_t hidden, int64_t stride,
                   int64_t low, int64_t high) {
-    float gates[kRowBlock * kBlock], ups[kRowBlock * kBlock];
-    for (int64_t first = 0; first < rows; first += kRowBlock) {
-        const int64_t count = std::min(kRowBlock, rows - first);
-        for (int64_t c = low; c < high; c += kColumns) {
-            const int64_t columns = std::min<int64_t>(kColumns, high - c);
-            columns_of(x + first, count, weight + c * hidden, columns, hidden,
-                       [&](int64_t r, int64_t j, float sum) { gates[r * kBlock + c - low + j] = sum; });
-            columns_of(x + first, count, weight + (width + c) * hidden, columns, hidden,
-                       [&](int64_t r, int64_t j, float sum) { ups[r * kBlock + c - low + j] = sum; });
-        }
-        for (int64_t r = 0; r < count; ++r) {
-            float* out = inner + (first + r) * width + low;
+    for (int64_t first = 0; first < rows; first += kRowBlock)
+        for (int64_t p = low; p < high; ++p)
+            times_panel(x + first, std::min(kRowBlock, rows - first), panels + p * hidden * kPanel, hidden,
+                        [&](int64_t r, const float* sums) {
+                            float* out = inner + (first + r) * stride + p * kLanes;
 #pragma omp simd
-            for (int64_t i = 0; i < high - low; ++i)
-                out[i] = gated_number<T>(gates[r * kBlock + i], ups[r * kBlock + i]);
-        }
-    }
+                            for (int64_t i = 0; i < kLanes; ++i) out[i] = gated_number<T>(sums[i], sums[kLanes + i]);
+                        });
 }
 
-// Adds columns low .. high of the output of one expert to the sums [tokens, high - low].
+// Adds the panels low .. high of the output of one expert to the sums [tokens, (high - low) * kPanel].
 template <typename W>
-void leave_expert(const float* const* inner, const int64_t* tokens, const float* shares, int64_t rows, const W* weight,
+void leave_expert(const float* const* inner, const int64_t* tokens, const float* shares, int64_t rows, const W* panels,
                   float* sums, int64_t width, int64_t low, int64_t high) {
-    for (int64_t first = 0; first < rows; first += kRowBlock) {
-        const int64_t count = std::min(kRowBlock, rows - first);
-        for (int64_t c = low; c < high; c += kColumns)
-            columns_of(inner + first, count, weight + c * width, std::min<int64_t>(kColumns, high - c), width,
-                       [&](int64_t r, int64_t j, float sum) {
-                           sums[tokens[first + r] * (high - low) + c - low + j] += shares[first + r] * sum;
-                       });
-    }
+    for (int64_t first = 0; first < rows; first += kRowBlock)
+        for (int64_t p = low; p < high; ++p)
+            times_panel(inner + first, std::min(kRowBlock, rows - first), panels + p * width * kPanel, width,
+                        [&](int64_t r, const float* product) {
+                            const float share = shares[first + r];
+                            float* sum = sums + (tokens[first + r] * (high - low) + p - low) * kPanel;
+#pragma omp simd
+                            for (int64_t i = 0; i < kPanel; ++i) sum[i] += share * product[i];
+                        });
 }
 
-// out [tokens, hidden] = the sum over the chosen experts of share * expert(x). An expert has a
-// weight fc1 [2 * width, hidden] and a weight fc2 [hidden, width]; only `count` experts from number
-// `first` on are here, and the others add nothing.
+// Consecutive panels of one expert.
+struct Part {
+    int64_t expert, low, high;
+};
+
+// out [tokens, hidden] = the sum over the chosen experts of share * expert(x). Of an expert fc1 has
+// ceil(width / kLanes) panels [hidden, kPanel], and fc2 ceil(hidden / kPanel) panels [width, kPanel].
+// Only `count` experts from number `first` on are here, and the others add nothing.
 template <typename T, typename W>
-void mixture(const T* x, const int64_t* chosen, const float* shares, const W* const* fc1, const W* const* fc2, T* out,
-             int64_t tokens, int64_t hidden, int64_t width, int64_t per_token, int64_t first, int64_t count,
-             int threads) {
+void mixture(const T* x, const int64_t* chosen, const float* shares, const W* fc1, const W* fc2, T* out, int64_t tokens,
+             int64_t hidden, int64_t width, int64_t per_token, int64_t first, int64_t count, int threads) {
     const Pairs pairs(chosen, shares, tokens * per_token, per_token, first, count);
     const int64_t all = pairs.starts[count];
+    const int64_t in_panels = (width + kLanes - 1) / kLanes, out_panels = (hidden + kPanel - 1) / kPanel;
+    const int64_t stride = in_panels * kLanes;
     const std::unique_ptr<float[]> wide(new float[tokens * hidden]);
-    const std::unique_ptr<float[]> inner(new float[all * width]);
+    const std::unique_ptr<float[]> inner(new float[all * stride]);
     std::vector<const float*> x_rows(all), inner_rows(all);
     for (int64_t p = 0; p < all; ++p) {
         x_rows[p] = wide.get() + pairs.tokens[p] * hidden;
-        inner_rows[p] = inner.get() + p * width;
+        inner_rows[p] = inner.get() + p * stride;
     }
-    std::vector<std::pair<int64_t, int64_t>> blocks;  // expert, first column
+    std::vector<Part> parts;
     for (int64_t e = 0; e < count; ++e)
         if (pairs.starts[e] < pairs.starts[e + 1])
-            for (int64_t low = 0; low < width; low += kBlock) blocks.emplace_back(e, low);
+            for (int64_t low = 0; low < in_panels; low += kPanels)
+                parts.push_back({e, low, std::min(in_panels, low + kPanels)});
+    const int64_t at_once = std::min(kPanels, (out_panels + threads - 1) / threads);
 
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -197,34 +164,41 @@ void mixture(const T* x, const int64_t* chosen, const float* shares, const W* co
         for (int64_t i = 0; i < tokens * hidden; ++i) wide[i] = widen(x[i]);
 
 #pragma omp for schedule(dynamic)
-        for (size_t b = 0; b < blocks.size(); ++b) {
-            const int64_t e = blocks[b].first, low = blocks[b].second, start = pairs.starts[e];
-            enter_expert<T>(x_rows.data() + start, pairs.starts[e + 1] - start, fc1[e], inner.get() + start * width,
-                            hidden, width, low, std::min(width, low + kBlock));
+        for (size_t b = 0; b < parts.size(); ++b) {
+            const Part part = parts[b];
+            const int64_t start = pairs.starts[part.expert];
+            enter_expert<T>(x_rows.data() + start, pairs.starts[part.expert + 1] - start,
+                            fc1 + part.expert * in_panels * hidden * kPanel, inner.get() + start * stride, hidden,
+                            stride, part.low, part.high);
         }
 
-        std::vector<float> sums(tokens * kBlock);
+        std::vector<float> sums(tokens * at_once * kPanel);
 #pragma omp for schedule(dynamic)
-        for (int64_t low = 0; low < hidden; low += kBlock) {
-            const int64_t high = std::min(hidden, low + kBlock);
+        for (int64_t low = 0; low < out_panels; low += at_once) {
+            const int64_t high = std::min(out_panels, low + at_once);
             std::fill(sums.begin(), sums.end(), 0.0f);
             for (int64_t e = 0; e < count; ++e) {
                 const int64_t start = pairs.starts[e];
                 leave_expert(inner_rows.data() + start, pairs.tokens.data() + start, pairs.shares.data() + start,
-                             pairs.starts[e + 1] - start, fc2[e], sums.data(), width, low, high);
+                             pairs.starts[e + 1] - start, fc2 + e * out_panels * width * kPanel, sums.data(), width,
+                             low, high);
             }
+            const int64_t begin = low * kPanel, size = std::min(hidden - begin, (high - low) * kPanel);
             for (int64_t t = 0; t < tokens; ++t)
-                for (int64_t i = low; i < high; ++i) store(out + t * hidden + i, sums[t * (high - low) + i - low]);
+                for (int64_t i = 0; i < size; ++i)
+                    store(out + t * hidden + begin + i, sums[t * (high - low) * kPanel + i]);
         }
     }
 }
 
 }  // namespace
 
+extern "C" int64_t lanes_of_a_panel() { return kLanes; }
+
 #define MRLHF_EXPERTS(T, T_SUFFIX, W, W_SUFFIX)                                                                        \
     extern "C" void mixture_of_##W_SUFFIX##_##T_SUFFIX(                                                                \
-        const T* x, const int64_t* chosen, const float* shares, const W* const* fc1, const W* const* fc2, T* out,      \
-        int64_t tokens, int64_t hidden, int64_t width, int64_t per_token, int64_t first, int64_t count, int threads) { \
+        const T* x, const int64_t* chosen, const float* shares, const W* fc1, const W* fc2, T* out, int64_t tokens,    \
+        int64_t hidden, int64_t width, int64_t per_token, int64_t first, int64_t count, int threads) {                 \
         mixture<T, W>(x, chosen, shares, fc1, fc2, out, tokens, hidden, width, per_token, first, count, threads);      \
     }
 

@@ -7,9 +7,9 @@ device. Their results agree to rounding. This file knows tensors, and neither ro
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import has_kernel
 
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -72,23 +73,27 @@ class Experts(Protocol):
 
 
 class HostExperts:
-    """Experts on compiled kernels, which read the weights where they are."""
+    """Experts on compiled kernels, with copies of the weights in the order of reading."""
 
     def __init__(self, library: ctypes.CDLL, experts: LocalExperts, dtype: torch.dtype) -> None:
-        """Look up the function and the addresses.
+        """Lay the weights out.
 
         Args:
             library: `experts.cpp`.
-            experts: contiguous weights on the host, which stay where they are.
+            experts: weights on the host.
             dtype: that of what goes in and comes out. If it is float32, weights may be bfloat16.
         """
         weight = experts.fc1[0]
         name = f"mixture_of_{SUFFIXES[weight.dtype]}"
         self._mixture: Any = functions_of(library, {name: _SIGNATURE}, dtype)[name]
         self._dtype = dtype
-        self._experts = experts
-        self._addresses = [_addresses(experts.fc1), _addresses(experts.fc2)]
+        self._first = experts.first
+        self._count = len(experts.fc1)
         self._width = len(weight) // 2
+
+        lanes = library.lanes_of_a_panel()
+        self._fc1 = _laid_out(experts.fc1, partial(_gate_up_panels, lanes=lanes))
+        self._fc2 = _laid_out(experts.fc2, partial(_panels, columns=2 * lanes))
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum over the chosen experts of share * expert(x), as `Experts` says."""
@@ -99,11 +104,10 @@ class HostExperts:
         tokens, hidden = x.shape
         threads = threads_for(chosen.numel() * hidden * self._width // _MULTIPLICATIONS)
 
-        fc1, fc2 = self._addresses
         self._mixture(
             x.data_ptr(), chosen.data_ptr(), shares.data_ptr(),
-            fc1.data_ptr(), fc2.data_ptr(), out.data_ptr(),
-            tokens, hidden, self._width, chosen.shape[1], self._experts.first, len(fc1), threads,
+            self._fc1.data_ptr(), self._fc2.data_ptr(), out.data_ptr(),
+            tokens, hidden, self._width, chosen.shape[1], self._first, self._count, threads,
         )  # fmt: skip
         return out
 
@@ -139,24 +143,6 @@ def make_experts(experts: LocalExperts, dtype: torch.dtype) -> Experts:
 @cache
 def _library() -> ctypes.CDLL | None:
     return load_library(SOURCE, "the engine's mixture of experts")
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one, [tensors, ...].
-
-    It is a view if they lie one after another in one storage, and a copy otherwise.
-    """
-    first = tensors[0]
-    places = [tensor.data_ptr() - first.data_ptr() for tensor in tensors]
-    in_a_row = all(
-        tensor.is_contiguous()
-        and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and place == number * first.nbytes
-        for number, (tensor, place) in enumerate(zip(tensors, places, strict=True))
-    )
-    if not in_a_row:
-        return torch.stack(list(tensors))
-    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
 def one_by_one(experts: ExpertStack, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -207,6 +193,24 @@ def _gated(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _addresses(weights: Sequence[Tensor]) -> Tensor:
-    assert all(weight.is_contiguous() for weight in weights), "a weight has gaps"
-    return torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64)
+def _gate_up_panels(weight: Tensor, lanes: int) -> Tensor:
+    """A weight [2 * width, hidden] as [panels, hidden, gate and up, lanes]."""
+    return torch.stack([_panels(half, lanes) for half in weight.chunk(2)], dim=2)
+
+
+def _panels(weight: Tensor, columns: int) -> Tensor:
+    """A weight [out, in] as [panels, in, columns]; the last panel is filled up with zeros."""
+    filled = F.pad(weight, (0, 0, 0, -len(weight) % columns))
+    return filled.unflatten(0, (-1, columns)).transpose(1, 2)
+
+
+def _laid_out(weights: Sequence[Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `arrange` makes of each weight, in one tensor [weights, ...]."""
+    out: Tensor | None = None
+    for number, weight in enumerate(weights):
+        arranged = arrange(weight)
+        if out is None:
+            out = torch.empty((len(weights), *arranged.shape), dtype=arranged.dtype)
+        out[number].copy_(arranged)
+    assert out is not None, "a layer without experts"
+    return out

@@ -26,6 +26,8 @@ class KVCache:
 
     Attributes:
         layers: keys and values of each layer.
+        experts: the experts of each token whose keys and values are here, [blocks x block_size,
+            mixtures, per_token]; None if they are not recorded.
         blocks: the number of blocks.
         block_size: tokens in a block.
         nbytes: the size of everything.
@@ -49,6 +51,7 @@ class KVCache:
         pair_shape = (2, blocks, shape.block_size, shape.kv_heads, shape.head_dim)
         try:
             pairs = [_zeros(pair_shape, dtype, device) for _ in range(shape.num_layers)]
+            self.experts = _record(shape, blocks, device)
         except (OSError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             wanted = blocks * shape.block_bytes
             raise EngineError(
@@ -59,7 +62,7 @@ class KVCache:
         self.layers: list[Layer] = [(pair[0], pair[1]) for pair in pairs]
         self.blocks = blocks
         self.block_size = shape.block_size
-        self.nbytes = sum(pair.nbytes for pair in pairs)
+        self.nbytes = blocks * shape.block_bytes
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks; no block is copied to twice, or copied both from and to.
@@ -75,6 +78,17 @@ class KVCache:
         for keys, values in self.layers:
             keys[targets] = keys[sources]
             values[targets] = values[sources]
+        if self.experts is not None:
+            in_blocks = self.experts.unflatten(0, (self.blocks, self.block_size))
+            in_blocks[targets] = in_blocks[sources]
+
+
+def _record(shape: CacheShape, blocks: int, device: torch.device) -> Tensor | None:
+    experts = shape.experts
+    if experts is None:
+        return None
+    of_token = (experts.mixtures, experts.per_token)
+    return _zeros((blocks * shape.block_size, *of_token), experts.record_dtype, device)
 
 
 def blocks_for(

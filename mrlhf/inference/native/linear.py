@@ -53,9 +53,10 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         return product
 
     def multiply_alike(x: Tensor) -> Tensor:
-        if len(x) == 1:  # one row alone goes through another kernel, which rounds otherwise
+        rows = x.shape[0]  # `len` of a tensor takes longer
+        if rows == 1:  # one row alone goes through another kernel, which rounds otherwise
             return multiply(x.expand(2, -1))[:1]
-        return multiply(x) if len(x) else F.linear(x, weight, bias)
+        return multiply(x) if rows else F.linear(x, weight, bias)
 
     def multiply_faster(x: Tensor) -> Tensor:
         return multiply(x) if len(x) in _PACKED_ROWS else F.linear(x, weight, bias)

@@ -20,8 +20,11 @@ from mrlhf.inference.native.router import Router
 from mrlhf.models.parameters import experts_of
 from mrlhf.models.spec import ModelSpec
 
-Mlp = Callable[[Tensor], Tensor]
-"""This rank's share of the MLP of x [tokens, hidden]: [tokens, hidden]."""
+Mlp = Callable[[Tensor, list[Tensor]], Tensor]
+"""This rank's share of the MLP of x [tokens, hidden]: [tokens, hidden].
+
+A mixture appends the experts that it chooses to the list, int64 [tokens, per_token].
+"""
 
 
 class DenseMlp:
@@ -33,8 +36,8 @@ class DenseMlp:
         self._fc1 = fc1
         self._fc2 = fc2
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """This rank's share of the output."""
+    def __call__(self, x: Tensor, choices: list[Tensor]) -> Tensor:
+        """This rank's share of the output; it has no experts."""
         return self._fc2(self._operators.gated(self._fc1(x)))
 
 
@@ -57,14 +60,15 @@ class Mixture:
         self._shared = shared
         self._shared_gate = shared_gate
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """This rank's share of the output."""
+    def __call__(self, x: Tensor, choices: list[Tensor]) -> Tensor:
+        """This rank's share of the output; the chosen experts are appended to `choices`."""
         chosen, shares = self._router(x)
+        choices.append(chosen)
         out = self._experts(x, chosen, shares)
         if self._shared is None:
             return out
 
-        shared = self._shared(x)
+        shared = self._shared(x, choices)
         if self._shared_gate is not None:
             shared = shared * self._shared_gate(x).sigmoid()
         return out + shared

@@ -106,12 +106,16 @@ class Decoder:
         self.vocab_start = parallel.rank * rows
         self._vocab_rows = max(0, min(rows, spec.vocab_size - self.vocab_start))
 
-    def forward(self, inputs: StepInputs, cache: list[Layer]) -> Tensor:
+    def forward(
+        self, inputs: StepInputs, cache: list[Layer], record: Tensor | None = None
+    ) -> Tensor:
         """The logits after the tokens `inputs.last`.
 
         Args:
             inputs: the tokens of the pass.
             cache: keys and values of each layer; those of the pass are written.
+            record: the experts of each token in the cache, [places, mixtures, per_token]; those of
+                the pass are written. None: they are not recorded.
 
         Returns:
             [rows, vocab_shard]: this rank's columns, without those of padding.
@@ -121,6 +125,7 @@ class Decoder:
 
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
+        choices: list[Tensor] = []
         for layer, store in zip(self._layers, cache, strict=True):
             qkv = layer.qkv(self._enter(hidden, delta, layer.input_norm)).view(shape)
             if layer.projection_norms is not None:
@@ -129,9 +134,11 @@ class Decoder:
             context = operators.attend(q, store, inputs, layer.window)
             delta = self._leave(layer.proj(context.flatten(1)), layer.proj_bias, layer.proj_norm)
 
-            share = layer.mlp(self._enter(hidden, delta, layer.mlp_norm))
+            share = layer.mlp(self._enter(hidden, delta, layer.mlp_norm), choices)
             delta = self._leave(share, layer.mlp_bias, layer.mlp_output_norm)
 
+        if record is not None:
+            record[inputs.cache_places] = torch.stack(choices, dim=1).to(record.dtype)
         assert delta is not None
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]

@@ -58,7 +58,7 @@ class Runner:
         self.manager = BlockManager(blocks, cache.block_size)
         if captures:
             self._graphs = DecodeGraphs(
-                lambda inputs: decoder.forward(inputs, cache.layers),
+                lambda inputs: decoder.forward(inputs, cache.layers, cache.experts),
                 limits.max_num_seqs,
                 -(-limits.max_length // cache.block_size),
                 blocks,
@@ -70,7 +70,7 @@ class Runner:
         one_token_each = inputs.most_queries == 1 and len(inputs.last) == len(inputs.tokens)
         if self._graphs is not None and one_token_each:
             return self._graphs.run(inputs)
-        return self._decoder.forward(inputs, self.cache.layers)
+        return self._decoder.forward(inputs, self.cache.layers, self.cache.experts)
 
     def send(self, values: NDArray[np.generic]) -> Tensor:
         """A host array on the device; it is sent from pinned memory, so that nothing waits."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,7 @@ class Sequences:
         self._numbers = RowNumbers()
         self._owners: dict[int, tuple[int, int]] = {}  # request and sample index of each row
         self._searches: dict[int, StopSearch] = {}  # of each row, if there are stop strings
+        self._recorded: set[int] = set()  # rows whose samples say which experts they went to
         self._keys = np.zeros(0, dtype=np.uint64)
         self._tokens = np.zeros((0, 0), dtype=np.int32)
         self._logprobs = np.zeros((0, 0), dtype=np.float32)
@@ -69,6 +71,8 @@ class Sequences:
             self._tokens[rows, : len(request.prompt)] = request.prompt
             self._prompt_lengths[rows] = len(request.prompt)
             self._max_tokens[rows] = request.sampling.max_tokens
+            if request.sampling.record_experts:
+                self._recorded.update(rows)
             for row, index in zip(rows, request.samples, strict=True):
                 self._owners[row] = (request.id, index)
                 if self._stop:
@@ -109,10 +113,20 @@ class Sequences:
         ended: list[int] = rows[stopped | (counts + 1 == self._max_tokens[rows])].tolist()
         return ended
 
-    def remove(self, row: int) -> Sample:
-        """The sample of a row that has ended; its number may be used again."""
+    def wants_experts(self, row: int) -> bool:
+        """Whether the sample of a row is to say to which experts its tokens were sent."""
+        return row in self._recorded
+
+    def remove(self, row: int, experts: NDArray[Any] | None = None) -> Sample:
+        """The sample of a row that has ended; its number may be used again.
+
+        Args:
+            row: its number.
+            experts: what the sample says of the experts of its tokens.
+        """
         request_id, sample_index = self._owners.pop(row)
         self._searches.pop(row, None)
+        self._recorded.discard(row)
         self._numbers.give_back(row)
         start = self._prompt_lengths[row]
         count = self._counts[row]
@@ -124,6 +138,7 @@ class Sequences:
             logprobs=array("f", self._logprobs[row, :count].tobytes()),
             stopped=bool(self._stopped[row]),
             version=self._version,
+            experts=experts,
         )
 
     def _make_room(self, requests: Sequence[Request], rows: int) -> None:

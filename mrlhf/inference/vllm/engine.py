@@ -25,7 +25,11 @@ from mrlhf.inference.installed import require_engine
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
-from mrlhf.inference.vllm.pieces import parameter_pieces, parameter_shapes
+from mrlhf.inference.vllm.pieces import (
+    parameter_pieces,
+    parameter_shapes,
+    unsupported_on_cpu,
+)
 from mrlhf.inference.vllm.requests import Requests
 from mrlhf.models.families import family_of, save_config
 from mrlhf.models.spec import ModelSpec
@@ -265,6 +269,8 @@ class VllmEngine:
             "gpu_memory_utilization": self._share_of_memory(),
             # Compiling on a CPU takes tens of seconds and gains a few per cent.
             "enforce_eager": limits.enforce_eager or on_cpu,
+            # Other kernels of a GPU would keep the weights of experts in an order of their own.
+            "moe_backend": "auto" if on_cpu else "triton",
         }
 
     def _share_of_memory(self) -> float:
@@ -337,6 +343,11 @@ def _check_platform(spec: ModelSpec, device: torch.device) -> None:
             f"'mrlhf[vllm]' for CUDA) or set rollout.engine=native"
         )
     if device.type == "cpu":
+        feature = unsupported_on_cpu(spec)
+        if feature is not None:
+            raise ConfigError(
+                f"vLLM is not supported for a model with {feature}; set rollout.engine=native"
+            )
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()

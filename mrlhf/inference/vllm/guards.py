@@ -9,6 +9,7 @@ here prevents one kind:
     name_shared_memory      all jobs on a machine use the same names of shared memory
     remove_memory_names     a process that ends without destructors leaves its shared memory behind
     repack_output_layer     a tied output layer keeps an old packed copy of its weights
+    pack_experts            new weights of experts are taken for packed ones
     drop_prefix_cache       prompts are answered with keys and values of older weights
 
 Besides, `HostState` puts back what vLLM changes in the process. Each guard has a test that shows
@@ -172,6 +173,11 @@ def repack_output_layer(model: Any) -> None:
     """Pack a tied output layer again: on a CPU it has a packed copy of the shared embedding."""
     if model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def pack_experts(experts: Any) -> None:
+    """Pack the new weights of a layer's experts on a CPU: vLLM's own hook does so only once."""
+    experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
 
 
 def drop_prefix_cache(llm: Any) -> None:

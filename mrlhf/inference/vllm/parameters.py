@@ -1,14 +1,14 @@
 """Where vLLM's parameters are stored, and how new weights get into them.
 
 On a GPU each parameter is a tensor that stays where it is. On a CPU vLLM packs the weights of
-linear layers for its matrix products and keeps no other copy. These weights are stored here from
-`slots` or `bind` until `install`, which packs and forgets them. This file does not know where
-weights come from.
+linear layers and of experts for its matrix products and keeps no other copy. These weights are
+stored here from `slots` or `bind` until `install`, which packs and forgets them. This file does not
+know where weights come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,17 @@ from torch import Tensor, nn
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.checks import check_complete, check_tensor
+from mrlhf.inference.stacks import stacked
 from mrlhf.inference.vllm import guards
+from mrlhf.inference.vllm.pieces import stack_of
+from mrlhf.models.parameters import keeps_float32
 from mrlhf.weights.shard import Piece, Shape, Slot
 
 
 class VllmParameters:
     """The parameters of a vLLM model on this rank, by vLLM's names.
+
+    The experts of a layer are parameters of their own here; vLLM has them in one.
 
     Attributes:
         pieces: which named slices each parameter holds.
@@ -42,7 +47,7 @@ class VllmParameters:
             pieces: the named slices that each parameter should hold.
             shapes: the shape that each parameter should have.
             device: where the parameters are.
-            dtype: the dtype of the parameters.
+            dtype: the dtype of the parameters, except for those that stay float32.
 
         Raises:
             EngineError: the model has other parameters than `pieces`, or other shapes.
@@ -52,20 +57,23 @@ class VllmParameters:
         self._shapes = shapes
         self._device = device
         self._dtype = dtype
+        self._members = _members_of(pieces)
         self._new: dict[str, Tensor] = {}
         self._borrowed: set[str] = set()
 
         named = dict(model.named_parameters())
-        if set(named) != set(pieces):
-            odd = sorted(set(named) ^ set(pieces))
+        if set(named) != set(self._members):
+            odd = sorted(set(named) ^ set(self._members))
             raise EngineError(
                 f"vLLM's model differs from ours in parameters {odd[:3]}; set "
                 f"rollout.engine=native, or use vLLM 0.32"
             )
+        packed = self._packed_names()
         for name, parameter in named.items():
-            if parameter.numel() and tuple(parameter.shape) != shapes[name]:
+            wanted = self._whole_shape(name)
+            if name not in packed and tuple(parameter.shape) != wanted:
                 raise EngineError(
-                    f"vLLM's {name} is {list(parameter.shape)} and not {list(shapes[name])}; set "
+                    f"vLLM's {name} is {list(parameter.shape)} and not {list(wanted)}; set "
                     f"rollout.engine=native"
                 )
 
@@ -78,7 +86,7 @@ class VllmParameters:
         Raises:
             EngineError: there is no such parameter, or the tensor does not fit it.
         """
-        check_tensor(name, tensor, self._shapes, self._dtype, self._device)
+        check_tensor(name, tensor, self._shapes, self._dtype_of(name), self._device)
         self._new[name] = tensor.detach()
         self._borrowed.add(name)
 
@@ -87,16 +95,17 @@ class VllmParameters:
 
         A parameter that vLLM packs gets storage until `install`, in which padding rows are zero.
         """
-        for name in self.missing:
-            stored: Tensor = self._model.get_parameter(name)
-            fits = tuple(stored.shape) == self._shapes[name] and stored.dtype == self._dtype
-            if fits and (self._device.type == "cuda" or name not in self._borrowed):
-                self._new[name] = stored.detach()
-            else:
-                self._new[name] = torch.zeros(
-                    self._shapes[name], dtype=self._dtype, device=self._device
-                )
-                self._borrowed.discard(name)
+        packed = self._packed_names()
+        for whole, members in self._members.items():
+            missing = [name for name in members if name not in self._new]
+            if not missing:
+                continue
+            storage = self._storage(whole, members, packed)
+            parts = storage if stack_of(members[0]) else [storage]
+            for name, part in zip(members, parts, strict=True):
+                if name in missing:
+                    self._new[name] = part
+                    self._borrowed.discard(name)
         return [
             Slot(piece, self._new[name]) for name, pieces in self.pieces.items() for piece in pieces
         ]
@@ -116,14 +125,19 @@ class VllmParameters:
         check_complete(self.missing)
 
         for prefix, module in self._model.named_modules():
-            own = [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]
-            own = [name for name in own if name in self._new]
+            own = [name for name, _ in module.named_parameters(recurse=False)]
+            own = [name for name in own if self._has_new(f"{prefix}.{name}")]
             for name in own:
-                self._place(module, name.rpartition(".")[2], self._new.pop(name))
-            if own and self._device.type == "cpu" and _is_packed(module):
-                module.quant_method.process_weights_after_loading(module)
+                members = self._members[f"{prefix}.{name}"]
+                new = [self._new.pop(member) for member in members]
+                self._place(module, name, stacked(new) if stack_of(members[0]) else new[0])
+            if own and self._device.type == "cpu":
+                _pack(module)
         if self._device.type == "cpu":
             guards.repack_output_layer(self._model)
+
+    def _has_new(self, whole: str) -> bool:
+        return whole in self._members and self._members[whole][0] in self._new
 
     def _place(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         """Make `tensor` the parameter `name` of `module`, or copy it there."""
@@ -132,15 +146,78 @@ class VllmParameters:
             return
         if self._device.type == "cuda":
             parameter.copy_(tensor)
-        elif parameter.numel():
-            parameter.data = tensor
+        elif _is_packed(module, parameter):
+            dtype = _dtype_to_pack(module, tensor.dtype)
+            setattr(module, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
         else:
-            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+            parameter.data = tensor
+
+    def _storage(self, whole: str, members: Sequence[str], packed: set[str]) -> Tensor:
+        """vLLM's parameter `whole` itself if it can be written to; otherwise zeros of its shape."""
+        stored: Tensor = self._model.get_parameter(whole)
+        dtype = self._dtype_of(members[0])
+        fits = whole not in packed and stored.dtype == dtype
+        if fits and (self._device.type == "cuda" or self._borrowed.isdisjoint(members)):
+            return stored.detach()
+        return torch.zeros(self._whole_shape(whole), dtype=dtype, device=self._device)
+
+    def _packed_names(self) -> set[str]:
+        """The parameters that vLLM keeps in an arrangement of its own."""
+        if self._device.type != "cpu":
+            return set()
+        return {
+            f"{prefix}.{name}"
+            for prefix, module in self._model.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if _is_packed(module, parameter)
+        }
+
+    def _whole_shape(self, whole: str) -> Shape:
+        """The shape of a parameter of vLLM."""
+        members = self._members[whole]
+        shape = self._shapes[members[0]]
+        return (len(members), *shape) if stack_of(members[0]) else shape
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if keeps_float32(name) else self._dtype
 
 
-def _is_packed(module: nn.Module) -> bool:
-    """Whether vLLM multiplies by a packed copy of the module's weight; embeddings have none."""
+def _members_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
+    """For each of vLLM's parameters ours in it: itself, or the experts that it stacks, in order."""
+    members: dict[str, list[str]] = {}
+    for name in names:
+        stack = stack_of(name)
+        if stack is None:
+            members[name] = [name]
+        else:
+            whole, number = stack
+            assert number == len(members.setdefault(whole, [])), f"{name} is out of order"
+            members[whole].append(name)
+    return members
+
+
+def _is_packed(module: nn.Module, parameter: Tensor) -> bool:
+    """Whether vLLM, on a CPU, keeps the weights of `parameter` in a packed copy alone."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return not parameter.numel() or isinstance(module, RoutedExperts)
+
+
+def _pack(module: nn.Module) -> None:
+    """Let vLLM, on a CPU, pack the module's new weights if it multiplies by them."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    return isinstance(module, LinearBase | ParallelLMHead)
+    if isinstance(module, RoutedExperts):
+        guards.pack_experts(module)
+    elif isinstance(module, LinearBase | ParallelLMHead):
+        module.quant_method.process_weights_after_loading(module)
+
+
+def _dtype_to_pack(module: nn.Module, given: torch.dtype) -> torch.dtype:
+    """The dtype in which vLLM multiplies by the module's weights; some routers have their own."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    dtype: torch.dtype = module.params_dtype if isinstance(module, LinearBase) else given
+    return dtype

@@ -3,6 +3,9 @@
     qkv_proj        all q rows of the rank, then its k rows, then its v rows; where there are more
                     ranks than KV heads, several ranks hold the same k and v
     gate_up_proj    all gate rows of the rank, then its up rows
+    w13_weight.3    the same for expert 3 of a mixture, and w2_weight.3 its columns of the output
+                    matrix; vLLM stacks the experts of a layer in one parameter, `stack_of` says in
+                    which
     embed_tokens    the vocabulary, padded to a multiple of 64, in equal shares of rows
 
 The families in FAMILIES have these parameters in vLLM. A model with other features needs a map
@@ -13,15 +16,33 @@ This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
+
 from mrlhf.errors import WeightError
 from mrlhf.inference.engine_sizes import engine_tp_problem, vllm_vocabulary
-from mrlhf.models.families import family_of
+from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.rope import rope_type_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.engine_layout import EngineLayout
 from mrlhf.weights.shard import Piece, Shape
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+)
+CPU_WIDTH = 32
+"""On a CPU vLLM multiplies the experts of models whose hidden size is a multiple of it."""
+
+_STACKED = re.compile(r"(.+\.(?:w13|w2)_weight)\.(\d+)")
+_WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe")
 Interval = tuple[int, int]
 
 
@@ -55,51 +76,50 @@ def parameter_pieces(spec: ModelSpec, tp_rank: int, tp_size: int) -> dict[str, t
     if problem is not None:
         raise WeightError(f"vLLM: {problem}")
 
-    q = _share(spec.num_heads * spec.head_dim, tp_rank, tp_size)
-    # If there are more ranks than KV heads, each KV head is a part that several ranks hold.
-    kv_parts = min(tp_size, spec.num_kv_heads)
-    kv = _share(spec.num_kv_heads * spec.head_dim, tp_rank * kv_parts // tp_size, kv_parts)
-    mlp = _share(spec.ffn_size, tp_rank, tp_size)
-
-    maker = _Maker(family_of(spec).tensor_shapes(spec))
-    maker.vocabulary("model.embed_tokens.weight", tp_rank, tp_size)
+    maker = _Maker(family_of(spec).tensor_shapes(spec), tp_rank, tp_size)
+    maker.vocabulary("model.embed_tokens.weight")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
         maker.whole(prefix + "input_layernorm.weight")
-        for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-            qkv = {
-                f"{attention}q_proj.{kind}": q,
-                f"{attention}k_proj.{kind}": kv,
-                f"{attention}v_proj.{kind}": kv,
-            }
-            maker.fused(f"{attention}qkv_proj.{kind}", qkv, dim=0)
-        if spec.qk_norm != "none":
-            maker.whole(attention + "q_norm.weight")
-            maker.whole(attention + "k_norm.weight")
-        maker.fused(attention + "o_proj.weight", {attention + "o_proj.weight": q}, dim=1)
+        _attention(maker, spec, prefix + "self_attn.")
         maker.whole(prefix + "post_attention_layernorm.weight")
-        gate_up = {prefix + "mlp.gate_proj.weight": mlp, prefix + "mlp.up_proj.weight": mlp}
-        maker.fused(prefix + "mlp.gate_up_proj.weight", gate_up, dim=0)
-        maker.fused(prefix + "mlp.down_proj.weight", {prefix + "mlp.down_proj.weight": mlp}, dim=1)
+        if spec.has_experts(layer):
+            _mixture(maker, spec, layer)
+        else:
+            maker.gated(prefix + "mlp.", spec.ffn_size)
 
     maker.whole("model.norm.weight")
     if not spec.tied_embeddings:
-        maker.vocabulary("lm_head.weight", tp_rank, tp_size)
+        maker.vocabulary("lm_head.weight")
     return maker.pieces
+
+
+def stack_of(parameter: str) -> tuple[str, int] | None:
+    """vLLM's parameter that holds ours among others, and its place there; None if it is alone."""
+    match = _STACKED.fullmatch(parameter)
+    return None if match is None else (match[1], int(match[2]))
 
 
 def unsupported_feature(spec: ModelSpec) -> str | None:
     """What the model has that our use of vLLM does not know, in words; None if there is nothing."""
     rope_types = {rope_type_of(spec, kind) for kind in spec.ropes if kind is not None}
+    may_have_bias = spec.family in _WITH_QKV_BIAS
     features = {
         f"the family {spec.family}": spec.family not in FAMILIES,
         "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
-        "biases on q, k and v": spec.qkv_bias and spec.family != "qwen2",
+        "biases on q, k and v": spec.qkv_bias and not may_have_bias,
+        "no biases on q, k and v": spec.family == "qwen2_moe" and not spec.qkv_bias,
         "windows on some layers only": len(set(spec.windows)) > 1,
         "yarn rotation": "yarn" in rope_types,
     }
     return next((feature for feature, is_there in features.items() if is_there), None)
+
+
+def unsupported_on_cpu(spec: ModelSpec) -> str | None:
+    """The same for what vLLM's build for a CPU lacks."""
+    if spec.experts is None or spec.hidden_size % CPU_WIDTH == 0:
+        return None
+    return f"experts and hidden size {spec.hidden_size}, no multiple of {CPU_WIDTH}, on a CPU"
 
 
 def parameter_shapes(spec: ModelSpec, tp_size: int) -> dict[str, Shape]:
@@ -114,39 +134,103 @@ def parameter_shapes(spec: ModelSpec, tp_size: int) -> dict[str, Shape]:
     return shapes
 
 
+def _attention(maker: _Maker, spec: ModelSpec, prefix: str) -> None:
+    """Add the parameters of one layer's attention."""
+    q = maker.share(spec.num_heads * spec.head_dim)
+    # If there are more ranks than KV heads, each KV head is a part that several ranks hold.
+    kv = maker.share(spec.num_kv_heads * spec.head_dim, most_parts=spec.num_kv_heads)
+
+    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        qkv = {
+            f"{prefix}q_proj.{kind}": q,
+            f"{prefix}k_proj.{kind}": kv,
+            f"{prefix}v_proj.{kind}": kv,
+        }
+        maker.fused(f"{prefix}qkv_proj.{kind}", qkv, dim=0)
+    if spec.qk_norm != "none":
+        maker.whole(prefix + "q_norm.weight")
+        maker.whole(prefix + "k_norm.weight")
+    maker.fused(prefix + "o_proj.weight", {prefix + "o_proj.weight": q}, dim=1)
+
+
+def _mixture(maker: _Maker, spec: ModelSpec, layer: int) -> None:
+    """Add the parameters of one layer's mixture of experts, each of which all ranks share."""
+    experts = spec.experts
+    assert experts is not None
+    names = _names_in_checkpoint(spec, layer)
+
+    maker.whole(*names("router.weight"))
+    if experts.has_correction:
+        maker.whole(*names("router.correction"))
+    width = maker.share(experts.ffn_size)
+    for number in range(experts.count):
+        gate, up = names(f"experts.{number}.linear_fc1.weight")
+        (down,) = names(f"experts.{number}.linear_fc2.weight")
+        stack = gate.rpartition(f".{number}.")[0] + ".routed_experts."
+        gate_up = {gate: width, up: width}
+        maker.fused(f"{stack}w13_weight.{number}", gate_up, dim=0, of_expert=True)
+        maker.fused(f"{stack}w2_weight.{number}", {down: width}, dim=1, of_expert=True)
+
+    if experts.shared_ffn_size:
+        (down,) = names("shared.linear_fc2.weight")
+        maker.gated(down.removesuffix("down_proj.weight"), experts.shared_ffn_size)
+    if experts.shared_gate:
+        maker.whole(*names("shared_gate.weight"))
+
+
+def _names_in_checkpoint(spec: ModelSpec, layer: int) -> Callable[[str], tuple[str, ...]]:
+    """The function that gives the named tensors of a parameter of the layer's mixture."""
+    assert spec.experts is not None
+    whole = Chunk(range(spec.num_layers), True, True, range(spec.experts.count))
+    rule_of = partial(family_of(spec).rule_of, spec, whole)
+    return lambda parameter: rule_of(f"decoder.layers.{layer}.mlp.{parameter}").names
+
+
 class _Maker:
     """Collects the pieces of one rank; vLLM's parameters do not repeat, so each is one period."""
 
-    def __init__(self, shapes: dict[str, Shape]) -> None:
+    def __init__(self, shapes: dict[str, Shape], tp_rank: int, tp_size: int) -> None:
         self._shapes = shapes
+        self._tp_rank = tp_rank
+        self._tp_size = tp_size
         self.pieces: dict[str, tuple[Piece, ...]] = {}
+
+    def share(self, size: int, most_parts: int | None = None) -> Interval:
+        """The rank's interval of `size` rows, which are cut into so many parts at most."""
+        parts = min(self._tp_size, most_parts or self._tp_size)
+        part = self._tp_rank * parts // self._tp_size
+        return part * size // parts, (part + 1) * size // parts
 
     def whole(self, name: str) -> None:
         """Add a parameter that every rank holds whole."""
         self.fused(name, {name: (0, self._shapes[name][0])}, dim=0)
 
-    def fused(self, parameter: str, intervals: dict[str, Interval], dim: int) -> None:
+    def gated(self, prefix: str, ffn_size: int) -> None:
+        """Add the parameters of a gated MLP."""
+        share = self.share(ffn_size)
+        gate_up = {prefix + "gate_proj.weight": share, prefix + "up_proj.weight": share}
+        self.fused(prefix + "gate_up_proj.weight", gate_up, dim=0)
+        self.fused(prefix + "down_proj.weight", {prefix + "down_proj.weight": share}, dim=1)
+
+    def fused(
+        self, parameter: str, intervals: dict[str, Interval], dim: int, of_expert: bool = False
+    ) -> None:
         """Add a parameter made of the given interval of each tensor, one after the other."""
         period = sum(stop - start for start, stop in intervals.values())
         pieces = []
         offset = 0
         for name, (start, stop) in intervals.items():
             size = stop - start
-            pieces.append(
-                Piece(name, self._shapes[name], dim, start, stop, parameter, offset, size, period)
-            )
+            place = (parameter, offset, size, period, of_expert)
+            pieces.append(Piece(name, self._shapes[name], dim, start, stop, *place))
             offset += size
         self.pieces[parameter] = tuple(pieces)
 
-    def vocabulary(self, name: str, tp_rank: int, tp_size: int) -> None:
+    def vocabulary(self, name: str) -> None:
         """Add this rank's rows of the vocabulary; padding rows belong to no piece."""
         rows = self._shapes[name][0]
-        share = vllm_vocabulary(rows) // tp_size
-        start = min(rows, tp_rank * share)
-        stop = min(rows, (tp_rank + 1) * share)
+        share = vllm_vocabulary(rows) // self._tp_size
+        start = min(rows, self._tp_rank * share)
+        stop = min(rows, (self._tp_rank + 1) * share)
         piece = Piece(name, self._shapes[name], 0, start, stop, name, 0, stop - start, share)
         self.pieces[name] = (piece,) if start < stop else ()
-
-
-def _share(size: int, part: int, parts: int) -> Interval:
-    return part * size // parts, (part + 1) * size // parts

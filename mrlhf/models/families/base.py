@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrlhf.models.spec import Head, ModelSpec
 from mrlhf.weights.shard import Rule, Shape
+from mrlhf.weights.stored import OtherForm
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -59,6 +60,8 @@ class Family:
             is built without TransformerEngine, in that order. Layers are numbered from 0.
         rule_of: (spec, chunk, parameter name) -> the named tensors that the parameter holds. It
             knows the names of both builds, with and without TransformerEngine.
+        other_forms: (spec) -> by their names in a file, tensors that it may hold in place of those
+            of `tensor_shapes`.
         ignored_prefixes: (spec) -> what the names of tensors begin with that a checkpoint may hold
             although the model has no place for them, such as the layers of a draft model.
     """
@@ -75,6 +78,7 @@ class Family:
     tensor_shapes: Callable[[ModelSpec], dict[str, Shape]]
     parameter_names: Callable[[ModelSpec, Chunk], list[str]]
     rule_of: Callable[[ModelSpec, Chunk, str], Rule]
+    other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
 
     def class_name(self, head: Head) -> str:

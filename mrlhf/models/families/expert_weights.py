@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
+from mrlhf.weights.stored import OtherForm, Part
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(linear_fc[12])\.weight")
 
@@ -63,6 +64,32 @@ def expert_shapes(spec: ModelSpec, names: ExpertNames, prefix: str) -> Iterator[
         yield shared + "down_proj.weight", (hidden, experts.shared_ffn_size)
     if experts.shared_gate:
         yield prefix + names.shared_gate, (1, hidden)
+
+
+def forms_in_memory(
+    spec: ModelSpec, names: ExpertNames, prefix: str
+) -> Iterator[tuple[str, OtherForm]]:
+    """How transformers holds the layer's mixture in memory; it can write it to files so, too.
+
+    All experts are in two tensors, and the router has the same name in all families.
+    """
+    experts = spec.experts
+    assert experts is not None
+    width = experts.ffn_size
+    gates_and_ups: dict[str, Part | None] = {}
+    downs: dict[str, Part | None] = {}
+    for number in range(experts.count):
+        expert = f"{prefix}{names.experts}.{number}."
+        gates_and_ups[expert + names.gate] = Part(number, 0, width)
+        gates_and_ups[expert + names.up] = Part(number, width, 2 * width)
+        downs[expert + names.down] = Part(number, 0, spec.hidden_size)
+
+    shape = (experts.count, 2 * width, spec.hidden_size)
+    yield prefix + "mlp.experts.gate_up_proj", OtherForm(shape, gates_and_ups)
+    shape = (experts.count, spec.hidden_size, width)
+    yield prefix + "mlp.experts.down_proj", OtherForm(shape, downs)
+    router = OtherForm((experts.count, spec.hidden_size), {prefix + names.router: None})
+    yield prefix + "mlp.gate.weight", router
 
 
 def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:

@@ -14,8 +14,9 @@ from mrlhf.errors import ConfigError
 from mrlhf.models.families.base import Family
 from mrlhf.models.families.dense import REQUIRED_KEYS, dense_family
 from mrlhf.models.families.dense_weights import rule_of, tensor_shapes
-from mrlhf.models.families.expert_weights import ExpertNames
+from mrlhf.models.families.expert_weights import ExpertNames, forms_in_memory
 from mrlhf.models.spec import Experts, Head, ModelSpec
+from mrlhf.weights.stored import OtherForm
 
 _MOST_EXPERTS = 4096
 
@@ -41,7 +42,17 @@ def mixture_family(
         required_keys=(*REQUIRED_KEYS, *required_keys),
         tensor_shapes=partial(tensor_shapes, names=names),
         rule_of=partial(rule_of, names=names),
+        other_forms=partial(_other_forms, names=names),
     )
+
+
+def _other_forms(spec: ModelSpec, names: ExpertNames) -> dict[str, OtherForm]:
+    """The tensors in which a file may hold the mixtures of all layers."""
+    forms: dict[str, OtherForm] = {}
+    for layer in range(spec.num_layers):
+        if spec.has_experts(layer):
+            forms.update(forms_in_memory(spec, names, f"model.layers.{layer}."))
+    return forms
 
 
 def with_experts(spec: ModelSpec, experts: Experts) -> ModelSpec:

@@ -1,0 +1,123 @@
+"""The parquet file of a rollout that was written down: a row for each sample, with lists of its
+tokens' numbers.
+
+It knows the file's format and its columns. It does not know where the numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from numpy.typing import NDArray
+
+from mrlhf.errors import DataError
+
+TEXTS = {
+    "step": pyarrow.int32(),
+    "uid": pyarrow.int64(),
+    "sample": pyarrow.int32(),
+    "data_source": pyarrow.string(),
+    "prompt": pyarrow.string(),
+    "response": pyarrow.string(),
+    "ground_truth": pyarrow.string(),
+    "finish_reason": pyarrow.string(),
+    "length": pyarrow.int32(),
+    "score": pyarrow.float32(),
+    "terms": pyarrow.map_(pyarrow.string(), pyarrow.float32()),
+    "prompt_ids": pyarrow.list_(pyarrow.int32()),
+    "response_tokens": pyarrow.list_(pyarrow.string()),
+}
+"""The columns that every file has, beside those of tokens."""
+
+TOKEN_TYPES = {
+    "response_ids": pyarrow.int32(),
+    "loss_mask": pyarrow.bool_(),
+    "advantage": pyarrow.float32(),
+    "return": pyarrow.float32(),
+    "reward": pyarrow.float32(),
+    "value": pyarrow.float32(),
+    "old_logprob": pyarrow.float32(),
+    "new_logprob": pyarrow.float32(),
+    "rollout_logprob": pyarrow.float32(),
+    "ref_logprob": pyarrow.float32(),
+    "entropy": pyarrow.float32(),
+    "weight": pyarrow.float32(),
+}
+"""The columns with a number for each token of the response. A file has those that were measured."""
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Samples of one step.
+
+    Attributes:
+        texts: the columns of `TEXTS`, by name; one entry a sample.
+        tokens: the columns of `TOKEN_TYPES` that are there, by name; the tokens of all samples, one
+            sample after the other.
+    """
+
+    texts: Mapping[str, Sequence[Any]]
+    tokens: Mapping[str, NDArray[Any]]
+
+    def __post_init__(self) -> None:
+        assert self.texts.keys() == TEXTS.keys(), f"columns {sorted(self.texts)}"
+        total = sum(self.texts["length"])
+        for name, column in self.tokens.items():
+            assert len(column) == total, f"{len(column)} numbers in {name} for {total} tokens"
+
+    def __len__(self) -> int:
+        return len(self.texts["length"])
+
+    @property
+    def begins(self) -> list[int]:
+        """Where the tokens of each sample begin, and the end of the last."""
+        begins: list[int] = np.concatenate([[0], np.cumsum(self.texts["length"])]).tolist()
+        return [int(begin) for begin in begins]
+
+
+def write_samples(path: Path, table: SampleTable) -> None:
+    """Write `table` as a parquet file."""
+    columns = {
+        name: pyarrow.array(list(table.texts[name]), type=kind) for name, kind in TEXTS.items()
+    }
+    offsets = pyarrow.array(table.begins, type=pyarrow.int32())
+    for name, numbers in table.tokens.items():
+        flat = pyarrow.array(numbers, type=TOKEN_TYPES[name])
+        columns[name] = pyarrow.ListArray.from_arrays(offsets, flat)
+
+    temporary = path.with_name(f".{path.name}.tmp")
+    pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd")
+    temporary.replace(path)
+
+
+def read_samples(path: Path) -> SampleTable:
+    """The table that `write_samples` wrote.
+
+    Raises:
+        DataError: the file cannot be read, or is another table.
+    """
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: not a readable parquet file: {' '.join(str(error).split())}; remove it"
+        ) from error
+
+    missing = sorted(TEXTS.keys() - set(table.column_names))
+    if missing:
+        raise DataError(
+            f"{path} is no rollout of this program: it has no column {missing[0]!r}; remove it"
+        )
+    texts = {name: table[name].to_pylist() for name in TEXTS}
+    tokens = {
+        name: table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        for name in TOKEN_TYPES
+        if name in table.column_names
+    }
+    return SampleTable(texts, tokens)

@@ -1,0 +1,187 @@
+"""What a run has left in its directory, read for its report.
+
+It knows the files and not how they are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mrlhf.config.compare import read_leaves
+from mrlhf.errors import DataError
+from mrlhf.log import read_metrics
+from mrlhf.run.directory import ALARMS, CONFIG, METRICS
+from mrlhf.run.summary import SUMMARY
+from mrlhf.run.timeline import TIMELINE
+
+_NOT_COMPARED = ("trainer.output_dir", "trainer.overwrite", "trainer.resume")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its directory tells it.
+
+    Attributes:
+        directory: of the run.
+        records: a row of metrics for each step.
+        config: the configuration by dotted keys; empty if there is none.
+        summary: the run's summary; empty if it has not ended.
+        alarms: the failures that the run has seen in its metrics, in order.
+        processes: the description of each rank, by rank.
+        phases: for each recorded step the spans of each rank: phase, seconds after the step's
+            first, seconds, busy seconds.
+        dumps: the files of rollouts, by step.
+    """
+
+    directory: Path
+    records: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    alarms: Sequence[Mapping[str, Any]]
+    processes: Mapping[int, Mapping[str, Any]]
+    phases: Mapping[int, Mapping[int, Sequence[Sequence[Any]]]]
+    dumps: Mapping[int, Path]
+
+    @property
+    def name(self) -> str:
+        """The last two parts of the directory's path."""
+        return "/".join(self.directory.resolve().parts[-2:])
+
+    def metrics(self) -> dict[str, list[float | None]]:
+        """Each metric over the steps, rounded to what a curve can show."""
+        names = sorted({name for record in self.records for name in record} - {"step"})
+        return {name: [_rounded(record.get(name)) for record in self.records] for name in names}
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read the files of a run, which may still be training.
+
+    Raises:
+        DataError: there are no metrics, or a file is damaged.
+    """
+    metrics = directory / METRICS
+    if not metrics.is_file():
+        raise DataError(
+            f"{directory} holds no {METRICS}; give the trainer.output_dir of a run that has begun"
+        )
+    records = read_metrics(metrics)
+    steps = {record["step"] for record in records}
+
+    processes, phases = _timeline(directory / TIMELINE)
+    return RunFiles(
+        directory=directory,
+        records=records,
+        config=read_leaves(_text(directory / CONFIG)),
+        summary=_summary(directory / SUMMARY),
+        alarms=_alarms(directory / ALARMS),
+        processes=processes,
+        phases={step: phases[step] for step in sorted(phases) if step in steps},
+        dumps=_dumps(directory / "rollouts", steps),
+    )
+
+
+def differing_keys(runs: Sequence[RunFiles]) -> list[str]:
+    """The keys of the configuration in which the runs differ, sorted."""
+    names = {name for run in runs for name in run.config} - set(_NOT_COMPARED)
+
+    differing = []
+    for name in sorted(names):
+        values = {json.dumps(run.config.get(name), default=str) for run in runs}
+        if len(values) > 1:
+            differing.append(name)
+    return differing
+
+
+def _timeline(
+    directory: Path,
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[int, list[list[Any]]]]]:
+    """The processes of the last start, and the spans of each step by rank."""
+    processes: dict[int, dict[str, Any]] = {}
+    lines: dict[int, dict[int, tuple[int, dict[str, Any]]]] = {}
+    for file in sorted(directory.glob("rank_*.jsonl")):
+        rank = int(file.stem.removeprefix("rank_"))
+        for line in _text(file).splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that was being written as the process ended
+                continue
+            if "process" in record:
+                processes[rank] = record["process"]
+            else:
+                ranks = processes[rank]["ranks"]
+                lines.setdefault(record["step"], {})[rank] = (ranks, record)
+
+    phases = {}
+    for step, of_ranks in lines.items():
+        # A start with fewer ranks than the one before leaves the old lines of the others behind.
+        ranks = of_ranks[0][0] if 0 in of_ranks else 0
+        records = {rank: record for rank, (_, record) in of_ranks.items() if rank < ranks}
+        if records:
+            phases[step] = _aligned(records)
+    present = processes[0]["ranks"] if 0 in processes else 0
+    return {rank: processes[rank] for rank in sorted(processes) if rank < present}, phases
+
+
+def _aligned(records: Mapping[int, Mapping[str, Any]]) -> dict[int, list[list[Any]]]:
+    """The spans of each rank, in seconds after the first of all of them."""
+    first = min(record["begin"] for record in records.values())
+    aligned = {}
+    for rank in sorted(records):
+        record = records[rank]
+        later = record["begin"] - first
+        aligned[rank] = [
+            [phase, round(begin + later, 4), seconds, busy]
+            for phase, begin, seconds, busy in record["spans"]
+        ]
+    return aligned
+
+
+def _dumps(directory: Path, steps: set[int]) -> dict[int, Path]:
+    """The files of rollouts that hold tokens, by step."""
+    dumps = {}
+    for file in sorted(directory.glob("step_*.parquet")):
+        step = int(file.stem.removeprefix("step_"))
+        if step in steps:
+            dumps[step] = file
+    return dumps
+
+
+def _summary(file: Path) -> dict[str, Any]:
+    text = _text(file)
+    if not text:
+        return {}
+    try:
+        summary = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{file} is no JSON: {error}; remove it") from error
+    assert isinstance(summary, dict)
+    return summary
+
+
+def _alarms(file: Path) -> list[dict[str, Any]]:
+    alarms = []
+    for line in _text(file).splitlines():
+        try:
+            alarms.append(json.loads(line))
+        except ValueError:  # a line that was being written as the process ended
+            continue
+    return alarms
+
+
+def _text(file: Path) -> str:
+    """The text of a file; empty if there is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")

@@ -1,0 +1,168 @@
+"""Packs the rollouts of a run for the page: an index of all samples, and blocks that are opened as
+they are needed.
+
+A block is compressed and written as base64. Blocks of texts serve the search, and each sample has a
+block with the numbers of its tokens. This file does not know how the page shows them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mrlhf.data.sample_table import SampleTable, read_samples
+
+TEXTS_IN_BLOCK = 256
+_COLUMNS = ("step", "uid", "sample", "data_source", "score", "length", "finish_reason")
+Floats = NDArray[np.float32]
+
+
+@dataclass
+class PackedSamples:
+    """The samples of a run as the page gets them.
+
+    Attributes:
+        columns: of the index; one entry a sample. `block` and `place` say where its tokens are:
+            the number of the block, and where in it the sample's part begins and ends.
+        quantities: the names of the numbers that tokens have, in the order in which they stand.
+        token_blocks: base64; the samples of a step.
+        text_blocks: base64; prompts and responses of up to `TEXTS_IN_BLOCK` samples.
+        left_out: samples that there was no room for.
+    """
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    quantities: list[str] = field(default_factory=list)
+    token_blocks: list[str] = field(default_factory=list)
+    text_blocks: list[str] = field(default_factory=list)
+    left_out: int = 0
+
+
+def pack_samples(dumps: Mapping[int, Path], most: int) -> PackedSamples:
+    """Read and pack the rollouts of a run.
+
+    Args:
+        dumps: the files, by step.
+        most: samples of the whole run. Every step gives equally many: the first ones of its file.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    packed = PackedSamples(columns={name: [] for name in (*_COLUMNS, "block", "begin", "end")})
+    steps = _spread(sorted(dumps), most)
+    each = most // len(steps) if steps else 0
+    texts: list[list[str]] = []
+
+    for step in steps:
+        table = read_samples(dumps[step])
+        count = min(len(table), each)
+        packed.left_out += len(table) - count
+        for name in _COLUMNS:
+            packed.columns[name] += [_plain(value) for value in table.texts[name][:count]]
+        texts += [
+            list(pair) for pair in zip(table.texts["prompt"], table.texts["response"], strict=True)
+        ][:count]
+        _pack_tokens(packed, table, count)
+
+    for begin in range(0, len(texts), TEXTS_IN_BLOCK):
+        packed.text_blocks.append(_block(_json(texts[begin : begin + TEXTS_IN_BLOCK])))
+    return packed
+
+
+def _spread(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the steps, evenly spread, the last one among them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[-1 - math.floor(i * len(steps) / most)] for i in reversed(range(most))]
+
+
+def _pack_tokens(packed: PackedSamples, table: SampleTable, count: int) -> None:
+    """Add one block with the tokens of the first `count` samples of a step."""
+    quantities = dict(_quantities(table.tokens))
+    for name in quantities:
+        if name not in packed.quantities:
+            packed.quantities.append(name)
+
+    parts: list[str] = []
+    length = 0
+    begins = table.begins
+    for row in range(count):
+        where = slice(begins[row], begins[row + 1])
+        numbers = {name: column[where] for name, column in quantities.items()}
+        part = _block(_sample(table, row, where, numbers))
+        packed.columns["block"].append(len(packed.token_blocks))
+        packed.columns["begin"].append(length)
+        packed.columns["end"].append(length + len(part))
+        parts.append(part)
+        length += len(part)
+    packed.token_blocks.append("".join(parts))
+
+
+def _quantities(tokens: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, Floats]]:
+    """What can be shown of each token, as far as it was measured."""
+    old = tokens["old_logprob"]
+    yield "advantage", tokens["advantage"]
+    yield "reward", tokens["reward"]
+    if "ref_logprob" in tokens:
+        yield "KL to reference", old - tokens["ref_logprob"]
+    if "new_logprob" in tokens:
+        yield "ratio after update", np.exp(tokens["new_logprob"] - old)
+    yield "trainer - engine", old - tokens["rollout_logprob"]
+    if "value" in tokens:
+        yield "value", tokens["value"]
+    if "entropy" in tokens:
+        yield "entropy", tokens["entropy"]
+    yield "log-probability", old
+    if "weight" in tokens:
+        yield "correction weight", tokens["weight"]
+    yield "loss mask", tokens["loss_mask"].astype(np.float32)
+
+
+def _sample(table: SampleTable, row: int, where: slice, numbers: Mapping[str, Floats]) -> bytes:
+    """One sample: a line of JSON, then for each quantity the high and the low bytes of its numbers.
+
+    Numbers are float16 in units that the JSON names, such that the largest is about 1. Bytes of the
+    same kind stand together, since that compresses better.
+    """
+    units = {}
+    planes = []
+    for name, column in numbers.items():
+        largest = float(np.max(np.abs(column), initial=0.0, where=np.isfinite(column)))
+        unit = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+        units[name] = unit
+        halves = (column.astype(np.float64) / unit).astype("<f2")
+        low_and_high = halves.view(np.uint8).reshape(-1, 2).T
+        planes += [low_and_high[1].tobytes(), low_and_high[0].tobytes()]
+
+    head = {
+        "prompt": table.texts["prompt"][row],
+        "answer": table.texts["ground_truth"][row],
+        "terms": {name: _plain(score) for name, score in table.texts["terms"][row]},
+        "tokens": table.texts["response_tokens"][row],
+        "ids": table.tokens["response_ids"][where].tolist(),
+        "units": units,
+    }
+    return _json(head) + b"\n" + b"".join(planes)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _block(content: bytes) -> str:
+    return base64.b64encode(zlib.compress(content)).decode("ascii")
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it, numbers with six digits."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None

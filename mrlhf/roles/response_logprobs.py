@@ -1,0 +1,92 @@
+"""Log-probabilities of whole responses under one language model: sums over the tokens of each.
+
+The sums are float64, so that a long response loses nothing. It does not know losses, nor what
+sequences are compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrlhf.data.preferences import PreferencePairs
+from mrlhf.parallel.packs import Pack, lay_in_rows
+from mrlhf.parallel.vocab import Part, Tokens, token_loss
+from mrlhf.parallel.vocab_sums import TokenNumbers, Wanted
+from mrlhf.parallel.whole_rows import gather_rows
+from mrlhf.roles.token_logprobs import TokenLogprobs
+from mrlhf.training.engine import ModelEngine
+
+# The table of the tokens of so many pairs is in host memory at a time.
+_PAIRS_AT_ONCE = 4096
+
+ResponseObjective = Callable[[slice, Tensor], Tensor]
+"""Takes some rows of a pack and the log-probabilities of their responses, float64 [rows], which
+have gradients; gives their loss, a scalar."""
+
+
+@dataclass(frozen=True)
+class ResponseLogprobs:
+    """Turns the hidden states of one language model into a number for each response.
+
+    Attributes:
+        engine: holds the model.
+    """
+
+    engine: ModelEngine
+
+    def of_pairs(self, pairs: PreferencePairs) -> Tensor:
+        """Run the model over both sides of all pairs, float64 [pairs, 2] on every rank's host."""
+        parts = []
+        for begin in range(0, len(pairs), _PAIRS_AT_ONCE):
+            rows = range(begin, min(begin + _PAIRS_AT_ONCE, len(pairs)))
+            sequences = pairs.sequences(rows)
+            packs = self.engine.cut(sequences, "response", together=2).packs
+            shape = (len(sequences), sequences.width)
+            logprobs = self._token_logprobs.of_batch(packs, shape)
+            parts.append(logprobs.sum(dim=1, dtype=torch.float64).view(-1, 2))
+        return torch.cat(parts)
+
+    def loss(
+        self, hidden: Tensor, pack: Pack, objective: ResponseObjective, together: int
+    ) -> Tensor:
+        """A loss of the log-probabilities of whole responses, a scalar with gradients.
+
+        All ranks that share the sequences evaluate the objective on the same numbers. Each has the
+        gradient through its own tokens.
+
+        Args:
+            hidden: [selected, hidden], at the pack's selected positions.
+            pack: holds the responses.
+            objective: the loss of some of the rows.
+            together: how many consecutive rows are never apart: the objective gets all of them.
+        """
+        units = len(pack.rows) // together
+        counts = pack.rank_counts.view(pack.segments.size, units, together).sum(dim=2)
+        tokens = Tokens(
+            hidden,
+            pack.targets,
+            lengths=counts[pack.segments.rank].tolist(),
+            most_lengths=counts.amax(dim=0).tolist(),
+        )
+
+        def of_units(part: Part, numbers: TokenNumbers) -> Tensor:
+            rows = slice(part.rows.start * together, part.rows.stop * together)
+            return objective(rows, self._sums(numbers.logprobs, pack, rows))
+
+        layer = self._token_logprobs.layer
+        return token_loss(layer, tokens, Wanted(), of_units, by_token=False)
+
+    @property
+    def _token_logprobs(self) -> TokenLogprobs:
+        return TokenLogprobs(self.engine, temperature=1.0)
+
+    def _sums(self, logprobs: Tensor, pack: Pack, rows: slice) -> Tensor:
+        """The sum over each of these rows, of which this rank holds the tokens of `logprobs`."""
+        [whole] = gather_rows(logprobs[None], pack, self.engine.groups.cp, rows)
+        counts = pack.row_counts[rows]
+        longest = max(counts.tolist(), default=0)
+        return lay_in_rows(whole.double(), counts, longest).sum(dim=1)

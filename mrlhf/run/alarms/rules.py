@@ -1,0 +1,165 @@
+"""The rules: which sign is which alarm, its likely cause, and the key to change.
+
+A new alarm is one function in `signs`, one line here, and one section of docs/troubleshooting.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from mrlhf.run.alarms import signs
+from mrlhf.run.alarms.history import History
+
+Severity = Literal["warning", "error"]
+PAGE = "docs/troubleshooting.md"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One failure that is known by its sign.
+
+    Attributes:
+        name: of the alarm; several rules may share it, one for each model.
+        severity: error: the run will most likely be of no use; warning: it may be.
+        sign: the message with the numbers while the failure is there, otherwise None.
+        cause: the likely cause, in words.
+        key: the configuration key to change first.
+    """
+
+    name: str
+    severity: Severity
+    sign: Callable[[History], str | None]
+    cause: str
+    key: str
+
+    @property
+    def link(self) -> str:
+        """The section of the page on troubleshooting."""
+        return f"{PAGE}#{self.name.replace('_', '-')}"
+
+
+# Of each model that trains, the section of its optimizer.
+_OPTIM = {
+    "actor": "actor.optim",
+    "critic": "critic.optim",
+    "sft": "optim",
+    "rm": "optim",
+    "dpo": "optim",
+}
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "kl_explosion",
+        "error",
+        signs.kl_explosion,
+        "the learning rate is too high, or nothing holds the policy near the reference",
+        "actor.optim.lr",
+    ),
+    Rule(
+        "entropy_collapse",
+        "warning",
+        signs.entropy_collapse,
+        "the policy repeats one kind of answer before it has found a better one",
+        "actor.entropy_coeff",
+    ),
+    Rule(
+        "over_optimisation",
+        "warning",
+        signs.over_optimisation,
+        "the policy exploits the reward, for instance by longer answers",
+        "algorithm.kl_ctrl.kl_coef",
+    ),
+    Rule(
+        "value_loss_not_falling",
+        "warning",
+        signs.value_loss_not_falling,
+        "the critic learns too slowly or not at all",
+        "critic.optim.lr",
+    ),
+    Rule(
+        "clip_fraction",
+        "warning",
+        signs.clip_fraction,
+        "the updates of one step are too large together",
+        "actor.optim.lr",
+    ),
+    Rule(
+        "engine_mismatch",
+        "error",
+        signs.engine_mismatch,
+        "engine and trainer compute in other precisions or with other weights",
+        "algorithm.rollout_correction.rollout_is",
+    ),
+    Rule(
+        "truncation",
+        "warning",
+        signs.truncation,
+        "the answers need more tokens than they may have, or the policy does not end them",
+        "data.max_response_length",
+    ),
+    Rule(
+        "equal_scores",
+        "warning",
+        signs.equal_scores,
+        "the reward cannot tell the responses apart, or the policy has mastered the task",
+        "reward.terms",
+    ),
+    Rule(
+        "equal_groups",
+        "warning",
+        signs.equal_groups,
+        "the prompts are too easy or too hard, or there are too few responses to each",
+        "algorithm.filter_groups.enable",
+    ),
+    *(
+        Rule(
+            "gradient_spike",
+            "warning",
+            partial(signs.gradient_spike, role=role),
+            "a few rows of this batch are unlike the others, or the rate is too high",
+            f"{section}.skip_grad_norm",
+        )
+        for role, section in _OPTIM.items()
+    ),
+    *(
+        Rule(
+            "zero_learning_rate",
+            "error",
+            partial(signs.zero_learning_rate, role=role),
+            "the rate is set to 0, or its decay has ended at 0",
+            f"{section}.lr",
+        )
+        for role, section in _OPTIM.items()
+    ),
+    Rule(
+        "constant_term",
+        "warning",
+        signs.constant_term,
+        "the term cannot tell responses apart, because it always or never applies",
+        "reward.terms",
+    ),
+    Rule(
+        "slow_rank",
+        "warning",
+        signs.slow_rank,
+        "the machine or device of this rank is slower or shared, and all others wait for it",
+        "rollout.max_num_seqs",
+    ),
+    Rule(
+        "everything_rejected",
+        "error",
+        signs.everything_rejected,
+        "the threshold is too narrow for how far the engine is from the trainer",
+        "algorithm.rollout_correction.rollout_rs_threshold",
+    ),
+    Rule(
+        "zero_weights",
+        "error",
+        signs.zero_weights,
+        "the threshold is too narrow for how far the engine is from the trainer",
+        "algorithm.rollout_correction.rollout_is_threshold",
+    ),
+)

@@ -1,0 +1,241 @@
+"""The signs of known failures: pure functions of the metrics so far.
+
+Each function returns a message with the numbers while the failure is there, and otherwise None. No
+function knows the cause or the remedy; `rules` does.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean, median
+
+from mrlhf.run.alarms.history import History
+
+_LATEST = 5  # steps whose mean is compared with the beginning
+
+_STEP_KL = 0.3
+_REFERENCE_KL = 1.0
+_REFERENCE_KLS = ("actor/reward_kl_penalty", "actor/kl_loss")
+_COLLAPSED = 0.1
+_MASTERED = 0.9
+_GROWN_KL = 0.1
+_GROWN_LENGTH = 1.3
+_VALUE_STEPS = 12
+_EXPLAINED = 0.1
+_CLIPPED = 0.5
+_DIFFERENCE = 0.02
+_TRUNCATED = 0.25
+_EQUAL_GROUPS = 0.95
+_SPIKE_STEPS = 10
+_SPIKE = 4.0
+_CONSTANT_STEPS = 8
+_SLOW = 1.6
+
+
+def kl_explosion(history: History) -> str | None:
+    """One step moves the policy far, or it is far from the reference."""
+    step_kl = history.now("actor/ppo_kl")
+    if step_kl is not None and step_kl > _STEP_KL:
+        return (
+            f"actor/ppo_kl is {step_kl:.3g} nats a token and should be below {_STEP_KL:g}: one "
+            "step moves the policy too far"
+        )
+    for name in _REFERENCE_KLS:
+        latest = history.recent(name, 2)
+        if latest and min(latest) > _REFERENCE_KL:
+            return (
+                f"{name} is {latest[-1]:.3g} nats a token and should be below {_REFERENCE_KL:g}: "
+                "the policy is far from the reference"
+            )
+    return None
+
+
+def entropy_collapse(history: History) -> str | None:
+    """The policy hardly varies any more, although its answers are not yet good."""
+    latest = history.recent("actor/entropy", 3)
+    score = history.now("critic/score/mean")
+    if not latest or score is None:
+        return None
+
+    start = fmean(history.first("actor/entropy"))
+    lowest = history.extremes("critic/score/min")[0]
+    highest = history.extremes("critic/score/max")[1]
+    is_mastered = score >= lowest + _MASTERED * (highest - lowest)
+    if start <= 0 or fmean(latest) > _COLLAPSED * start or is_mastered:
+        return None
+    return (
+        f"actor/entropy has fallen from {start:.3g} to {fmean(latest):.3g} nats a token while the "
+        f"mean score is {score:.3g} of at most {highest:.3g}"
+    )
+
+
+def over_optimisation(history: History) -> str | None:
+    """The reward rises together with the KL and the length."""
+    score = "critic/score/mean"
+    length = "response_length/mean"
+    kl = next((name for name in _REFERENCE_KLS if history.now(name) is not None), None)
+    if kl is None or history.count(kl) < 2 * _LATEST:
+        return None
+    names = (score, kl, length)
+    if any(not history.recent(name, _LATEST) for name in names):
+        return None
+
+    before = {name: fmean(history.first(name)) for name in names}
+    after = {name: fmean(history.recent(name, _LATEST)) for name in names}
+    runs_away = after[kl] > _GROWN_KL and after[length] > _GROWN_LENGTH * before[length]
+    if after[score] <= before[score] or not runs_away:
+        return None
+    changes = [f"{name} {before[name]:.3g} to {after[name]:.3g}" for name in names]
+    return f"the reward rises together with the KL and the length: {', '.join(changes)}"
+
+
+def value_loss_not_falling(history: History) -> str | None:
+    """The critic's loss is no lower than at the beginning, and it explains nothing."""
+    latest = history.recent("critic/vf_loss", _LATEST)
+    explained = history.recent("critic/vf_explained_var", _LATEST)
+    if not latest or not explained or history.count("critic/vf_loss") < _VALUE_STEPS:
+        return None
+
+    start = fmean(history.first("critic/vf_loss"))
+    if fmean(latest) < start or fmean(explained) > _EXPLAINED:
+        return None
+    return (
+        f"critic/vf_loss was {start:.3g} and is {fmean(latest):.3g} after "
+        f"{history.count('critic/vf_loss')} steps; the values explain {fmean(explained):.2g} of "
+        "the variance of the returns"
+    )
+
+
+def clip_fraction(history: History) -> str | None:
+    """More than half of the tokens are clipped."""
+    clipped = history.now("actor/pg_clipfrac")
+    if clipped is None or clipped <= _CLIPPED:
+        return None
+    return f"actor/pg_clipfrac is {clipped:.2g}: over half of the tokens get no gradient"
+
+
+def engine_mismatch(history: History) -> str | None:
+    """The engine gives tokens other probabilities than the trainer."""
+    name = "training/rollout_probs_diff_mean"
+    difference = history.now(name)
+    if difference is None or difference <= _DIFFERENCE:
+        return None
+    return (
+        f"{name} is {difference:.3g} and should be below {_DIFFERENCE:g}: the engine gives tokens "
+        "other probabilities than the trainer"
+    )
+
+
+def truncation(history: History) -> str | None:
+    """Many responses end at the length limit."""
+    latest = history.recent("response_length/clip_ratio", 2)
+    if not latest or min(latest) <= _TRUNCATED:
+        return None
+    return f"{latest[-1]:.0%} of the responses are cut off at the longest length"
+
+
+def equal_scores(history: History) -> str | None:
+    """All responses have the same score."""
+    score = history.now("critic/score/mean")
+    if score is None or not _holds_at_first_or_lasts(history, "training/equal_scores", 1.0):
+        return None
+    return f"all responses of the step have the score {score:g}, so nothing can be learned"
+
+
+def equal_groups(history: History) -> str | None:
+    """The responses to nearly every prompt have equal scores, though prompts differ."""
+    name = "training/equal_groups"
+    share = history.now(name)
+    if share is None or not _holds_at_first_or_lasts(history, name, _EQUAL_GROUPS):
+        return None
+    if history.now("training/equal_scores") == 1.0:
+        return None
+    return (
+        f"for {share:.0%} of the prompts all responses have equal scores, which are compared, so "
+        "hardly anything can be learned"
+    )
+
+
+def gradient_spike(history: History, role: str) -> str | None:
+    """A gradient is far larger than those before it."""
+    name = f"{role}/grad_norm"
+    recent = history.recent(name, min(21, max(_SPIKE_STEPS, history.count(name))))
+    if not recent:
+        return None
+
+    *before, norm = recent
+    if norm <= _SPIKE * max(before):
+        return None
+    return (
+        f"{name} is {norm:.3g}; the median of the {len(before)} steps before is "
+        f"{median(before):.3g}"
+    )
+
+
+def zero_learning_rate(history: History, role: str) -> str | None:
+    """The learning rate is 0 at the first step, or for longer than one step."""
+    name = f"{role}/lr"
+    if history.now(name) != 0.0:
+        return None
+    if history.count(name) > 1 and history.recent(name, 2)[0] != 0.0:
+        return None
+    return f"{name} is 0, so the weights do not change"
+
+
+def constant_term(history: History) -> str | None:
+    """A term of the reward has the same mean in step after step, while another one changes."""
+    terms = [name for name in history.measured("reward/") if name.count("/") == 1]
+    constant = []
+    for name in terms:
+        latest = history.recent(name, _CONSTANT_STEPS)
+        if latest and min(latest) == max(latest):
+            constant.append(name)
+    if not constant or len(constant) == len(terms):
+        return None
+
+    values = ", ".join(f"{name} {history.now(name):g}" for name in constant)
+    return f"constant for {_CONSTANT_STEPS} steps: {values}"
+
+
+def slow_rank(history: History) -> str | None:
+    """The same replica of the engine is slower than the others, step after step."""
+    slower = history.recent("perf/slowest_replica", _LATEST)
+    replicas = history.recent("perf/slowest_replica_rank", _LATEST)
+    if not slower or not replicas or min(slower) < _SLOW or len(set(replicas)) > 1:
+        return None
+    return (
+        f"rank {replicas[-1]:.0f} needs {fmean(slower):.2g} times as long for a pass of the engine "
+        f"as the median, for {_LATEST} steps"
+    )
+
+
+def everything_rejected(history: History) -> str | None:
+    """The rollout correction rejects every token."""
+    if history.now("rollout_corr/rollout_rs_masked_fraction") != 1.0:
+        return None
+    return "the rollout correction has rejected every token, so nothing can be learned" + _kl(
+        history
+    )
+
+
+def zero_weights(history: History) -> str | None:
+    """The rollout correction gives every token the weight 0."""
+    if history.now("rollout_corr/rollout_is_mean") != 0.0:
+        return None
+    return "the rollout correction gives every token the weight 0, so nothing can be learned" + _kl(
+        history
+    )
+
+
+def _kl(history: History) -> str:
+    """How far the engine is from the trainer, if that was measured."""
+    kl = history.now("rollout_corr/kl")
+    return "" if kl is None else f"; rollout_corr/kl is {kl:.3g}"
+
+
+def _holds_at_first_or_lasts(history: History, name: str, least: float) -> bool:
+    """Whether a share is at least so high in the very first step, or for three steps.
+
+    A policy that has nearly mastered its task may have such a step now and then.
+    """
+    latest = history.recent(name, 1 if history.count(name) == 1 else 3)
+    return bool(latest) and min(latest) >= least

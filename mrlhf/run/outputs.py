@@ -1,0 +1,137 @@
+"""Where a trainer's metrics go: files, trackers, alarms, and the board of the run.
+
+The main rank alone has these outputs. This file does not know what a metric means.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mrlhf.config.roots import AnyConfig
+from mrlhf.log import MetricsWriter, Progress, is_validation, read_metrics
+from mrlhf.run.alarms.file import AlarmsFile
+from mrlhf.run.alarms.watch import Watch
+from mrlhf.run.board import Board
+from mrlhf.run.directory import ALARMS, METRICS
+from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
+from mrlhf.run.monitor import Monitor
+from mrlhf.terminal import Curve
+from mrlhf.trackers import Tracked, TrackedRun, Trackers, finite
+
+logger = logging.getLogger(__name__)
+
+_CURVE_POINTS = 48
+
+
+class Outputs:
+    """Writes and shows the metrics of each step."""
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        total_steps: int,
+        columns: Sequence[tuple[str, str]],
+        resumed: ResumePoint | None = None,
+        board: Board | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        """Open the files; what stands in them after the step of `resumed` is dropped.
+
+        Args:
+            config: the whole configuration.
+            total_steps: training steps of the whole run.
+            columns: label and metric of each number that people are shown.
+            resumed: where the run goes on; None: it begins.
+            board: where the run stands; None: nobody looks.
+            monitor: shows the board; None: nobody does.
+
+        Raises:
+            ConfigError: a file or a tracker cannot be opened.
+            DataError: the earlier rows of a resumed run cannot be read.
+        """
+        self._board = board or Board()
+        self._monitor = monitor
+        self._watch = Watch()
+        self._columns = columns
+        self._curves: dict[str, deque[float]] = {}
+
+        output_dir = Path(config.trainer.output_dir)
+        if resumed is not None:
+            rewind_metrics(output_dir / METRICS, resumed)
+        self._writer = MetricsWriter(output_dir)
+        self._alarms = AlarmsFile(output_dir / ALARMS)
+        self._trackers = _open_trackers(config, output_dir, resumed)
+
+        first_step = 0
+        if resumed is not None:
+            first_step = resumed.step
+            self._take_up(read_metrics(output_dir / METRICS), resumed)
+        self._progress = Progress(total_steps, columns, first_step, config.trainer.log_freq)
+        self._board.steps = total_steps
+        self._board.step = first_step
+        self._board.state = "training"
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record `metrics` of `step`; step 0 is what was measured before training."""
+        self._writer.write(step, metrics)
+        self._progress.update(step, metrics)
+        if step:
+            for alarm in self._watch.look(step, metrics):
+                logger.warning("%s", alarm.line)
+                self._alarms.write(alarm)
+
+        board = self._board
+        self._add_to_curves(metrics)
+        texts = {f"samples/{sample.kind}": sample.text for sample in board.new_samples}
+        self._trackers.write(Tracked(step, finite(metrics), texts, board.distributions))
+        board.clear_step()
+
+        board.step = step
+        board.metrics = metrics
+        board.alarms = self._watch.on
+        board.seconds_left = self._progress.seconds_left(step)
+        if self._monitor is not None:
+            self._monitor.write()
+
+    def close(self) -> None:
+        """Close files and trackers."""
+        self._writer.close()
+        self._trackers.close()
+
+    def _take_up(self, records: Sequence[Mapping[str, float]], resumed: ResumePoint) -> None:
+        """Know of the earlier steps what a run knows that was never interrupted."""
+        for record in records:
+            self._add_to_curves({name: value for name, value in record.items() if name != "step"})
+        self._alarms.replace(self._watch.replay(records))
+        self._board.alarms = self._watch.on
+        self._board.metrics = resumed.row
+        # The trackers' last step is written anew, since the process may have ended before it was.
+        self._trackers.write(Tracked(resumed.step, finite(resumed.row)))
+
+    def _add_to_curves(self, metrics: Mapping[str, float | None]) -> None:
+        """Add a step to the curves that people are shown; a validation has curves as well."""
+        shown = [*self._columns, *((name, name) for name in sorted(metrics) if is_validation(name))]
+        for label, name in shown:
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                self._curves.setdefault(label, deque(maxlen=_CURVE_POINTS)).append(value)
+        self._board.curves = [Curve(label, list(x)) for label, x in self._curves.items()]
+
+
+def _open_trackers(config: AnyConfig, output_dir: Path, resumed: ResumePoint | None) -> Trackers:
+    section = config.trainer
+    first_step = None
+    if resumed is not None:
+        first_step = resumed.step if resumed.row else resumed.step + 1
+    run = TrackedRun(
+        output_dir=output_dir,
+        project=section.project_name,
+        name=section.experiment_name or output_dir.resolve().name,
+        config=config.model_dump(),
+        first_step=first_step,
+    )
+    return Trackers(section.trackers, run)

@@ -1,0 +1,72 @@
+"""Turns the board of a run into pictures on the terminal.
+
+It knows phases by name, and not how a picture is drawn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MappingProxyType
+
+from mrlhf.run.board import Board
+from mrlhf.terminal import Count, Picture, TerminalView
+
+_PHASES = MappingProxyType(
+    {
+        "reshard": "handing over weights",
+        "gen": "generating",
+        "reward": "scoring",
+        "old_log_prob": "evaluating the policy",
+        "ref": "evaluating the reference",
+        "values": "evaluating the critic",
+        "adv": "computing advantages",
+        "update_critic": "updating the critic",
+        "update_actor": "updating the policy",
+        "step": "training",
+        "testing": "validating",
+        "save_checkpoint": "saving a checkpoint",
+        "export": "writing the model",
+    }
+)
+
+
+class View:
+    """The board of one run on the terminal."""
+
+    def __init__(self, board: Board, output_dir: Path) -> None:
+        """Show nothing yet."""
+        self._board = board
+        self._output_dir = output_dir
+        self._terminal = TerminalView()
+
+    def open(self) -> None:
+        """Begin to show the board."""
+        self._terminal.open()
+        self.show()
+
+    def show(self) -> None:
+        """Show what stands on the board now."""
+        self._terminal.draw(picture(self._board, self._output_dir))
+
+    def close(self) -> None:
+        """Take it off the terminal."""
+        self._terminal.close()
+
+
+def picture(board: Board, output_dir: Path) -> Picture:
+    """What the terminal shows of the board."""
+    phase = board.phase
+    progress = phase.progress
+    sample = board.sample
+    return Picture(
+        title=str(output_dir),
+        steps=None if board.steps is None else Count(board.step, board.steps, "steps"),
+        seconds_left=board.seconds_left,
+        phase=_PHASES.get(phase.name, phase.name),
+        phase_seconds=phase.seconds,
+        progress=None if progress is None else Count(progress.done, progress.of, progress.unit),
+        curves=board.curves,
+        alarms=[f"{alarm.name}: {alarm.message}" for alarm in board.alarms],
+        sample_title="" if sample is None else sample.title,
+        sample="" if sample is None else sample.text,
+    )

@@ -1,0 +1,189 @@
+"""Draws the view of a run on a terminal, below the log lines.
+
+It draws what it is given, and does not know what a run or a metric is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+_TREND_POINTS = 24
+_BAR_WIDTH = 24
+_MOST_ALARMS = 4
+_SAMPLE_LINES = 6
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric.
+
+    Attributes:
+        label: its name in words.
+        values: the latest ones, the present one last; at least one.
+    """
+
+    label: str
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Count:
+    """How much of something is done, in steps or in a phase.
+
+    Attributes:
+        done: so many.
+        of: out of so many.
+        unit: of what, in the plural.
+    """
+
+    done: int
+    of: int
+    unit: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What the view shows.
+
+    Attributes:
+        title: which run it is.
+        steps: training steps.
+        seconds_left: until the last one is complete; None if that is not known.
+        phase: the present one.
+        phase_seconds: since when.
+        progress: within the phase; None if that is not known.
+        curves: the metrics.
+        alarms: the alarms that are on, one line each.
+        sample_title: which sample it is; empty if there is none.
+        sample: the sample in words.
+    """
+
+    title: str
+    steps: Count | None
+    seconds_left: float | None
+    phase: str
+    phase_seconds: float
+    progress: Count | None
+    curves: Sequence[Curve]
+    alarms: Sequence[str]
+    sample_title: str
+    sample: str
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a view can be drawn on the stream."""
+    console = Console(file=stream)
+    return stream.isatty() and console.is_terminal and not console.is_dumb_terminal
+
+
+class TerminalView:
+    """The lowest lines of a terminal; log lines scroll by above them."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """Draw nothing yet.
+
+        Args:
+            stream: a terminal; standard error by default.
+        """
+        console = Console(file=sys.stderr if stream is None else stream)
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def open(self) -> None:
+        """From now on draw the view, and write all that goes to standard error above it."""
+        self._live.start()
+        # The process may end at any moment, and nobody would show the cursor again.
+        self._live.console.show_cursor(True)
+
+    def draw(self, picture: Picture) -> None:
+        """Draw the picture in the place of the one before."""
+        self._live.update(render(picture), refresh=True)
+
+    def close(self) -> None:
+        """Take the view off the terminal."""
+        self._live.stop()
+
+
+def render(picture: Picture) -> RenderableType:
+    """The picture, as rich draws it."""
+    parts: list[RenderableType] = [_progress(picture)]
+    if picture.curves:
+        parts.append(_curves(picture.curves))
+    for line in picture.alarms[-_MOST_ALARMS:]:
+        parts.append(Text(line, style="bold red", overflow="ellipsis", no_wrap=True))
+
+    if picture.sample_title:
+        lines = picture.sample.splitlines()[:_SAMPLE_LINES]
+        text = Text("\n".join(lines), overflow="ellipsis", no_wrap=True)
+        parts.append(Panel(text, title=Text(picture.sample_title), title_align="left"))
+    return Panel(Group(*parts), title=Text(picture.title), title_align="left")
+
+
+def trend(values: Sequence[float]) -> str:
+    """The latest values as a row of bars, from the lowest to the highest of them."""
+    shown = values[-_TREND_POINTS:]
+    low = min(shown)
+    spread = max(shown) - low
+    if spread == 0:
+        return _BARS[0] * len(shown)
+    top = len(_BARS) - 1
+    return "".join(_BARS[round((value - low) / spread * top)] for value in shown)
+
+
+def arrow(values: Sequence[float]) -> str:
+    """Whether the value has risen, fallen or stayed since the one before."""
+    if len(values) < 2 or values[-1] == values[-2]:
+        return "→"
+    return "↑" if values[-1] > values[-2] else "↓"
+
+
+def _progress(picture: Picture) -> Table:
+    """The lines with the training steps and the present phase."""
+    table = Table.grid(padding=(0, 1))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+
+    if picture.steps is not None:
+        left = ""
+        if picture.seconds_left is not None:
+            left = f"{timedelta(seconds=round(picture.seconds_left))} left"
+        table.add_row(Text("training"), _bar(picture.steps), Text(_words(picture.steps)), left)
+
+    seconds = f"{picture.phase_seconds:.0f} s"
+    if picture.progress is None:
+        table.add_row(Text(picture.phase), "", "", seconds)
+    else:
+        progress = picture.progress
+        table.add_row(Text(picture.phase), _bar(progress), Text(_words(progress)), seconds)
+    return table
+
+
+def _curves(curves: Sequence[Curve]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="cyan")
+    for curve in curves:
+        value = f"{curve.values[-1]:.4g}"
+        table.add_row(Text(curve.label), value, arrow(curve.values), trend(curve.values))
+    return table
+
+
+def _bar(count: Count) -> ProgressBar:
+    return ProgressBar(total=max(count.of, 1), completed=count.done, width=_BAR_WIDTH)
+
+
+def _words(count: Count) -> str:
+    return f"{count.done}/{count.of} {count.unit}"

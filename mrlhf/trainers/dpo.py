@@ -1,0 +1,167 @@
+"""Training of a policy on preference pairs against a frozen reference: DPO, and its kin in
+`rl.preference`.
+
+It knows how pairs meet the loss. The formulas are in `rl`, the loop is in `supervised`, and what
+the reference says comes from `reference_logprobs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrlhf.config.preference import DPOSection
+from mrlhf.config.roots import DPOConfig
+from mrlhf.data.preferences import PreferencePairs
+from mrlhf.metrics import Tally
+from mrlhf.models.families import load_spec
+from mrlhf.parallel.packs import Pack
+from mrlhf.preflight import read_preference_inputs
+from mrlhf.rl.preference import PAIR_METRICS, PairLogprobs, PairLossOptions, measure_pairs
+from mrlhf.roles.response_logprobs import ResponseLogprobs
+from mrlhf.run.startup import start
+from mrlhf.trainers.reference_logprobs import reference_logprobs
+from mrlhf.trainers.step_metrics import balance_metrics
+from mrlhf.trainers.supervised import SupervisedTrainer
+from mrlhf.training.engine import ModelEngine, PackResult
+
+
+def train_dpo(config: DPOConfig) -> None:
+    """Train a policy on preference pairs as configured; every rank calls it."""
+    # Bad input is refused before the output directory is touched.
+    inputs = read_preference_inputs(config)
+    with start(config, config.distributed, config.trainer, config.seed) as run:
+        data = [inputs.pairs] if inputs.held_out is None else [inputs.pairs, inputs.held_out]
+        tables = reference_logprobs(config.reference, run, data, config.seed)
+        scored = [ScoredPairs(*both) for both in zip(data, tables, strict=True)]
+
+        held_out = None if inputs.held_out is None else scored[1]
+        task = PreferenceOptimization(config.dpo, scored[0], held_out)
+        spec = load_spec(config.model.path, "lm")
+        SupervisedTrainer(config, inputs, run, spec, task).fit()
+
+
+@dataclass(frozen=True)
+class ScoredPairs:
+    """Preference pairs with what the reference says of them.
+
+    Attributes:
+        pairs: the token ids.
+        reference: float64 [pairs, 2], the log-probability of each whole response under the
+            reference, the chosen ones first.
+    """
+
+    pairs: PreferencePairs
+    reference: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.reference.shape == (len(self.pairs), 2), self.reference.shape
+
+    def seen(self, rows: Sequence[int], policy: Tensor) -> PairLogprobs:
+        """What a loss sees of these pairs.
+
+        Args:
+            rows: of the pairs.
+            policy: float64 [rows, 2], the log-probabilities under the policy.
+        """
+        sides = (self.pairs.chosen_ids, self.pairs.rejected_ids)
+        prompts = self.pairs.prompt_lengths
+        tokens = [[len(ids[row]) - prompts[row] for ids in sides] for row in rows]
+        return PairLogprobs(
+            policy,
+            self.reference[list(rows)].to(policy.device),
+            torch.tensor(tokens, dtype=torch.int64, device=policy.device).view(-1, 2),
+        )
+
+
+class PreferenceOptimization:
+    """Learns to prefer the chosen response of each pair by more than the reference does."""
+
+    columns = (
+        ("loss", "dpo/loss"),
+        ("accuracy", "dpo/rewards/accuracies"),
+        ("margin", "dpo/rewards/margins"),
+        ("tokens/s", "perf/throughput"),
+    )
+    curves = (*(f"dpo/{name}" for name in PAIR_METRICS), "dpo/grad_norm", "dpo/lr")
+
+    def __init__(
+        self, section: DPOSection, train: ScoredPairs, held_out: ScoredPairs | None
+    ) -> None:
+        """Take the loss, the training pairs, and the validation pairs, if there are any."""
+        self._name = section.loss_type
+        self._options = PairLossOptions(section.beta, section.label_smoothing)
+        self._train = train
+        self._held_out = held_out
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there are held-out rows to validate on."""
+        return self._held_out is not None
+
+    def __len__(self) -> int:
+        return len(self._train.pairs)
+
+    def step(self, engine: ModelEngine, rows: Sequence[int]) -> dict[str, float]:
+        """One optimizer step on these pairs.
+
+        Returns:
+            Under `dpo/`, the means over the pairs of what `measure_pairs` gives, and the metrics of
+            the optimizer step.
+        """
+        responses = ResponseLogprobs(engine)
+        sequences = self._train.pairs.sequences(rows)
+        cut = engine.cut(sequences, "response", together=2)
+
+        def loss(hidden: Tensor, number: int) -> tuple[Tensor, PackResult]:
+            pack = cut.packs[number]
+            tally = Tally()
+
+            def objective(of_pack: slice, logprobs: Tensor) -> Tensor:
+                pairs = [rows[row // 2] for row in pack.rows[of_pack][::2]]
+                return self._objective(pairs, logprobs.view(-1, 2), pack, tally)
+
+            total = responses.loss(hidden, pack, objective, together=2)
+            return total / len(rows), PackResult(tally)
+
+        names = tuple(f"dpo/{name}" for name in PAIR_METRICS)
+        result = engine.train_mini_batch(cut.packs, loss, names)
+        metrics = engine.end_update("dpo", engine.metrics_of([result]), 1)
+        metrics |= balance_metrics("dpo", engine, cut)
+        return metrics | {"perf/total_num_tokens": int(sequences.lengths.sum())}
+
+    def validate(self, engine: ModelEngine) -> dict[str, float]:
+        """Under `val/`, the means over the held-out pairs of what `measure_pairs` gives."""
+        if self._held_out is None:
+            return {}
+        logprobs = ResponseLogprobs(engine).of_pairs(self._held_out.pairs)
+        seen = self._held_out.seen(range(len(logprobs)), logprobs)
+        measured = measure_pairs(self._name, seen, self._options)
+        return {f"val/{name}": float(each.double().mean()) for name, each in measured.items()}
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Pair accuracy and margin, of the held-out pairs or of the last step without them."""
+        kind = "dpo" if self._held_out is None else "val"
+        return {
+            "dpo_pair_accuracy": metrics[f"{kind}/rewards/accuracies"],
+            "dpo_margin": metrics[f"{kind}/rewards/margins"],
+        }
+
+    def _objective(self, rows: Sequence[int], logprobs: Tensor, pack: Pack, tally: Tally) -> Tensor:
+        """The sum of the losses of these pairs of a pack; counts them in `tally`.
+
+        Args:
+            rows: of the training pairs.
+            logprobs: float64 [rows, 2], under the policy.
+            pack: holds the pairs.
+            tally: of the pack.
+        """
+        seen = self._train.seen(rows, logprobs)
+        measured = measure_pairs(self._name, seen, self._options)
+        if pack.segments.rank == 0:  # the other ranks that share the pairs have the same numbers
+            for name, each in measured.items():
+                tally.add(f"dpo/{name}", each.sum(), len(each))
+        return measured["loss"].sum()

@@ -1,0 +1,139 @@
+"""What a frozen reference says of preference pairs: computed once, and kept in the run's directory.
+
+The reference is in memory only while it is asked. A run that starts again reads the stored numbers,
+unless they are of another reference or of other pairs. This file knows no loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from mrlhf.checkpoint.frozen import fingerprint
+from mrlhf.config.sections import ReferenceSection
+from mrlhf.data.preferences import PreferencePairs
+from mrlhf.device import resolve_dtype
+from mrlhf.models.families import load_spec
+from mrlhf.roles.response_logprobs import ResponseLogprobs
+from mrlhf.run.directory import REFERENCE_LOGPROBS
+from mrlhf.run.startup import Run
+from mrlhf.training.engine import ModelEngine
+
+logger = logging.getLogger(__name__)
+
+
+def reference_logprobs(
+    section: ReferenceSection, run: Run, data: Sequence[PreferencePairs], seed: int
+) -> list[Tensor]:
+    """The log-probabilities of all responses under the reference; every rank calls it.
+
+    Args:
+        section: the reference and its layout.
+        run: this process's part in the job.
+        data: some sets of pairs.
+        seed: of the run.
+
+    Returns:
+        For each set float64 [pairs, 2] on the host, the chosen responses first.
+
+    Raises:
+        WeightError: the reference's files are missing or damaged.
+        Interrupted: the run was asked to stop; nothing is stored.
+    """
+    began = time.monotonic()
+    sizes = [len(pairs) for pairs in data]
+    file = run.output_dir / REFERENCE_LOGPROBS
+    key = ""
+    stored = None
+    if run.is_main_rank:
+        key = _key(section, run, data)
+        stored = _read(file, key)
+
+    table = _on_every_rank(stored, sum(sizes))
+    if table is not None:
+        if run.is_main_rank:
+            logger.info("reference log-probabilities of %d pairs: from %s", len(table), file)
+        return list(table.split(sizes))
+
+    tables = _ask(section, run, data, seed)
+    gc.collect()  # the modules of a model refer to each other, so its memory is not freed at once
+    if run.is_main_rank:
+        _write(file, key, torch.cat(tables))
+        logger.info(
+            "reference log-probabilities of %d pairs: %.1f s", sum(sizes), time.monotonic() - began
+        )
+    return tables
+
+
+def _ask(
+    section: ReferenceSection, run: Run, data: Sequence[PreferencePairs], seed: int
+) -> list[Tensor]:
+    """Build the reference and run it over all pairs."""
+    spec = load_spec(section.path, "lm")
+    groups = run.groups("reference", section)
+    engine = ModelEngine(section, spec, groups, run.device, run.stops)
+    engine.load(section.path, seed)
+    logprobs = ResponseLogprobs(engine)
+    return [logprobs.of_pairs(pairs) for pairs in data]
+
+
+def _key(section: ReferenceSection, run: Run, data: Sequence[PreferencePairs]) -> str:
+    """A hash of all that the numbers depend on but for rounding, which the layout changes."""
+    dtype = resolve_dtype(section.dtype, run.device)
+    digest = xxhash.xxh3_128(f"{fingerprint(section.path)['files']} {dtype}".encode())
+    digest.update((Path(section.path) / "config.json").read_bytes())
+    for pairs in data:
+        sides = zip(pairs.prompt_lengths, pairs.chosen_ids, pairs.rejected_ids, strict=True)
+        for prompt_length, chosen, rejected in sides:
+            numbers = [prompt_length, len(chosen), len(rejected), *chosen, *rejected]
+            digest.update(np.asarray(numbers, dtype=np.int32).tobytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path, key: str) -> Tensor | None:
+    """The stored table; None if there is none, or if it is of something else or damaged."""
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            if str(stored["key"]) == key:
+                return torch.from_numpy(stored["logprobs"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        logger.warning("%s cannot be read and is made anew: %s", file, error)
+        return None
+    logger.info("%s is of another reference or of other pairs, and is made anew", file)
+    return None
+
+
+def _write(file: Path, key: str, table: Tensor) -> None:
+    """Store the table whole or not at all; without room, the next start computes it again."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            np.savez(stream, key=np.array(key), logprobs=table.numpy())
+        temporary.replace(file)
+    except OSError as error:
+        logger.warning("%s is not stored: %s; the next start computes it again", file, error)
+        temporary.unlink(missing_ok=True)
+
+
+def _on_every_rank(stored: Tensor | None, pairs: int) -> Tensor | None:
+    """What rank 0 has read."""
+    is_there = torch.tensor(stored is not None, dtype=torch.int32, device="cpu")
+    dist.broadcast(is_there, src=0)
+    if not is_there:
+        return None
+
+    table = torch.zeros((pairs, 2), dtype=torch.float64, device="cpu") if stored is None else stored
+    dist.broadcast(table, src=0)
+    return table

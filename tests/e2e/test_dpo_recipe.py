@@ -1,0 +1,91 @@
+"""configs/recipes/dpo/README.md is followed, all its commands run, and its numbers come out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.programs import ROOT, read_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+PAGE = (ROOT / "configs" / "recipes" / "dpo" / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+[PROGRAM] = re.findall(r"Write this as `accuracy.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def followed(start_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A directory in which all commands but the first two have run, and what they printed."""
+    directory = tmp_path_factory.mktemp("recipe")
+    for name in ("configs", "launch"):
+        (directory / name).symlink_to(ROOT / name)
+    (directory / "runs").mkdir()
+    (directory / "runs" / "demo").symlink_to(start_policy)
+    (directory / "accuracy.py").write_text(PROGRAM, encoding="utf-8")
+
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PET_STANDALONE": "1",  # torchrun takes a free port
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(["set -e", *COMMANDS[1:]])],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return directory, done.stdout
+
+
+def test_it_begins_as_the_demo_does() -> None:
+    """What these commands leave is what `start_policy` has made."""
+    demo = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:")[1]
+    assert len(COMMANDS) == 4
+    for command in COMMANDS[0].splitlines():
+        program = command.removeprefix("python ")
+        assert f"$(BIN)/{command}" in demo or f"$(BIN)/python {program}" in demo, command
+
+
+def test_both_losses_improve_the_answers(followed: tuple[Path, str]) -> None:
+    _, output = followed
+    found = re.findall(r"^runs/(demo/sft|dpo|ipo)/model (\d\.\d+)$", output, re.MULTILINE)
+    right = {name: float(share) for name, share in found}
+    assert right["demo/sft"] < 0.85
+    assert right["dpo"] > 0.93 and right["ipo"] > 0.93
+
+
+@pytest.mark.parametrize(("name", "first", "last"), [("dpo", 0.693, 0.66), ("ipo", 1.0, 0.6)])
+def test_the_curves_are_as_the_page_has_them(
+    followed: tuple[Path, str], name: str, first: float, last: float
+) -> None:
+    run = followed[0] / "runs" / name
+    records = read_lines(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(1, 21))
+    assert records[0]["dpo/loss"] == pytest.approx(first, abs=1e-3)
+    assert records[-1]["dpo/loss"] < last
+
+    held_out = [record for record in records if "val/loss" in record]
+    assert [record["step"] for record in held_out] == [5, 10, 15, 20]
+    assert all(record["val/rewards/accuracies"] > 0.98 for record in held_out)
+    margins = [record["val/rewards/margins"] for record in held_out]
+    assert margins == sorted(margins)
+    beta = {"dpo": 0.1, "ipo": 0.5}[name]
+    start = held_out[0]["val/logps/chosen"] - held_out[0]["val/rewards/chosen"] / beta
+    assert held_out[-1]["val/logps/chosen"] > start
+
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["dpo_pair_accuracy"] == held_out[-1]["val/rewards/accuracies"]
+    assert summary["dpo_margin"] == margins[-1]
+    assert (run / "curves.png").is_file() and (run / "reference_logprobs.npz").is_file()

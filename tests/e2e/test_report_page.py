@@ -1,0 +1,302 @@
+"""The report in a real browser: Debian's Chromium without a window, driven by playwright."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.report_run import RunSize, write_run
+from mrlhf.report.write import write_report
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no chromium; apt-get install chromium brings it"
+    ),
+    pytest.mark.timeout(300),
+]
+
+SIZE = RunSize(steps=30, samples=8, tokens=40, ranks=4)
+BREAKS_OUT = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Addresses of two reports: of one run, and of two runs that differ in a key."""
+    root = tmp_path_factory.mktemp("reports")
+    slow = root / "slow"
+    fast = root / "fast"
+    write_run(slow, SIZE, first_response=BREAKS_OUT)
+    write_run(fast, SIZE, learning_rate=5e-5, seed=2)
+    write_report([slow], root / "one.html", most_samples=1000)
+    write_report([slow, fast], root / "two.html", most_samples=1000)
+    return {name: (root / f"{name}.html").as_uri() for name in ("one", "two")}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of 1,280 pixels, on which no script may fail and nothing may be loaded."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    yield from _watched(opened)
+
+
+def _watched(page: Any) -> Iterator[Any]:
+    problems: list[str] = []
+    page.set_default_timeout(20_000)
+    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
+    page.on("console", lambda line: line.type == "error" and problems.append(line.text))
+    page.on("request", lambda r: r.url.startswith("file:") or problems.append(f"loads {r.url}"))
+    yield page
+    page.close()
+    assert not problems
+
+
+def _open(page: Any, address: str, tab: str) -> None:
+    page.goto(address)
+    page.get_by_role("tab", name=tab).click()
+
+
+def _count(page: Any) -> str:
+    return str(page.locator("#count").inner_text())
+
+
+def _wait_for_texts(page: Any) -> None:
+    page.wait_for_function("() => !document.querySelector('#count').textContent.includes('unpack')")
+
+
+def test_the_first_view_says_whether_the_run_learned(page: Any, reports: dict[str, str]) -> None:
+    page.goto(reports["one"])
+    assert page.title().endswith("slow")
+    summary = page.locator(".verdict").inner_text()
+    assert summary.startswith("30 steps; the run has finished. Reward went from 0.2")
+    assert "held-out accuracy (greedy) went from 0.18 to 0.86" in summary
+
+    titles = page.locator(".card figcaption").all_inner_texts()
+    for title in ("Reward", "Held-out accuracy (greedy)", "KL to the reference", "Entropy",
+                  "Response length", "Clip fraction", "Engine against trainer"):  # fmt: skip
+        assert title in titles
+    page.wait_for_selector(".card canvas")
+    text = page.locator("main").inner_text()
+    assert "a processor" in text and "actor.optim.lr" in text and "update_actor" in text
+    assert "clip_fraction" in text and "0.62 of the tokens are clipped" in text
+
+
+def test_curves_read_zoom_and_smooth_by_mouse_and_keyboard(
+    page: Any, reports: dict[str, str]
+) -> None:
+    _open(page, reports["one"], "Curves")
+    page.get_by_label("Metrics").fill("critic/score")
+    page.wait_for_function("() => document.querySelectorAll('figure').length === 1")
+    chart = page.locator("figure").first
+    page.wait_for_selector("figure canvas")
+
+    box = chart.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    assert chart.locator("output").inner_text().startswith("step 1")
+
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 50, steps=4)
+    page.mouse.up()
+    low, high = page.evaluate("drawing.zoom")
+    assert 12 < low < 18 < high < 27
+    page.get_by_role("button", name="Show all steps").click()
+    assert page.evaluate("drawing.zoom") is None
+
+    chart.focus()
+    page.keyboard.press("End")
+    assert chart.locator("output").inner_text().startswith("step 30: 0.")
+    page.keyboard.press("ArrowLeft")
+    assert chart.locator("output").inner_text().startswith("step 29: 0.")
+    page.keyboard.press("+")
+    assert page.evaluate("drawing.zoom")[1] == 30
+    page.keyboard.press("0")
+    assert page.evaluate("drawing.zoom") is None
+
+    page.get_by_label("Smoothing").fill("0.9")
+    chart.focus()
+    page.keyboard.press("End")
+    assert "(smoothed 0." in chart.locator("output").inner_text()
+
+
+def test_samples_are_filtered_by_each_filter(page: Any, reports: dict[str, str]) -> None:
+    _open(page, reports["one"], "Rollouts")
+    _wait_for_texts(page)
+    assert _count(page).startswith("240 of 240 samples; the first 100 are listed")
+
+    page.locator("#step-filter").select_option("7")
+    assert _count(page).startswith("8 of 240 samples.")
+    page.get_by_label("Next step").click()
+    assert {row.inner_text() for row in page.locator(".rows button").all()} == {"8"}
+    page.locator("#step-filter").select_option("")
+
+    page.locator("#minScore").fill("0.5")
+    rewards = {row.inner_text() for row in page.locator(".rows tbody tr td:nth-child(4)").all()}
+    assert rewards == {"1"}
+    page.locator("#minScore").fill("")
+    page.locator("#minLength").fill("40")
+    lengths = {row.inner_text() for row in page.locator(".rows tbody tr td:nth-child(5)").all()}
+    assert lengths == {"40"}
+    page.locator("#minLength").fill("")
+
+    page.get_by_label("Text of prompt or response").fill("ONERROR=alert")
+    page.wait_for_function("() => document.querySelector('#count').textContent.startsWith('30 of')")
+
+
+def test_tokens_show_their_numbers_by_mouse_and_keyboard(
+    page: Any, reports: dict[str, str]
+) -> None:
+    _open(page, reports["one"], "Rollouts")
+    page.locator(".rows tbody tr button").nth(1).click()
+    page.wait_for_selector(".sample .token")
+    facts = page.locator(".sample .facts")
+
+    page.locator(".sample .token").nth(3).hover()
+    shown = facts.inner_text()
+    assert "token 4 of" in shown
+    number = page.evaluate("views[0].sample.numbers['entropy'][3]")
+    told = facts.locator("[data-name='entropy']").inner_text()
+    assert float(told.removeprefix("entropy ")) == pytest.approx(number, rel=1e-3)
+    for name in ("advantage", "KL to reference", "ratio after update", "trainer - engine", "value"):
+        assert name in shown
+
+    page.locator(".sample .tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert "token 5 of" in facts.inner_text()
+    page.keyboard.press("End")
+    last = page.evaluate("views[0].sample.tokens.length")
+    assert f"token {last} of {last}" in facts.inner_text()
+
+    colors = page.evaluate("views[0].spans.map((s) => s.style.backgroundColor).join()")
+    page.get_by_label("Colour tokens by").select_option("entropy")
+    assert page.evaluate("views[0].spans.map((s) => s.style.backgroundColor).join()") != colors
+    assert "entropy" in page.locator(".sample .scale").inner_text()
+
+
+def test_the_same_prompt_stands_side_by_side_across_steps(
+    page: Any, reports: dict[str, str]
+) -> None:
+    _open(page, reports["one"], "Rollouts")
+    page.locator(".rows tbody tr button").first.click()
+    page.get_by_role("button", name="Beside another step").click()
+    page.wait_for_function("() => document.querySelectorAll('.sample').length === 2")
+    one, two = page.evaluate(
+        "views.map((v) => [v.run.samples.uid[v.index], v.run.samples.step[v.index]])"
+    )
+    assert one[0] == two[0] and one[1] != two[1]
+    boxes = [article.bounding_box() for article in page.locator(".sample").all()]
+    assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
+
+
+def test_the_models_text_never_runs(page: Any, reports: dict[str, str]) -> None:
+    _open(page, reports["one"], "Rollouts")
+    _wait_for_texts(page)
+    page.locator(".rows tbody tr button").first.click()
+    page.wait_for_selector(".sample .token")
+    assert page.locator(".sample .token").first.inner_text() == BREAKS_OUT
+    assert BREAKS_OUT in page.locator(".sample .prompt").inner_text()
+    assert page.locator("img").count() == 0
+    assert page.title() != "broken"
+
+
+def test_the_timeline_has_a_lane_for_each_rank(page: Any, reports: dict[str, str]) -> None:
+    _open(page, reports["one"], "Timeline")
+    page.wait_for_selector(".lane .span")
+    assert page.locator(".lane .track").count() == 4
+    page.locator("#lane-step").fill("0")
+    assert "Step 1" in page.locator("section[aria-label=Lanes] .controls").inner_text()
+
+    page.get_by_label("Phases of rank 3").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    reading = page.locator("section[aria-label=Lanes] p output").inner_text()
+    assert reading == "rank 3, gen: from 0.2 s for 3 s, 2.85 s of processor time"
+    assert "rank 3: 2.85" in page.locator("section[aria-label=Lanes] table").inner_text()
+
+
+def test_two_runs_are_told_apart_by_the_key_in_which_they_differ(
+    page: Any, reports: dict[str, str]
+) -> None:
+    page.goto(reports["two"])
+    names = page.locator(".keys").first.inner_text()
+    assert "actor.optim.lr=0.00001" in names and "actor.optim.lr=0.00005" in names
+    assert "The runs differ in actor.optim.lr, seed." in page.locator("main").inner_text()
+
+    page.get_by_role("tab", name="Curves").click()
+    page.get_by_label("Tell runs apart by").select_option("seed")
+    page.get_by_label("Metrics").fill("critic/score")
+    page.wait_for_function("() => document.querySelectorAll('figure').length === 1")
+    page.wait_for_selector("figure canvas")
+    page.locator("figure").focus()
+    page.keyboard.press("End")
+    words = page.locator("figure output").inner_text()
+    assert words.startswith("step 30: seed=1: 0.9") and "; seed=2: " in words
+
+    page.get_by_label("seed=2").uncheck()
+    page.locator("figure").focus()
+    page.keyboard.press("Home")
+    assert "seed=2" not in page.locator("figure output").inner_text()
+
+
+def test_tabs_turn_by_keyboard(page: Any, reports: dict[str, str]) -> None:
+    page.goto(reports["one"])
+    page.keyboard.press("Tab")
+    for name in ("Curves", "Rollouts", "Timeline", "Overview"):
+        page.keyboard.press("ArrowRight")
+        focused = page.evaluate("document.activeElement.textContent")
+        assert focused == name
+        assert page.get_by_role("tab", selected=True).inner_text() == name
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_every_view_fits_and_can_be_read(
+    browser: Any, reports: dict[str, str], width: int, scheme: str
+) -> None:
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for page in _watched(opened):
+        for tab in ("Overview", "Curves", "Rollouts", "Timeline"):
+            _open(page, reports["two"], tab)
+            page.wait_for_selector("canvas")
+            if tab == "Rollouts":
+                page.locator(".rows tbody tr button").first.click()
+                page.wait_for_selector(".sample .token")
+            overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert page.evaluate(overflow) <= 0, f"{tab} is wider than the window"
+
+        text, faint, back = page.evaluate(_COLORS)
+        assert (_luminance(back) < 0.2) == (scheme == "dark")
+        assert _contrast(text, back) > 7 and _contrast(faint, back) > 4.5
+
+
+_COLORS = """() => {
+  const style = (node) => getComputedStyle(node);
+  const faint = document.querySelector('.faint');
+  const colors = [style(document.body).color, style(faint).color];
+  colors.push(style(document.body).backgroundColor);
+  return colors.map((color) => color.match(/[0-9.]+/g).slice(0, 3).map(Number));
+}"""
+
+
+def _luminance(color: list[float]) -> float:
+    """Relative luminance as WCAG defines it."""
+    parts = [value / 255 for value in color]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(one: list[float], other: list[float]) -> float:
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)

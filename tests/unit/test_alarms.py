@@ -1,0 +1,140 @@
+"""Each alarm is raised by a recorded run that has its failure, and none by runs without one."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mrlhf.config.roots import PPOConfig, RewardModelConfig, SFTConfig
+from mrlhf.config.schema import keys
+from mrlhf.run.alarms.file import AlarmsFile
+from mrlhf.run.alarms.history import History
+from mrlhf.run.alarms.rules import PAGE, RULES, Rule
+from mrlhf.run.alarms.watch import Watch
+from tests.recordings.record import FAILING, HEALTHY, KEPT
+
+ROOT = Path(__file__).parents[2]
+RECORDINGS = ROOT / "tests" / "recordings"
+
+
+def recorded(name):
+    text = (RECORDINGS / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def high(history):
+    value = history.now("x")
+    return f"x is {value:g}" if value is not None and value > 1 else None
+
+
+HIGH = Rule("high", "warning", high, "it is warm", "x.max")
+
+
+def raised(values):
+    watch = Watch((HIGH,))
+    return [step for step, x in enumerate(values, 1) for _ in watch.look(step, {"x": x})]
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_recorded_failure_raises_its_alarm_once(name):
+    alarms = [alarm for alarm in Watch().replay(recorded(name)) if alarm.name == name]
+    assert len(alarms) == 1, alarms
+    assert re.search(r"\d", alarms[0].message) and "\n" not in alarms[0].line
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_the_page_shows_the_alarm_of_the_recording(name):
+    alarm = next(alarm for alarm in Watch().replay(recorded(name)) if alarm.name == name)
+    page = " ".join((ROOT / PAGE).read_text(encoding="utf-8").split())
+    assert f"alarm {name} at step {alarm.step}: {alarm.message} **What it looks like.**" in page
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_raises_none(name):
+    assert len(recorded(name)) >= 16
+    assert [alarm.line for alarm in Watch().replay(recorded(name))] == []
+
+
+def test_at_least_ten_healthy_runs_and_every_rule_has_a_failing_one():
+    assert len(HEALTHY) >= 10
+    assert {rule.name for rule in RULES} == set(FAILING)
+    files = {path.stem for path in RECORDINGS.glob("*.jsonl")}
+    assert files == set(FAILING) | set(HEALTHY)
+
+
+def test_recordings_keep_every_metric_that_a_rule_reads():
+    asked = set()
+
+    class Spy(History):
+        def recent(self, name, count):
+            asked.add(name)
+            return super().recent(name, count)
+
+        def first(self, name):
+            asked.add(name)
+            return super().first(name)
+
+    for name in FAILING:
+        history = Spy()
+        for row in recorded(name):
+            history.add(row["step"], row)
+            for rule in RULES:
+                rule.sign(history)
+    assert [name for name in asked if not name.startswith(KEPT)] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.name} {rule.key}")
+def test_key_and_section_of_the_page_exist(rule):
+    known = {key.name for root in (PPOConfig, SFTConfig, RewardModelConfig) for key in keys(root)}
+    assert rule.key in known
+    page, anchor = rule.link.split("#")
+    headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert page == PAGE
+    assert anchor in {re.sub(r"[^a-z -]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def test_an_alarm_is_raised_when_it_begins_and_again_only_after_five_quiet_steps():
+    assert raised([0, 2, 2, 2]) == [2]
+    assert raised([2, 0, 0, 0, 0, 2, 2]) == [1]
+    assert raised([2, 0, 0, 0, 0, 0, 2, 2]) == [1, 7]
+    assert raised([2, None, None, None, None, None, 2]) == [1, 7]
+    assert raised([float("nan"), float("inf"), 0]) == []
+
+
+def test_an_alarm_that_is_on_is_known_until_it_ends():
+    watch = Watch((HIGH,))
+    for step, value in enumerate([2, 0, 0, 0, 0], 1):
+        watch.look(step, {"x": value})
+        assert [alarm.step for alarm in watch.on] == [1]
+    watch.look(6, {"x": 0})
+    assert watch.on == []
+
+
+def test_a_resumed_run_has_the_alarms_of_its_earlier_steps(tmp_path):
+    rows = recorded("clip_fraction")
+    whole, resumed = Watch(), Watch()
+    expected = whole.replay(rows)
+    before = resumed.replay([{"step": 0, "val/loss": 2.0}, *rows[:3]])
+    after = [alarm for row in rows[3:] for alarm in resumed.look(row["step"], row)]
+    assert before + after == expected and resumed.on == whole.on
+
+    file = AlarmsFile(tmp_path / "alarms.jsonl")
+    file.replace([])
+    assert not (tmp_path / "alarms.jsonl").exists()
+    for alarm in expected:
+        file.write(alarm)
+    file.replace(expected)
+    (line, *_) = (tmp_path / "alarms.jsonl").read_text(encoding="utf-8").splitlines()
+    fields = {"step", "name", "severity", "message", "cause", "key", "link"}
+    assert set(json.loads(line)) == fields
+
+
+def test_the_history_keeps_what_is_asked_for_in_little_memory():
+    history = History()
+    for step in range(1, 1001):
+        history.add(step, {"x": step, "y": step if step < 10 else None})
+    assert history.recent("x", 3) == [998, 999, 1000] and history.first("x") == [1, 2, 3]
+    assert history.recent("y", 3) == [] and history.now("y") is None and history.count("y") == 9
+    assert history.extremes("x") == (1, 1000)
+    assert len(history._series["x"].recent) == 24

@@ -1,0 +1,159 @@
+"""What is written down of a rollout: which samples, in which columns, as pyarrow reads them."""
+
+import json
+
+import pyarrow.parquet
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mrlhf.batch import Experience, Prompts
+from mrlhf.config.rollout import RolloutSection
+from mrlhf.data.sample_table import read_samples
+from mrlhf.data.tokenizer import Tokenizer
+from mrlhf.errors import DataError
+from mrlhf.rollout.scoring import Scores
+from mrlhf.trainers.dump import Dump, chosen_rows, write_dump
+from tests.rollouts import make_rollout, with_holes
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte-level tokenizer of a few tokens, in which é takes two."""
+    vocabulary = {letter: i for i, letter in enumerate(["</s>", "a", "b", "Ġc", "Ã", "©"])}
+    backend = Backend(models.BPE(vocabulary, [], unk_token=None))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    return Tokenizer(fast)
+
+
+def test_pieces_are_the_texts_of_tokens_and_keep_torn_characters_whole(tokenizer):
+    assert tokenizer.pieces([[1, 3, 0], [4, 5, 2], [], [4]]) == [
+        ["a", " c", "</s>"],
+        ["é", "", "b"],
+        [],
+        ["\ufffd"],
+    ]
+
+
+def rollout_of(uids, samples=2):
+    """`samples` responses of one to three tokens to each prompt."""
+    rows = len(uids) * samples
+    prompts = Prompts(
+        token_ids=[[1, uid % 6] for uid in uids],
+        uid=list(uids),
+        text=[f"prompt {uid}" for uid in uids],
+        data_source=["x"] * len(uids),
+        ground_truth=["1"] * len(uids),
+        extra_info=[{}] * len(uids),
+    ).repeat(samples)
+    lengths = torch.arange(rows) % 3 + 1
+    mask = torch.arange(3)[None] < lengths[:, None]
+    return make_rollout(
+        prompts=prompts,
+        sample_index=list(range(samples)) * len(uids),
+        response_ids=torch.tensor([[1, 3, 0]] * rows, dtype=torch.int32) * mask,
+        response_mask=mask,
+        rollout_logprobs=-torch.rand(rows, 3) * mask,
+        stopped=lengths == 3,
+    )
+
+
+def dump_of(rollout):
+    shape = rollout.response_ids.shape
+    rows = len(rollout)
+    experience = Experience(
+        rollout=rollout,
+        scores=torch.arange(rows).float(),
+        loss_mask=rollout.loss_mask,
+        old_logprobs=torch.full(shape, -1.5),
+        ref_logprobs=None,
+        token_rewards=torch.zeros(shape),
+        values=None,
+        advantages=torch.arange(rows)[:, None].float().expand(shape),
+        returns=torch.zeros(shape),
+    )
+    terms = {"exact": [0.5] * (rows - 1) + [float("nan")]}
+    return Dump(4, experience, Scores(experience.scores, terms), entropy=torch.full(shape, 0.25))
+
+
+def test_a_parquet_file_has_a_row_for_each_sample_and_lists_of_its_tokens(tmp_path, tokenizer):
+    rollout = with_holes(rollout_of([7, 9]), torch.tensor([[False, True, False]] * 4))
+    write_dump(tmp_path, dump_of(rollout), RolloutSection(dump_freq=1), tokenizer)
+
+    file = tmp_path / "rollouts" / "step_000004.parquet"
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    assert rows[1] == {
+        "step": 4,
+        "uid": 7,
+        "sample": 1,
+        "data_source": "x",
+        "prompt": "prompt 7",
+        "response": "a c",
+        "ground_truth": "1",
+        "finish_reason": "length",
+        "length": 2,
+        "score": 1.0,
+        "terms": [("exact", 0.5)],
+        "prompt_ids": [1, 1],
+        "response_tokens": ["a", " c"],
+        "response_ids": [1, 3],
+        "loss_mask": [True, False],
+        "advantage": [1.0, 1.0],
+        "return": [0.0, 0.0],
+        "reward": [0.0, 0.0],
+        "old_logprob": [-1.5, -1.5],
+        "rollout_logprob": [rollout.rollout_logprobs[1, 0].item(), 0.0],
+        "entropy": [0.25, 0.25],
+    }
+    assert [row["length"] for row in rows] == [1, 2, 3, 1]
+    assert [row["finish_reason"] for row in rows] == ["length", "length", "stop", "length"]
+    assert rows[3]["terms"] == []
+
+    table = read_samples(file)
+    assert table.begins == [0, 1, 3, 6, 7]
+    assert table.tokens["advantage"].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0]
+
+
+def test_jsonl_has_texts_and_scores(tmp_path, tokenizer):
+    section = RolloutSection(dump_freq=1, dump_format="jsonl", dump_samples=2)
+    write_dump(tmp_path, dump_of(rollout_of([7, 9])), section, tokenizer)
+    lines = (tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[0])["response"] == "a"
+
+
+def test_the_same_prompts_are_chosen_whenever_they_come():
+    one = rollout_of(range(40), samples=4)
+    other = rollout_of(range(39, -1, -2), samples=4)
+
+    def uids(rollout, most):
+        rows = chosen_rows(rollout, most)
+        assert rows == sorted(rows) and len(rows) % 4 == 0
+        return {rollout.prompts.uid[row] for row in rows}
+
+    chosen = uids(one, 83)
+    assert len(chosen) == 20
+    odd = {uid for uid in chosen if uid % 2}
+    assert odd and odd <= uids(other, 83 - 12)
+
+
+def test_all_rows_or_a_part_of_one_prompt():
+    rollout = rollout_of([1, 2], samples=4)
+    assert chosen_rows(rollout, None) == chosen_rows(rollout, 8) == list(range(8))
+    assert len(chosen_rows(rollout, 3)) == 3
+
+
+def test_other_files_are_refused_in_one_line(tmp_path):
+    file = tmp_path / "step_000001.parquet"
+    file.write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="not a readable parquet file") as caught:
+        read_samples(file)
+    assert "\n" not in str(caught.value)
+
+    pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), file)
+    with pytest.raises(DataError, match="it has no column 'data_source'"):
+        read_samples(file)

@@ -1,0 +1,123 @@
+"""`status.json` says where a run stands, is always whole, and is kept fresh by a thread."""
+
+import json
+import os
+import time
+
+import pytest
+
+from mrlhf.metrics import CurrentPhase, PhaseTimer
+from mrlhf.run import monitor as monitor_file
+from mrlhf.run.alarms.watch import Alarm
+from mrlhf.run.board import Board
+from mrlhf.run.monitor import Monitor
+from mrlhf.run.status import StatusFile
+
+ALARM = Alarm(3, "truncation", "warning", "40% are cut off", "long", "data.x", "docs")
+
+
+def read(directory):
+    return json.loads((directory / "status.json").read_text(encoding="utf-8"))
+
+
+def until(holds):
+    limit = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_everything_that_stands_on_the_board_is_written(tmp_path):
+    board = Board(
+        state="training",
+        step=3,
+        steps=10,
+        seconds_left=12.4,
+        metrics={"x": 0.5, "y": float("nan")},
+        alarms=[ALARM],
+    )
+    board.phase.advance(2, 8, "mini-batches")
+    StatusFile(tmp_path, world_size=4).write(board)
+    status = read(tmp_path)
+    fixed = {
+        "version": 1,
+        "state": "training",
+        "message": "",
+        "step": 3,
+        "of": 10,
+        "phase": "start",
+        "progress": {"done": 2, "of": 8, "unit": "mini-batches"},
+        "eta_seconds": 12,
+        "metrics": {"x": 0.5, "y": None},
+        "pid": os.getpid(),
+        "ranks": 4,
+    }
+    assert {name: status[name] for name in fixed} == fixed
+    assert status["alarms"][0]["name"] == "truncation"
+    assert set(status) - set(fixed) == {"phase_seconds", "alarms", "began", "updated", "host"}
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_phase_forgets_the_progress_of_the_one_before():
+    phase = CurrentPhase()
+    timer = PhaseTimer(current=phase)
+    with timer("gen"):
+        phase.advance(1, 2, "responses")
+        with timer("reward"):
+            assert phase.progress is None
+        assert phase.name == "gen" and phase.progress is None
+
+
+def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
+    monkeypatch.setattr(monitor_file, "_WRITE_S", 0.02)
+    board = Board()
+    monitor = Monitor(board, StatusFile(tmp_path, 1), None)
+    monitor.start()
+    assert read(tmp_path)["state"] == "starting"
+
+    board.state = "training"
+    with board.phase("gen"):
+        until(lambda: read(tmp_path)["phase"] == "gen")
+        board.phase.advance(1, 4, "responses")
+        until(lambda: read(tmp_path)["progress"] == {"done": 1, "of": 4, "unit": "responses"})
+    monitor.close_view()
+    monitor.end("failed", "the disk is full")
+    status = read(tmp_path)
+    assert (status["state"], status["message"]) == ("failed", "the disk is full")
+    board.step = 9
+    time.sleep(0.05)
+    assert read(tmp_path) == status
+
+
+def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
+    monkeypatch.setattr(monitor_file, "_WRITE_S", 3600)
+    board = Board()
+    monitor = Monitor(board, StatusFile(tmp_path, 1), None)
+    monitor.start()
+    with board.phase("gen"):
+        time.sleep(0.05)
+        assert read(tmp_path)["phase"] == "start"
+        monitor.write()
+        assert read(tmp_path)["phase"] == "gen"
+    monitor.close_view()
+
+
+def test_a_status_that_cannot_be_written_is_said_once(tmp_path, caplog):
+    monitor = Monitor(Board(), StatusFile(tmp_path / "missing", 1), None)
+    for _ in range(3):
+        monitor.write()
+    (line,) = caplog.messages
+    assert line.startswith("cannot write the status of the run")
+    (tmp_path / "missing").mkdir()
+    monitor.write()
+    assert read(tmp_path / "missing")["state"] == "starting"
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_a_monitor_that_never_started_can_end(tmp_path, state):
+    monitor = Monitor(Board(), StatusFile(tmp_path, 1), None)
+    monitor.close_view()
+    monitor.end(state)
+    assert read(tmp_path)["state"] == state
