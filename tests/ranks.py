@@ -14,6 +14,7 @@ import queue
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -31,6 +32,7 @@ import torch.multiprocessing as mp
 from tests import preloaded
 
 _LEAVES = 60.0  # seconds in which a rank that is done ends
+_ASKS = 1.0  # seconds after which it looks whether a rank has been killed
 _BEFORE = 30.0  # seconds before its time is over a rank writes where it is
 
 
@@ -102,7 +104,7 @@ def run_ranks(
 
     Raises:
         AssertionError: a rank failed, and the message is the traceback of the first one to fail; or
-            ranks were not done in time, and it says where they were.
+            a rank was killed; or ranks were not done in time, and it says where they were.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -128,11 +130,17 @@ def run_ranks(
 def _results(ranks: list[Any], received: Any, timeout: float, stacks: Path) -> list[Any]:
     """What the ranks return, once all of them have ended."""
     results: dict[int, Any] = {}
-    for _ in ranks:
+    late = time.monotonic() + timeout
+    while len(results) < len(ranks):
+        # A rank that is seen to have ended may still have said something before.
+        ended = [rank for rank, process in enumerate(ranks) if not process.is_alive()]
         try:
-            rank, succeeded, value = received.get(timeout=timeout)
+            rank, succeeded, value = received.get(timeout=_ASKS)
         except queue.Empty:
-            raise AssertionError(f"not done after {timeout:.0f} s:\n{_written(stacks)}") from None
+            gone = [rank for rank in ended if rank not in results]
+            assert not gone, f"ranks {gone} have ended and returned nothing"
+            assert time.monotonic() < late, f"not done after {timeout:.0f} s:\n{_written(stacks)}"
+            continue
         assert succeeded, f"rank {rank} failed:\n{value}"
         results[rank] = value
 

@@ -42,3 +42,13 @@ def test_a_rank_is_like_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
             }
 
     assert len(set(drawn)) == 12, "two ranks draw the same random numbers"
+
+
+def _ends(rank: int, world_size: int) -> None:
+    """As if it were killed."""
+    os._exit(3)
+
+
+def test_a_rank_that_is_killed_is_not_waited_for() -> None:
+    with pytest.raises(AssertionError, match=r"ranks \[0\] have ended and returned nothing"):
+        run_ranks(1, _ends)
