@@ -23,7 +23,7 @@ from transformers.models.qwen2_moe import modeling_qwen2_moe as qwen2_moe
 from mrlhf.batch import Experience, ExpertRecord, Rollout
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.roles.actor import Actor
-from tests import plain_ppo
+from tests import plain_experience, plain_models, plain_ppo, plain_tables
 from tests.dist.ppo_runs import Runs, Scenario, assert_same_on_every_layout
 from tests.dist.role_runs import (
     MANY_PACKS,
@@ -57,7 +57,7 @@ MIXTURES = 3  # of four layers the first one is dense
 EXPERTS = 4
 PER_TOKEN = 2
 UNRECORDED = 3  # a row of the batch
-RESPONSE_TOKENS = sum(plain_ppo.RESPONSE_LENGTHS)
+RESPONSE_TOKENS = sum(plain_experience.RESPONSE_LENGTHS)
 # Row, position in the sequence, and mixture of choices that are changed. The prompts of these rows
 # have 1, 5 and 8 tokens, so the third one is not where a log-probability comes from.
 CHANGED = ((0, 0, 0), (0, 2, 2), (1, 3, 1), (3, 9, 0), (3, 9, 1))
@@ -66,7 +66,7 @@ COUNTED = 4
 
 def _counts() -> Tensor:
     """The tokens of each row of the rollout but the last one."""
-    lengths = zip(plain_ppo.PROMPT_LENGTHS, plain_ppo.RESPONSE_LENGTHS, strict=True)
+    lengths = zip(plain_experience.PROMPT_LENGTHS, plain_experience.RESPONSE_LENGTHS, strict=True)
     return torch.tensor([prompt + response - 1 for prompt, response in lengths])
 
 
@@ -132,7 +132,7 @@ def _routers_are_forced(rollout: Rollout, record: ExpertRecord | None) -> Iterat
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of four layers, and an experience."""
     directory = tmp_path_factory.mktemp("replay")
-    save_inputs(directory, layers=4)
+    save_inputs(directory, layers=4, models=[CASE.model])
     return directory
 
 
@@ -195,12 +195,12 @@ def expected(root: Path) -> tuple[Tensor, Outcome, list[Any]]:
     experience = load_experience(root, CASE)
     rollout = experience.rollout
     with _routers_are_forced(rollout, None) as choices:
-        plain_ppo.evaluate(plain_ppo.load(root / CASE.model), rollout)
+        plain_tables.evaluate(plain_models.load(root / CASE.model), rollout)
     rows = [torch.stack(choices[i : i + MIXTURES], dim=1) for i in range(0, len(choices), MIXTURES)]
     chosen = torch.cat([row[:-1] for row in rows]).sort(dim=-1).values
 
     with _routers_are_forced(rollout, _forced()):
-        logprobs, _ = plain_ppo.evaluate(plain_ppo.load(root / CASE.model), rollout)
+        logprobs, _ = plain_tables.evaluate(plain_models.load(root / CASE.model), rollout)
         outcome = plain_ppo.train_actor(CASE, root / CASE.model, experience)
     return logprobs, outcome, chosen.tolist()
 
@@ -238,7 +238,7 @@ def test_forced_experts_change_the_numbers(
     root: Path, expected: tuple[Tensor, Outcome, list[Any]]
 ) -> None:
     experience: Experience = load_experience(root, CASE)
-    own, _ = plain_ppo.evaluate(plain_ppo.load(root / CASE.model), experience.rollout)
+    own, _ = plain_tables.evaluate(plain_models.load(root / CASE.model), experience.rollout)
     apart = (own - expected[0]).abs().amax(dim=1)
     assert apart[UNRECORDED] == 0.0
     assert (apart[torch.arange(len(apart)) != UNRECORDED] > 0.01).all()
