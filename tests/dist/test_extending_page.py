@@ -224,10 +224,10 @@ def test_the_examples_train_the_same_on_every_layout(metrics: Any, root: Path, l
 def test_the_examples_train_as_the_built_in_methods_do(metrics: Any, root: Path) -> None:
     # A loss of our own may read whole sequences, so it sums over all tokens of a pack at once.
     for step, expected in zip(metrics["own, dp2"], metrics["built in, dp2"], strict=True):
-        own = _comparable(step)
+        built_in = _comparable(expected)
         # Nobody can tell whether an estimator of our own compares the responses to a prompt.
-        del own["training/equal_groups"]
-        assert own == pytest.approx(_comparable(expected), rel=1e-5, abs=1e-7)
+        del built_in["training/equal_groups"]
+        assert _comparable(step) == pytest.approx(built_in, rel=1e-5, abs=1e-7)
     weights = _weights(root, "built in, dp2")
     for name, tensor in _weights(root, "own, dp2").items():
         torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6)
