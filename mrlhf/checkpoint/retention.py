@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
-from mrlhf.config.sections import TrainerSection
+from mrlhf.config.trainer import TrainerSection
 from mrlhf.errors import ConfigError
 
 logger = logging.getLogger(__name__)

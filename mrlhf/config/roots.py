@@ -27,14 +27,12 @@ from mrlhf.config.router import RouterSection
 from mrlhf.config.sections import (
     ActorSection,
     CriticSection,
-    DistributedSection,
     OptimSection,
-    PPOTrainerSection,
     ReferenceSection,
     RewardModelSection,
     RoleSection,
-    TrainerSection,
 )
+from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.rl.names import estimator_traits
 
 

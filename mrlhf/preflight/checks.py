@@ -14,7 +14,8 @@ from mrlhf.config.data import PromptDataSection
 from mrlhf.config.fields import Section
 from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
-from mrlhf.config.sections import OptimSection, PPOTrainerSection
+from mrlhf.config.sections import OptimSection
+from mrlhf.config.trainer import PPOTrainerSection
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.segments import Segments

@@ -15,7 +15,8 @@ from types import TracebackType
 import torch.distributed as dist
 
 from mrlhf.config.roots import Root
-from mrlhf.config.sections import DistributedSection, RoleSection, TrainerSection
+from mrlhf.config.sections import RoleSection
+from mrlhf.config.trainer import DistributedSection, TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
 from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.job import (

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
-from mrlhf.config.sections import TrainerSection
+from mrlhf.config.trainer import TrainerSection
 from tests import plain_models
 from tests.e2e.programs import ROOT, read_lines, run_program, succeed
 from tests.tiny_task import write_tiny_task

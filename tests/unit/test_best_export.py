@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from mrlhf.checkpoint.retention import Best
-from mrlhf.config.sections import TrainerSection
+from mrlhf.config.trainer import TrainerSection
 from mrlhf.errors import CheckpointError, ConfigError
 from mrlhf.trainers.best_export import BestExport
 from mrlhf.trainers.checkpoints import Checkpoints, Measured

@@ -9,7 +9,7 @@ import pytest
 
 from mrlhf.checkpoint.manifest import MANIFEST, checkpoints_in
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
-from mrlhf.config.sections import TrainerSection
+from mrlhf.config.trainer import TrainerSection
 from mrlhf.errors import ConfigError
 
 

@@ -1,0 +1,206 @@
+"""The sections for the run and its processes: how long to train, and what to leave behind.
+
+A section checks its own fields, and knows no other sections.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from mrlhf.config.fields import (
+    Count,
+    CountOrZero,
+    Minutes,
+    PathText,
+    Positive,
+    Section,
+    Switch,
+)
+
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+
+class TrainerSection(Section):
+    """How long to train, and what to leave behind."""
+
+    switches: ClassVar[tuple[Switch, ...]] = (
+        Switch(
+            "total_steps",
+            lambda steps: steps is not None,
+            ("total_epochs",),
+            "is set",
+            "set that to null",
+        ),
+        Switch(
+            "keep_best",
+            lambda metric: metric is None,
+            ("keep_best_mode",),
+            "is null",
+            "name a metric there",
+        ),
+        Switch(
+            "export_best",
+            lambda metric: metric is None,
+            ("export_best_mode",),
+            "is null",
+            "name a metric there",
+        ),
+        Switch(
+            "trackers",
+            lambda names: (
+                isinstance(names, list) and "wandb" not in names and "trackio" not in names
+            ),
+            ("project_name", "experiment_name"),
+            "names neither wandb nor trackio",
+            "name one of them there",
+        ),
+    )
+
+    total_steps: Count | None = Field(
+        None, description="training steps; null: as many as total_epochs makes"
+    )
+    total_epochs: Count = Field(
+        1, description="passes over train_files; refused beside total_steps"
+    )
+    test_freq: CountOrZero = Field(
+        0,
+        description="training steps between validations; 0: only at the end, and with PPO at the "
+        "start",
+    )
+    output_dir: PathText = Field(
+        description="directory for metrics, logs and the final Hugging Face checkpoint"
+    )
+    log_freq: Count = Field(
+        1,
+        description="training steps from one line on the console to the next; metrics.jsonl has "
+        "every step",
+    )
+    timeline_freq: CountOrZero = Field(
+        1,
+        description="training steps between records of when each rank was in which phase; 0: none",
+    )
+    console: Literal["auto", "plain", "quiet"] = Field(
+        "auto",
+        description="auto: a view of the run below the log lines if standard error is a terminal; "
+        "plain: log lines alone; quiet: warnings, alarms and errors alone, as --quiet",
+    )
+    trackers: list[Tracker] = Field(
+        [], description="what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
+    project_name: Annotated[str, Field(pattern=r"\S")] = Field(
+        "mrlhf", description="project of the run in wandb and trackio"
+    )
+    experiment_name: Annotated[str, Field(pattern=r"\S")] | None = Field(
+        None, description="name of the run in wandb and trackio; null: that of output_dir"
+    )
+    max_shard_size_mb: Count = Field(
+        5000, description="largest safetensors file of the exported model, MB"
+    )
+    resume: PathText = Field(
+        "auto",
+        description="auto: go on from the newest whole checkpoint in output_dir, if there is one; "
+        "a directory: go on from that checkpoint; never: begin anew",
+    )
+    overwrite: bool = Field(
+        False, description="delete the run that output_dir holds, and begin anew"
+    )
+    save_freq: CountOrZero = Field(
+        0, description="training steps between checkpoints; the last step has one too; 0: none"
+    )
+    save_every_minutes: Minutes | None = Field(
+        30.0, description="a step that ends so long after the last checkpoint saves one; null: none"
+    )
+    max_to_keep: Count | None = Field(
+        2, description="newest checkpoints that are kept, beside the best one; null: all"
+    )
+    keep_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
+        None,
+        description="metric by which the best checkpoint is kept as well, such as "
+        "val/<data source>/acc@1; null: none",
+    )
+    keep_best_mode: Literal["max", "min"] = Field(
+        "max", description="whether a high or a low value of keep_best is best"
+    )
+    export_best: Annotated[str, Field(pattern=r"\S")] | None = Field(
+        None,
+        description="metric by which the best model is exported as well, beside the last one, such "
+        "as val/<data source>/acc@1; null: the last one only",
+    )
+    export_best_mode: Literal["max", "min"] = Field(
+        "max", description="whether a high or a low value of export_best is best"
+    )
+    save_hf: bool = Field(
+        False, description="write the trained policy as a Hugging Face checkpoint beside each one"
+    )
+    async_save: bool = Field(
+        False,
+        description="copy the state and write it while training goes on; needs as much host memory "
+        "again as the state",
+    )
+    save_by_minutes: Minutes | None = Field(
+        None,
+        description="minutes after the start of the job when it saves and ends with exit code 75; "
+        "null: two minutes before the end that Slurm tells, if it does",
+    )
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, trackers: list[Tracker]) -> list[Tracker]:
+        twice = [name for name in trackers if trackers.count(name) > 1]
+        if twice:
+            raise ValueError(f"names {twice[0]} twice; name it once")
+        return trackers
+
+    def steps(self, num_rows: int, batch_size: int) -> int:
+        """Training steps on `num_rows` rows; the incomplete last batch of an epoch is left out."""
+        if self.total_steps is not None:
+            return self.total_steps
+        return self.total_epochs * (num_rows // batch_size)
+
+    def test_is_due(self, step: int, last: int) -> bool:
+        """Whether `step` ends with a validation: every `test_freq` steps, and the `last` one."""
+        return step == last or bool(self.test_freq and step % self.test_freq == 0)
+
+
+class PPOTrainerSection(TrainerSection):
+    """How long to train, and what to leave behind."""
+
+    switches = (
+        *TrainerSection.switches,
+        Switch("val_sampled", lambda value: value is False, ("val_n",), "is false", "turn that on"),
+    )
+
+    critic_warmup: CountOrZero = Field(
+        0,
+        description="first training step that trains the actor; only the critic is trained "
+        "before; 0: no warm-up",
+    )
+    val_before_train: bool = Field(True, description="validate before the first training step")
+    val_sampled: bool = Field(
+        False,
+        description="validate with samples at rollout.temperature as well as with greedy answers",
+    )
+    val_n: Count = Field(1, description="samples of each prompt in the validation with samples")
+    log_samples: CountOrZero = Field(
+        1,
+        description="responses shown on the console at each validation, or without held-out "
+        "prompts in the first and every tenth training step",
+    )
+    peak_tflops: Positive | None = Field(
+        None,
+        description="peak of one device at the training dtype without sparsity, TFLOP/s, for "
+        "perf/mfu; null: known for common NVIDIA GPUs",
+    )
+
+
+class DistributedSection(Section):
+    """The processes."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to compute; auto: cuda if there is a GPU"
+    )
+    timeout_s: Annotated[float, Field(ge=1, le=604800)] = Field(
+        600.0, description="longest wait in one collective, seconds"
+    )
