@@ -99,7 +99,7 @@ def test_containers() -> None:
     ("argument", "variables", "message"),
     [
         ("trainer.output_dir=x", {}, "set the variable OUTPUT_DIR"),
-        ("a=b", {"PROGRAM": "train_dpo"}, "there is no launch/train_dpo.py"),
+        ("a=b", {"PROGRAM": "train_all"}, "there is no launch/train_all.py"),
         ("a=b", {"SWEEP": "/no/such/file"}, "cannot read the file /no/such/file"),
         ("a=b", {"CONTAINER": "x", "CONTAINER_RUNTIME": "docker"}, "apptainer or enroot"),
     ],
