@@ -171,4 +171,6 @@ def save_batch(path: Path, experience: Experience) -> None:
     del tables["rollout"]
     tables["prompts"] = rollout.prompts.token_ids
     tables["uid"] = rollout.prompts.uid
+    for name, record in (("engine_experts", rollout.experts), ("experts", experience.experts)):
+        tables[name] = None if record is None else vars(record)
     torch.save(tables, path)

@@ -1,6 +1,7 @@
 """What is written down of a rollout: which samples, in which columns, as pyarrow reads them."""
 
 import json
+from dataclasses import replace
 
 import pyarrow.parquet
 import pytest
@@ -9,13 +10,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mrlhf.batch import Experience, Prompts
+from mrlhf.batch import Experience, ExpertRecord, Prompts
 from mrlhf.config.rollout import RolloutSection
 from mrlhf.data.sample_table import read_samples
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import DataError
 from mrlhf.rollout.scoring import Scores
-from mrlhf.trainers.dump import Dump, chosen_rows, write_dump
+from mrlhf.trainers.dump import Dump, chosen_rows, save_batch, write_dump
 from tests.rollouts import make_rollout, with_holes
 
 
@@ -157,3 +158,22 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"a": [1]}), file)
     with pytest.raises(DataError, match="it has no column 'data_source'"):
         read_samples(file)
+
+
+def test_a_saved_batch_is_read_without_our_classes_and_has_both_records_of_experts(tmp_path):
+    experience = dump_of(rollout_of([3, 4])).experience
+    counts = torch.ones(4, dtype=torch.int64)
+    engine, own = (
+        ExpertRecord(torch.full((4, 1, 2), expert, dtype=torch.uint8), torch.arange(4), counts)
+        for expert in (5, 6)
+    )
+    rollout = replace(experience.rollout, experts=engine)
+    save_batch(tmp_path / "batch.pt", replace(experience, rollout=rollout, experts=own))
+
+    batch = torch.load(tmp_path / "batch.pt", weights_only=True)
+    assert batch["engine_experts"]["chosen"].unique().tolist() == [5]
+    assert batch["experts"]["chosen"].unique().tolist() == [6]
+
+    save_batch(tmp_path / "dense.pt", experience)
+    batch = torch.load(tmp_path / "dense.pt", weights_only=True)
+    assert batch["engine_experts"] is None and batch["experts"] is None
