@@ -62,6 +62,7 @@ def engine_ep_problem(
     if engine == "vllm":
         split = f"rollout.ep {ep}: in vLLM each expert is split over all ranks; leave it out"
         return split if ep > 1 else None
+
     fits = [str(size) for size in _divisors(tp) if _experts(spec, tp, size) is None]
     if tp % ep == 0 and str(ep) in fits:
         return None

@@ -128,6 +128,7 @@ class Sequences:
         self._searches.pop(row, None)
         self._recorded.discard(row)
         self._numbers.give_back(row)
+
         start = self._prompt_lengths[row]
         count = self._counts[row]
         tokens = self._tokens[row, start : start + count]
