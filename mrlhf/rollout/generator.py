@@ -14,7 +14,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,9 +32,9 @@ from mrlhf.inference.base import (
 )
 from mrlhf.metrics import CurrentPhase
 from mrlhf.models.spec import Experts
-from mrlhf.parallel.collectives import all_gather_ragged
 from mrlhf.parallel.groups import EngineGroups
 from mrlhf.parallel.machine import Machine
+from mrlhf.parallel.replica_speed import compare_replicas
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.reshard.execute import Resharder, ReshardStats
 from mrlhf.rollout.assignment import ResponseLengths, Share, assign
@@ -239,13 +238,19 @@ class Generator:
         return exchange_samples(self.groups, prompts * sampling.n, mine, earlier, experts)
 
     def _compare_speeds(self, seconds: float, passes: int) -> dict[str, float]:
-        """Which replica was slowest, and how slow; see `slowest_replica`."""
+        """Which replica was slowest, and how slow.
+
+        Returns:
+            `perf/slowest_replica`, the seconds of the slowest replica for a pass over the median of
+            the others, and `perf/slowest_replica_rank`, its first rank; nothing if there is no
+            other.
+        """
         first_rank = self.groups.layout.rank_at(self.groups.replica, 0)
-        mine = torch.tensor(
-            [[seconds / passes if passes else 0.0, first_rank]], dtype=torch.float64
-        )
-        every = torch.cat(all_gather_ragged(mine, self.groups.replicas)).tolist()
-        return slowest_replica([(spent, int(rank)) for spent, rank in every])
+        spent = seconds / passes if passes else 0.0
+        slowest = compare_replicas(spent, first_rank, self.groups.replicas)
+        if slowest is None:
+            return {}
+        return {SLOWEST: slowest.ratio, f"{SLOWEST}_rank": slowest.rank}
 
     def _gather(self, prompts: Prompts, n: int, drawn: DrawnSamples) -> Rollout:
         """The samples as one rollout, in the order of the prompts."""
@@ -372,25 +377,6 @@ def engine_metrics(stats: Sequence[EngineStats]) -> dict[str, float]:
         "rollout/tokens_per_engine_step": generated / max(1, steps),
         "rollout/imbalance": max(replica.steps for replica in stats) * len(stats) / max(1, steps),
     }
-
-
-def slowest_replica(replicas: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """How far the slowest replica stays behind the others, which wait for it.
-
-    Args:
-        replicas: the seconds that each one took for a pass through the model, 0 if it made none,
-            and its first rank.
-
-    Returns:
-        `perf/slowest_replica`, the seconds of the slowest replica over the median of the others,
-        and `perf/slowest_replica_rank`, its first rank; nothing if there is no other.
-    """
-    measured = sorted((spent, rank) for spent, rank in replicas if spent)
-    if len(measured) < 2:
-        return {}
-    *others, (longest, rank) = measured
-    ratio = longest / median(spent for spent, _ in others)
-    return {SLOWEST: ratio, f"{SLOWEST}_rank": rank}
 
 
 def mix_seed(seed: int, stream: str) -> int:

@@ -44,6 +44,7 @@ from mrlhf.parts import Parts
 from mrlhf.training.data_parallel import data_parallel
 from mrlhf.training.expert_routing import ExpertLoad, ExpertRouting
 from mrlhf.training.optimizer import OptimizerStep, ShardedOptimizer
+from mrlhf.training.update_clock import UpdateClock
 from mrlhf.weights.hf import FileOptions, write_weights
 from mrlhf.weights.init import initialise
 from mrlhf.weights.shard import Shape, Slot
@@ -321,9 +322,10 @@ class ModelEngine:
         # With one chunk megatron-core wants a function, with several a list.
         no_sync = [chunk.no_sync for chunk in self.chunks]
         self._config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
-        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.finalize_model_grads_func = self._reduce_gradients
         self._config.grad_scale_func = self.optimizer.scale_loss
         self._pipeline = Pipeline(self.chunks, self._config, self.groups, self.device, self._stops)
+        self._clock = UpdateClock(self.spec, self.groups, self.device, self._pipeline.clock)
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs beside weights and moments."""
@@ -421,8 +423,7 @@ class ModelEngine:
             `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps;
             with a mixture of experts also `expert_load_max` and `expert_load_entropy`, means over
             the mini-batches of what `ExpertLoad` says.
-            With several pipeline stages also `perf/bubble/<prefix>`, the time in which the stages
-            stood idle over the time in which they computed.
+            Beside these, what `UpdateClock.metrics` says of the time that the update took.
         """
         assert self.optimizer is not None, "a frozen model has no update"
         metrics = total.means()
@@ -434,7 +435,7 @@ class ModelEngine:
         for name in ("expert_load_max", "expert_load_entropy"):
             if name in metrics:
                 metrics[f"{prefix}/{name}"] = metrics.pop(name)
-        metrics |= self._bubble(prefix)
+        metrics |= self._clock.metrics(prefix)
         self.optimizer.advance_schedule()
         return metrics
 
@@ -457,23 +458,16 @@ class ModelEngine:
         self.optimizer.zero_grad()
         if self._routing is not None:
             self._routing.begin(packs)
+        self._clock.start(packs)
         try:
             return self._pipeline.forward_backward(packs, loss, routing)
         finally:
             self._set_training(False)
 
-    def _bubble(self, prefix: str) -> dict[str, float]:
-        """`perf/bubble/<prefix>` since the last call.
-
-        Nothing without pipeline stages, or if an earlier process trained all mini-batches.
-        """
-        clock = self._pipeline.clock
-        if clock is None:
-            return {}
-        seconds = torch.tensor(clock.take(), dtype=torch.float64, device="cpu")
-        torch.distributed.all_reduce(seconds, group=self.groups.world)
-        idle, busy = seconds.tolist()
-        return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
+    def _reduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """What a schedule does at its end."""
+        self._clock.stop()
+        finalize_model_grads(*arguments, **options)
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -182,6 +182,8 @@ def test_updates_equal_the_plain_loop(
         case = CASES[_case_of(label)]
         assert ("perf/bubble/actor" in metrics) == (" pp1 " not in label), label
         assert metrics.get("perf/bubble/actor", 1.0) > 0, label
+        assert ("perf/slowest_update/actor" in metrics) == (" dp1 " not in label), label
+        assert metrics.get("perf/slowest_update/actor", 1.0) > 0, label
         for role, outcome in expected[_case_of(label)].items():
             _assert_metrics(metrics, outcome, case, label)
             _assert_weights(directory / label / role, outcome, label)

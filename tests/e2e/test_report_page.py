@@ -140,6 +140,8 @@ def test_samples_are_filtered_by_each_filter(page: Any, reports: dict[str, str])
     assert _count(page).startswith("8 of 240 samples.")
     page.get_by_label("Next step").click()
     assert {row.inner_text() for row in page.locator(".rows button").all()} == {"8"}
+    asked = page.locator(".rows tbody tr td:nth-child(2)").first.inner_text()
+    assert asked.startswith("Question 32: what is 32 + 12?")
     page.locator("#step-filter").select_option("")
 
     page.locator("#minScore").fill("0.5")

@@ -35,6 +35,7 @@ KEPT = (
     "dpo/grad_norm",
     "dpo/lr",
     "perf/slowest_replica",
+    "perf/slowest_update",
     "response_length/clip_ratio",
     "response_length/mean",
     "reward/",
@@ -99,6 +100,27 @@ def slow_step(self):
 
 
 NativeEngine.step = slow_step
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+# The launcher of supervised fine-tuning, with a model that is slow on rank 1.
+SLOW_MODEL = """
+import os
+import runpy
+import sys
+import time
+
+from mrlhf.parallel.schedule import Pipeline
+
+forward_pack = Pipeline._forward_pack
+
+
+def slow_pack(self, *arguments):
+    if os.environ["RANK"] == "1":
+        time.sleep(0.5)
+    return forward_pack(self, *arguments)
+
+
+Pipeline._forward_pack = slow_pack
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 _CORRECTION = "algorithm.rollout_correction"
@@ -185,6 +207,9 @@ FAILING = {
     "zero_learning_rate": _ppo("actor.optim.lr=0.0", steps=4),
     "constant_term": _ppo("reward.terms=[{name: exact_match}, {name: format, weight: 0.1}]"),
     "slow_rank": _ppo(steps=8, ranks=2, through=SLOW),
+    "slow_update": Recorded(
+        (*_SFT, "model.path=configs/models/demo_llama"), steps=8, ranks=2, through=SLOW_MODEL
+    ),
     "everything_rejected": _ppo(
         f"{_CORRECTION}.rollout_rs=seq_mean_k1",
         f"{_CORRECTION}.rollout_rs_threshold=0.9999999_1.0000001",

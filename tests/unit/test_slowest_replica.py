@@ -1,17 +1,14 @@
-"""The replica that the others wait for is found by the seconds of its passes."""
+"""The replica that the others wait for is found by its seconds."""
 
+from mrlhf.parallel.replica_speed import slowest_replica
 from mrlhf.rollout.collector import merge_engine_metrics
-from mrlhf.rollout.generator import slowest_replica
 
 
 def test_the_slowest_is_compared_with_the_median_of_the_others():
-    replicas = [(0.25, 0), (0.75, 2), (0.5, 4), (0.125, 6)]
-    assert slowest_replica(replicas) == {
-        "perf/slowest_replica": 3.0,
-        "perf/slowest_replica_rank": 2,
-    }
-    assert slowest_replica([(0.2, 0), (0.0, 1)]) == {}  # one that made no pass does not count
-    assert slowest_replica([(0.2, 0)]) == {}
+    times = {0: 0.25, 2: 0.75, 4: 0.5, 6: 0.125}
+    assert slowest_replica(times) == (3.0, 2)
+    assert slowest_replica({0: 0.2, 1: 0.0}) is None  # one without work does not count
+    assert slowest_replica({0: 0.2}) is None
 
 
 def test_of_several_generations_the_one_with_the_slowest_replica_counts():

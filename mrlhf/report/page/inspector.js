@@ -130,15 +130,15 @@ function listRow(run, i, opened) {
   };
   const name = `Open sample ${s.sample[i]} of prompt ${s.uid[i]} at step ${s.step[i]}`;
   const button = element("button", { type: "button", onclick: choose, "aria-label": name }, String(s.step[i]));
-  const text = run.texts[i] ? run.texts[i][1].slice(0, 160) : "…";
+  const [prompt, response] = run.texts[i] ?? ["…", "…"];
   const row = element("tr", { "data-sample": String(i), "aria-selected": String(inspecting.opened.includes(i)) }, element("td", {}, button));
   const mark = () => {
     for (const other of row.parentNode.children) {
       other.setAttribute("aria-selected", String(inspecting.opened.includes(Number(other.dataset.sample))));
     }
   };
-  row.append(...[s.uid[i], s.sample[i], s.score[i], s.length[i]].map(dataCell));
-  row.append(element("td", {}, s.finish_reason[i]), dataCell(text));
+  row.append(...[prompt.slice(0, 80), s.sample[i], s.score[i], s.length[i]].map(dataCell));
+  row.append(element("td", {}, s.finish_reason[i]), dataCell(response.slice(0, 160)));
   return row;
 }
 

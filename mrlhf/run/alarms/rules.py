@@ -49,6 +49,8 @@ _OPTIM = {
     "rm": "optim",
     "dpo": "optim",
 }
+# And its own section.
+_SECTIONS = {"actor": "actor", "critic": "critic", "sft": "model", "rm": "model", "dpo": "model"}
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -147,6 +149,16 @@ RULES: tuple[Rule, ...] = (
         signs.slow_rank,
         "the machine or device of this rank is slower or shared, and all others wait for it",
         "rollout.max_num_seqs",
+    ),
+    *(
+        Rule(
+            "slow_update",
+            "warning",
+            partial(signs.slow_update, role=role),
+            "a machine or device of this replica is slower or shared, and all others wait for it",
+            f"{section}.micro_batch_tokens",
+        )
+        for role, section in _SECTIONS.items()
     ),
     Rule(
         "everything_rejected",

@@ -208,6 +208,18 @@ def slow_rank(history: History) -> str | None:
     )
 
 
+def slow_update(history: History, role: str) -> str | None:
+    """The same replica of a model is slower in updates than the others, step after step."""
+    slower = history.recent(f"perf/slowest_update/{role}", _LATEST)
+    replicas = history.recent(f"perf/slowest_update_rank/{role}", _LATEST)
+    if not slower or not replicas or min(slower) < _SLOW or len(set(replicas)) > 1:
+        return None
+    return (
+        f"the replica of rank {replicas[-1]:.0f} needs {fmean(slower):.2g} times as long for its "
+        f"part of the update ({role}) as the median, for {_LATEST} steps"
+    )
+
+
 def everything_rejected(history: History) -> str | None:
     """The rollout correction rejects every token."""
     if history.now("rollout_corr/rollout_rs_masked_fraction") != 1.0:

@@ -1,0 +1,55 @@
+"""Which replica of a model is slow, so that all others wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from mrlhf.parallel.collectives import all_gather_ragged
+
+
+class SlowestReplica(NamedTuple):
+    """The replica that takes longest.
+
+    Attributes:
+        ratio: its time over the median of the others.
+        rank: its first rank.
+    """
+
+    ratio: float
+    rank: int
+
+
+def compare_replicas(time: float, rank: int, group: ProcessGroup) -> SlowestReplica | None:
+    """Find the slowest replica; every rank of the group calls it.
+
+    Args:
+        time: what this rank took for a unit of work, in any unit; 0 if it had no work.
+        rank: the first rank of its replica.
+        group: one rank or more of each replica. Of several the slowest counts.
+    """
+    mine = torch.tensor([[time, rank]], dtype=torch.float64)
+    times: dict[int, float] = {}
+    for spent, number in torch.cat(all_gather_ragged(mine, group)).tolist():
+        times[int(number)] = max(spent, times.get(int(number), 0.0))
+    return slowest_replica(times)
+
+
+def slowest_replica(times: Mapping[int, float]) -> SlowestReplica | None:
+    """How far the slowest replica stays behind the others.
+
+    Args:
+        times: of each replica, by its first rank, for a unit of work; 0 if it had none.
+
+    Returns:
+        None if there are no two replicas that had work.
+    """
+    measured = sorted((time, rank) for rank, time in times.items() if time)
+    if len(measured) < 2:
+        return None
+    *others, (longest, rank) = measured
+    return SlowestReplica(longest / median(time for time, _ in others), rank)

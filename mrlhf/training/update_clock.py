@@ -1,0 +1,97 @@
+"""Measures where the time of an update goes: to idle stages of a pipeline, and to a slow replica.
+
+A replica is the ranks that hold one copy of the model. They wait for each other within a pass, so
+one slow rank makes its whole replica slow. Replicas meet at the end of a pass, when their gradients
+are added up. If experts are spread over several replicas, these wait for each other within a pass,
+too, and their times are alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from mrlhf.models.flops import sequence_flops
+from mrlhf.models.spec import ModelSpec
+from mrlhf.parallel.groups import RoleGroups
+from mrlhf.parallel.packs import Pack
+from mrlhf.parallel.replica_speed import compare_replicas
+from mrlhf.parallel.stage_clock import StageClock
+
+
+class UpdateClock:
+    """The clock of one model's updates; all of its ranks call each method together."""
+
+    def __init__(
+        self, spec: ModelSpec, groups: RoleGroups, device: torch.device, stages: StageClock | None
+    ) -> None:
+        """Measure nothing yet.
+
+        Args:
+            spec: the model.
+            groups: of the model's layout.
+            device: where the model is.
+            stages: the clock of this pipeline stage; None without a pipeline.
+        """
+        self._spec = spec
+        self._groups = groups
+        self._device = device
+        self._stages = stages
+        self._began = 0.0
+        self._seconds = 0.0
+        self._operations = 0
+
+    def start(self, packs: Sequence[Pack]) -> None:
+        """Take note that a pass over this replica's packs begins."""
+        for pack in packs:
+            lengths = pack.lengths.tolist()
+            self._operations += sum(sequence_flops(self._spec, lengths, pack.row_counts.tolist()))
+        self._began = self._now()
+
+    def stop(self) -> None:
+        """Take note that it has ended; from now on the replica waits for others."""
+        self._seconds += self._now() - self._began
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """What was measured since the last call.
+
+        Args:
+            prefix: of the model's metrics.
+
+        Returns:
+            `perf/bubble/<prefix>`, the time in which the stages of the pipeline stood idle over the
+            time in which they computed. `perf/slowest_update/<prefix>`, the seconds of the slowest
+            replica for an operation over the median of the others, and
+            `perf/slowest_update_rank/<prefix>`, its first rank. What cannot be measured in this
+            layout, or because an earlier process trained all mini-batches, is absent.
+        """
+        return self._bubble(prefix) | self._slowest(prefix)
+
+    def _bubble(self, prefix: str) -> dict[str, float]:
+        if self._stages is None:
+            return {}
+        seconds = torch.tensor(self._stages.take(), dtype=torch.float64, device="cpu")
+        torch.distributed.all_reduce(seconds, group=self._groups.world)
+        idle, busy = seconds.tolist()
+        return {f"perf/bubble/{prefix}": idle / busy} if busy else {}
+
+    def _slowest(self, prefix: str) -> dict[str, float]:
+        spent = self._seconds / self._operations if self._operations else 0.0
+        self._seconds = 0.0
+        self._operations = 0
+
+        first_rank = self._groups.layout.rank_at(dp=self._groups.coordinates.dp)
+        slowest = compare_replicas(spent, first_rank, self._groups.world)
+        if slowest is None:
+            return {}
+        return {
+            f"perf/slowest_update/{prefix}": slowest.ratio,
+            f"perf/slowest_update_rank/{prefix}": slowest.rank,
+        }
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
