@@ -85,9 +85,7 @@ class HostChoice:
         return chosen, shares
 
 
-def choose(
-    experts: Experts, correction: Tensor | None, logits: Tensor
-) -> tuple[Tensor, Tensor]:
+def choose(experts: Experts, correction: Tensor | None, logits: Tensor) -> tuple[Tensor, Tensor]:
     """What `Router` returns for the logits, on torch's operators."""
     scores = logits.softmax(dim=-1) if experts.scoring == "softmax" else logits.sigmoid()
 
