@@ -184,7 +184,7 @@ def test_the_compiled_choice_is_that_of_torch(
     logits[7, 2] = torch.nan
     chosen, shares = choice(logits)
     assert shares[7].isnan().all() and shares.isnan().sum() == per_token
-    assert 0 <= int(chosen.min()) and int(chosen.max()) < count
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < count
 
 
 def _router_tensors(model: Any, layer: int) -> tuple[Tensor, Tensor | None]:
