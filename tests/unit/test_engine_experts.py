@@ -18,8 +18,9 @@ from mrlhf.inference.native.experts import (
     make_experts,
     one_by_one,
 )
-from mrlhf.inference.native.router import Router
+from mrlhf.inference.native.router import Router, choose
 from mrlhf.inference.stacks import stacked
+from mrlhf.models.spec import Experts, Scoring
 from tests.engine_models import hf_model, spec_of
 from tests.mixture_models import MIXTURES, as_in_files
 
@@ -127,8 +128,9 @@ def test_weights_in_a_row_are_stacked_where_they_are() -> None:
     assert torch.equal(stacked([whole[1], whole[0]]), whole[[1, 0]])
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_routers_choose_as_transformers(name: str) -> None:
+def test_routers_choose_as_transformers(name: str, compiled: bool) -> None:
     model = hf_model(name)
     experts = spec_of(model).experts
     assert experts is not None
@@ -137,7 +139,9 @@ def test_routers_choose_as_transformers(name: str) -> None:
     weight, correction = _router_tensors(model, number)
     x = 3 * torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(4))
 
-    chosen, shares = Router(experts, weight, correction)(x)
+    chosen, shares = choose(experts, correction, F.linear(x, weight))
+    if compiled:
+        chosen, shares = Router(experts, weight, correction)(x)
     _, wanted_shares, wanted = gate(x)
     for own, other in ((chosen, wanted), (shares, wanted_shares)):
         assert own.shape == other.shape == (64, experts.per_token)
@@ -146,6 +150,41 @@ def test_routers_choose_as_transformers(name: str) -> None:
         by_expert, torch.zeros(64, experts.count).scatter(1, wanted, wanted_shares)
     )
     assert len({tuple(row) for row in chosen.sort(dim=-1).values.tolist()}) > 5
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("count", "per_token", "groups", "kept"), [(7, 3, 1, 1), (64, 8, 8, 3)])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_compiled_choice_is_that_of_torch(
+    scoring: Scoring, count: int, per_token: int, groups: int, kept: int, corrected: bool
+) -> None:
+    experts = Experts(
+        count=count,
+        per_token=per_token,
+        ffn_size=1,
+        layers=(True,),
+        normalised=corrected,
+        scoring=scoring,
+        scale=2.5,
+        groups=groups,
+        groups_per_token=kept,
+        has_correction=corrected,
+    )
+    generator = torch.Generator().manual_seed(count)
+    logits = 4 * torch.randn(300, count, generator=generator)
+    correction = torch.randn(count, generator=generator) if corrected else None
+    choice = Router(experts, torch.eye(count), correction)
+
+    chosen, shares = choice(logits)
+    wanted, wanted_shares = choose(experts, correction, logits)
+    assert torch.equal(chosen, wanted)
+    torch.testing.assert_close(shares, wanted_shares, rtol=1e-5, atol=1e-7)
+
+    # A number that is not finite is seen, and no expert that does not exist is asked for.
+    logits[7, 2] = torch.nan
+    chosen, shares = choice(logits)
+    assert shares[7].isnan().all() and shares.isnan().sum() == per_token
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < count
 
 
 def _router_tensors(model: Any, layer: int) -> tuple[Tensor, Tensor | None]:

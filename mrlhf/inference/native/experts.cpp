@@ -9,65 +9,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
-#ifdef __AVX512F__
-#define LANES 16
-#endif
-#include "lanes.h"
+#include "panels.h"
 
 namespace {
-
-constexpr int kRows = LANES == 16 ? 12 : 6;  // whose sums fit into the registers, two vectors each
-constexpr int64_t kPanel = 2 * kLanes;  // columns of a panel
-constexpr int64_t kRowBlock = 96;       // rows that stay in the cache while they meet some panels
-constexpr int64_t kPanels = 8;          // panels that one thread computes at a time, at most
-
-// out [kR, kPanel] = x [kR, size] times a panel [size, kPanel]. Each sum has one order, whatever kR
-// is, and so whatever other rows there are. The panel that follows is fetched if it comes next.
-template <typename W, int kR, bool kFetch>
-void tile(const float* const* x, const W* panel, int64_t size, float* out) {
-    Lanes sums[kR][2] = {};
-    for (int64_t i = 0; i < size; ++i) {
-        const W* row = panel + i * kPanel;
-        if (kFetch) __builtin_prefetch(row + size * kPanel, 0, 2);
-        const Lanes low = load(row), high = load(row + kLanes);
-#pragma GCC unroll 12
-        for (int r = 0; r < kR; ++r) {
-            sums[r][0] += x[r][i] * low;
-            sums[r][1] += x[r][i] * high;
-        }
-    }
-    for (int r = 0; r < kR; ++r) {
-        save(out + r * kPanel, sums[r][0]);
-        save(out + r * kPanel + kLanes, sums[r][1]);
-    }
-}
-
-template <typename W, bool kFetch, int... kCounts>
-inline void tile_of(int rows, const float* const* x, const W* panel, int64_t size, float* out,
-                    std::integer_sequence<int, kCounts...>) {
-    using Tile = void (*)(const float* const*, const W*, int64_t, float*);
-    static constexpr Tile tiles[] = {tile<W, kCounts + 1, kFetch>...};
-    tiles[rows - 1](x, panel, size, out);
-}
-
-// Calls emit(row, x[row] times the panel) for all rows.
-template <typename W, typename Emit>
-inline void times_panel(const float* const* x, int64_t rows, const W* panel, int64_t size, const Emit& emit) {
-    constexpr auto counts = std::make_integer_sequence<int, kRows>();
-    float out[kRows * kPanel];
-    const int64_t tiles = (rows + kRows - 1) / kRows;
-    for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
-        if (t == 0)
-            tile_of<W, true>(int(count), x, panel, size, out, counts);
-        else
-            tile_of<W, false>(int(count), x + first, panel, size, out, counts);
-        for (int64_t r = 0; r < count; ++r) emit(first + r, out + r * kPanel);
-    }
-}
 
 // Pairs of a token and an expert, in the order of the experts: those of expert e are numbered from
 // starts[e] to starts[e + 1]. Only the experts first .. first + count are there.

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.inference.native.panels import panels
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import has_kernel
 
@@ -93,7 +94,7 @@ class HostExperts:
 
         lanes = library.lanes_of_a_panel()
         self._fc1 = _laid_out(experts.fc1, partial(_gate_up_panels, lanes=lanes))
-        self._fc2 = _laid_out(experts.fc2, partial(_panels, columns=2 * lanes))
+        self._fc2 = _laid_out(experts.fc2, partial(panels, columns=2 * lanes))
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """The sum over the chosen experts of share * expert(x), as `Experts` says."""
@@ -195,13 +196,7 @@ def _gated(gate_up: Tensor) -> Tensor:
 
 def _gate_up_panels(weight: Tensor, lanes: int) -> Tensor:
     """A weight [2 * width, hidden] as [panels, hidden, gate and up, lanes]."""
-    return torch.stack([_panels(half, lanes) for half in weight.chunk(2)], dim=2)
-
-
-def _panels(weight: Tensor, columns: int) -> Tensor:
-    """A weight [out, in] as [panels, in, columns]; the last panel is filled up with zeros."""
-    filled = F.pad(weight, (0, 0, 0, -len(weight) % columns))
-    return filled.unflatten(0, (-1, columns)).transpose(1, 2)
+    return torch.stack([panels(half, lanes) for half in weight.chunk(2)], dim=2)
 
 
 def _laid_out(weights: Sequence[Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
