@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DATA ?= data/gsm8k
 PIP_ARGS ?=
+# So many processes run the tests; 1 runs one test after the other.
+TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
@@ -43,8 +45,11 @@ gsm8k: $(READY)
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
+# A worker takes whole files, in the order of their names.
+WORKERS := --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(BIN)/python -m pytest tests --ignore=tests/vllm
+	$(BIN)/python -m pytest tests --ignore=tests/vllm $(WORKERS)
 
 # These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
 test-gpu:
