@@ -32,7 +32,7 @@ from tests.ranks import fork_server
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
 LIMIT_S = 240.0
-GRACE_S = 5.0
+GRACE_S = 20.0
 QUEUE_AGAIN = 75
 
 # Numbers that no two runs share. The engine's own numbers count what it did for an interrupted
