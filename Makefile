@@ -9,15 +9,13 @@ PYTHON ?= python3
 VENV ?= .venv
 DATA ?= data/gsm8k
 PIP_ARGS ?=
-# So many processes run the tests, each a file at a time; 0 starts none and runs them one by one.
-TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 # A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
 export OMP_NUM_THREADS := 1
-# The tests start hundreds of processes; each would compile our files anew.
+# Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm lint clean
@@ -47,7 +45,10 @@ gsm8k: $(READY)
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
-# The files in the order of their names: those that take long come first, the unit tests last.
+# So many processes run the tests, each a file at a time, in the order of the files' names; 0 starts
+# none and runs one test after the other.
+TEST_WORKERS ?= 2
+
 test: $(READY)
 	$(BIN)/python -m pytest tests --ignore=tests/vllm \
 	  --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.faults.runs import Program, start
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,17 +37,6 @@ def torchrun(
         ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", *arguments],
         timeout,
     )
-
-
-def train(program: Program, ranks: int, arguments: list[str], logs: Path) -> str:
-    """Run the launcher of `program` as `torchrun` does, but in forks; returns its output.
-
-    They are forks of a server that has imported torch, which takes each rank seconds anew. Tests of
-    the demo and of several pages use torchrun itself.
-    """
-    ended = start(program, arguments, logs, world_size=ranks).wait(limit_s=900.0)
-    assert ended.codes == [0] * ranks, ended.text[-8000:]
-    return ended.text
 
 
 def python_command(page: str) -> list[str]:

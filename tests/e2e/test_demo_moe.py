@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.exported import greedy_accuracy
-from tests.e2e.programs import read_lines, train
+from tests.e2e.programs import read_lines, succeed, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -23,8 +23,8 @@ def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         f"data.tokenizer={demo_data}/tokenizer",
         f"trainer.output_dir={root}/sft",
     ]
-    sft = ["--config", "configs/demo_moe_sft_cpu.yaml", *places]
-    logs = {"sft": train("sft", 2, sft, root / "ranks")}
+    train = ["launch/train_sft.py", "--config", "configs/demo_moe_sft_cpu.yaml", *places]
+    logs = {"sft": succeed(torchrun(2, train, timeout=900))}
 
     places = [
         f"actor.path={root}/sft/model",
@@ -32,8 +32,8 @@ def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         f"data.val_files={demo_data}/held_out.jsonl",
         f"trainer.output_dir={root}",
     ]
-    ppo = ["--config", "configs/demo_moe_cpu.yaml", *places]
-    logs["ppo"] = train("ppo", 4, ppo, root / "ranks")
+    train = ["launch/train_ppo.py", "--config", "configs/demo_moe_cpu.yaml", *places]
+    logs["ppo"] = succeed(torchrun(4, train, timeout=900))
     summary = json.loads((root / "summary.json").read_text())
     return {"root": root, "logs": logs, "summary": summary}
 

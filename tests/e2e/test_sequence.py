@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from tests.e2e.programs import read_lines, run_program, succeed, train
+from tests.e2e.programs import read_lines, run_program, succeed, torchrun
 
 pytestmark = pytest.mark.timeout(900)
 STAGES = ("sft", "rm", "ppo")
@@ -84,7 +84,7 @@ def _run_all_stages(source: Path, root: Path) -> None:
         "optim.lr_warmup_steps=1",
         f"trainer.output_dir={root}/sft",
     ]
-    train("sft", 2, ["--config", "configs/gsm8k_sft_cpu.yaml", *sft], root / "logs")
+    succeed(torchrun(2, ["launch/train_sft.py", "--config", "configs/gsm8k_sft_cpu.yaml", *sft]))
 
     reward_model = [
         f"model.path={root}/sft/model",
@@ -96,7 +96,8 @@ def _run_all_stages(source: Path, root: Path) -> None:
         "optim.lr_warmup_steps=1",
         f"trainer.output_dir={root}/rm",
     ]
-    train("rm", 2, ["--config", "configs/gsm8k_rm_cpu.yaml", *reward_model], root / "logs")
+    config = "configs/gsm8k_rm_cpu.yaml"
+    succeed(torchrun(2, ["launch/train_rm.py", "--config", config, *reward_model]))
 
     ppo = [
         f"actor.path={root}/sft/model",
@@ -114,7 +115,7 @@ def _run_all_stages(source: Path, root: Path) -> None:
         "trainer.trackers=[tensorboard]",
         f"trainer.output_dir={root}/ppo",
     ]
-    train("ppo", 4, ["--config", "configs/gsm8k_cpu.yaml", *ppo], root / "logs")
+    succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/gsm8k_cpu.yaml", *ppo]))
 
     stages = [str(root / stage) for stage in STAGES]
     succeed(run_program(["tools/merge_summaries.py", "--out", str(root), *stages]))

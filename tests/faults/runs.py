@@ -156,7 +156,6 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
-    os.chdir(ROOT)
     install(faults, int(environment["RANK"]), attempt=0)
     launch(program, arguments)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import train
+from tests.e2e.programs import succeed, torchrun
 from tests.slurm.cluster import Cluster
 from tests.slurm.packages import Unavailable
 from tests.slurm.tiny_runs import Gate, write_inputs
@@ -42,5 +42,5 @@ def _train(inputs: Path, root: Path) -> None:
     gate.make()
     output = root / "out"
     keys = ["--config", str(inputs / "ppo.yaml"), f"trainer.output_dir={output}", gate.reward]
-    log = train("ppo", 2, keys, root / "logs")
+    log = succeed(torchrun(2, ["launch/train_ppo.py", *keys]))
     (output / "job.log").write_text(log, encoding="utf-8")
