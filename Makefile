@@ -15,6 +15,8 @@ READY := $(VENV)/ready
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
 export OMP_NUM_THREADS := 1
+# Runs and tests start many processes; each would compile anew all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm screenshots lint clean
 .DELETE_ON_ERROR:
@@ -43,8 +45,13 @@ gsm8k: $(READY)
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
+# So many processes run the tests, each a file at a time, in the order of the files' names; 0 starts
+# none and runs one test after the other.
+TEST_WORKERS ?= 2
+
 test: $(READY)
-	$(BIN)/python -m pytest tests --ignore=tests/vllm
+	$(BIN)/python -m pytest tests --ignore=tests/vllm \
+	  --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
 test-gpu:

@@ -52,6 +52,8 @@ setup(
             "psutil",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
+            "filelock",
             "playwright",
             "pyte",
             "hypothesis",

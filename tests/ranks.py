@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import os
 import queue
-import socket
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from tests import preloaded
 _LEAVES = 60.0  # seconds in which a rank that is done ends
 _ASKS = 1.0  # seconds after which it looks whether a rank has been killed
 _BEFORE = 30.0  # seconds before its time is over a rank writes where it is
+_WAITS = timedelta(seconds=300)  # for another rank
 
 
 def fork_server() -> BaseContext:
@@ -68,6 +68,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")  # the port's store is not for rank 0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -79,8 +80,9 @@ def _main(
     np.random.seed()
 
     try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=_WAITS
         )
         results.put((rank, True, body(rank, world_size, *args)))
         faulthandler.dump_traceback_later(_LEAVES - _BEFORE, file=file)
@@ -93,7 +95,7 @@ def _main(
 
 
 def run_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 300.0
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 600.0
 ) -> list[Any]:
     """Call the module-level function `body(rank, world_size, *args)` in `world_size` processes.
 
@@ -106,17 +108,17 @@ def run_ranks(
         AssertionError: a rank failed, and the message is the traceback of the first one to fail; or
             a rank was killed; or ranks were not done in time, and it says where they were.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
+    # This process keeps the store: a port that is chosen here and opened by rank 0 could be taken
+    # in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = fork_server()
     received = context.Queue()
     environment = dict(os.environ)
     ranks = []
     with tempfile.TemporaryDirectory() as stacks:
         for rank in range(world_size):
-            place = (rank, world_size, port, environment, body, args, received, stacks, timeout)
+            rest = (store.port, environment, body, args, received, stacks, timeout)
+            place = (rank, world_size, *rest)
             ranks.append(context.Process(target=_main, args=place, daemon=True))
             ranks[-1].start()
         try:

@@ -70,6 +70,6 @@ def _body(rank: int, world_size: int) -> None:
     _exchange(rank)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_collectives_deliver_what_each_rank_sent() -> None:
     run_ranks(3, _body)

@@ -93,7 +93,7 @@ def _load(rank: int, world_size: int, root: Path) -> int:
     return compared
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_checkpoints_of_sharded_models_come_and_go(tmp_path: Path) -> None:
     save_inputs(tmp_path, models=["llama", "qwen2-tied"])
     run_ranks(2, _train_and_save, tmp_path)

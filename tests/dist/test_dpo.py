@@ -164,11 +164,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(root: Path) -> list[dict[str, Trained]]:
     """For each rank, what it sees of each case."""
-    results: list[dict[str, Trained]] = run_ranks(WORLD, _train_cases, str(root), timeout=600.0)
+    results: list[dict[str, Trained]] = run_ranks(WORLD, _train_cases, str(root))
     return results
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_equals_a_plain_loop(
     root: Path, ranks: list[dict[str, Trained]], case: Case

@@ -159,7 +159,7 @@ def _copy_embedding(source: Path, target: Path) -> None:
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_round_trip_is_equal_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(11)
     for model in (*MODELS, *MIXTURES):

@@ -37,6 +37,7 @@ from mrlhf.reshard.shared_memory import DIRECTORY, SharedRings
 from mrlhf.reshard.sides import sides_around, sides_of_all
 from mrlhf.reshard.views import Views
 from mrlhf.weights.shard import Piece, Slot
+from tests.leftovers import assert_no_memory_is_left
 from tests.ranks import run_ranks
 from tests.shards import MIXTURES, fill, full_tensors, make_slots, stored, tiny_spec
 
@@ -156,7 +157,7 @@ def _all_layouts(rank: int) -> None:
                 kind = SharedRings if options.shared_memory else LinkBuckets
                 assert isinstance(resharder.carrier, kind)
 
-    assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
+    assert_no_memory_is_left()
 
 
 def _storage_may_change(rank: int) -> None:
@@ -215,7 +216,7 @@ def _no_room_falls_back(rank: int) -> None:
     assert isinstance(resharder.carrier, LinkBuckets)
 
     dist.barrier()
-    assert not list(DIRECTORY.glob("mrlhf-*")), "names are left in shared memory"
+    assert_no_memory_is_left()
 
 
 def _full(*_: int) -> None:
@@ -420,6 +421,6 @@ def _body(rank: int, world_size: int) -> None:
     _a_rank_that_does_not_come_is_named(rank)
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)
 def test_engine_weights_equal_the_training_weights() -> None:
     run_ranks(4, _body)

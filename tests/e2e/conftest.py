@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,23 @@ from tests.e2e.programs import run_program, succeed, torchrun
 
 
 @pytest.fixture(scope="session")
-def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_data(make_once: Callable[..., Path]) -> Path:
     """The directory `data/` that `make demo` writes."""
-    data = tmp_path_factory.mktemp("start") / "data"
-    succeed(run_program(["tools/prepare_data.py", "arithmetic", "--out", str(data)]))
-    return data
+    return make_once("data", _prepare_data)
 
 
 @pytest.fixture(scope="session")
-def start_policy(demo_data: Path) -> Path:
+def start_policy(demo_data: Path, make_once: Callable[..., Path]) -> Path:
     """A directory with `data/` and `sft/model/`, as `make demo` writes them before PPO."""
-    root = demo_data.parent
+    return make_once("start", lambda root: _train_sft(root, demo_data))
+
+
+def _prepare_data(directory: Path) -> None:
+    succeed(run_program(["tools/prepare_data.py", "arithmetic", "--out", str(directory)]))
+
+
+def _train_sft(root: Path, data: Path) -> None:
+    (root / "data").symlink_to(data)
     places = [
         f"data.train_files={root}/data/sft.jsonl",
         f"data.tokenizer={root}/data/tokenizer",
@@ -28,4 +35,3 @@ def start_policy(demo_data: Path) -> Path:
     ]
     train = ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *places]
     succeed(torchrun(2, train, timeout=900))
-    return root

@@ -43,7 +43,7 @@ def _save_run(rank: int, world_size: int, root: Path) -> None:
         saver.save(Contents(step, False, models, {}))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_inputs(tmp_path, models=["qwen2-tied"])
     run_ranks(1, _save_run, tmp_path)

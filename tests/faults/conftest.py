@@ -13,25 +13,19 @@ from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(make_once: Callable[..., Path]) -> Path:
     """A directory with models, data, a user's reward function and configurations."""
-    root = tmp_path_factory.mktemp("inputs")
-    run_ranks(1, write_inputs, str(root))
-    return root
+    return make_once("inputs", lambda root: run_ranks(1, write_inputs, str(root)))
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    inputs: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Setting], Sequel]:
+def undisturbed(inputs: Path, make_once: Callable[..., Path]) -> Callable[[Setting], Sequel]:
     """Gives the undisturbed run of a setting, which is made once."""
-    runs: dict[str, Sequel] = {}
 
     def run_of(setting: Setting) -> Sequel:
-        if setting.name not in runs:
-            directory = tmp_path_factory.mktemp("undisturbed") / setting.name
-            runs[setting.name] = Sequel(setting, directory)
-            runs[setting.name].finish()
-        return runs[setting.name]
+        root = make_once(
+            f"undisturbed-{setting.name}", lambda root: Sequel(setting, root / "run").finish()
+        )
+        return Sequel(setting, root / "run")
 
     return run_of

@@ -26,12 +26,13 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.state_tree import read_state
 from tests.faults.faults import Fault, install
+from tests.leftovers import assert_nothing_is_left
 from tests.ranks import fork_server
 
 ROOT = Path(__file__).parents[2]
 WORLD_SIZE = 2
-LIMIT_S = 120.0
-GRACE_S = 5.0
+LIMIT_S = 240.0
+GRACE_S = 20.0
 QUEUE_AGAIN = 75
 
 # Numbers that no two runs share. The engine's own numbers count what it did for an interrupted
@@ -256,30 +257,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
-
-
-def assert_nothing_is_left(root: Path) -> None:
-    """No process that names `root` is alive, and no file is left in the shared memory.
-
-    A worker of a killed rank ends by itself a moment later, when its socket closes.
-    """
-    deadline = time.monotonic() + LIMIT_S
-    while (left := _processes_naming(root)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left, f"processes are left: {left}"
-    names = [path.name for path in Path("/dev/shm").iterdir()]
-    assert not [name for name in names if name.startswith(("mrlhf", "torch_"))], names
-
-
-def _processes_naming(root: Path) -> list[str]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if str(root) in command:
-            found.append(f"{folder.name}: {command}")
-    return found

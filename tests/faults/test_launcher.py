@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,9 @@ import pytest
 
 from mrlhf.run.elastic import exit_code
 from tests.faults.runs import ROOT
+from tests.ports import free_ports
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 RANKS = 2
 
 
@@ -155,9 +155,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path, kind: str) -> N
 
 
 def test_two_launchers_end_alike_when_one_gets_signals(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     nodes = (
         "--nnodes=2",
         "--rdzv-backend=c10d",

@@ -11,7 +11,7 @@ from tests.faults import faults, settings
 from tests.faults.faults import Fault, wait_for
 from tests.faults.runs import Ended, Sequel
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 
 def messages(ended: Ended) -> list[str]:

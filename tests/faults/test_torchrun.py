@@ -22,11 +22,11 @@ from tests.faults.runs import (
     ROOT,
     Sequel,
     Setting,
-    assert_nothing_is_left,
     assert_same_run,
 )
+from tests.leftovers import assert_nothing_is_left
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 

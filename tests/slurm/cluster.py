@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.ports import free_ports
 from tests.slurm.packages import need
 
 NODES = ("n1", "n2")
@@ -90,7 +91,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
-    def wait_until_ended(self, job: str, timeout_s: float = 300.0) -> dict[str, str]:
+    def wait_until_ended(self, job: str, timeout_s: float = 600.0) -> dict[str, str]:
         """Wait for the end of a job, and say what became of it."""
 
         def ended() -> bool:
@@ -106,7 +107,7 @@ class Cluster:
         )
 
     def wait_in_job(
-        self, job: str, condition: Callable[[], bool], what: str, timeout_s: float = 120.0
+        self, job: str, condition: Callable[[], bool], what: str, timeout_s: float = 240.0
     ) -> None:
         """Wait for something that a job does before it ends."""
 
@@ -165,7 +166,7 @@ class Cluster:
                 found.append(process)
         return found
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
         """Ask again and again until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -209,7 +210,7 @@ class Cluster:
     def _configuration(self) -> str:
         host = socket.gethostname().split(".")[0]
         root = self.root
-        controller, *ports = _free_ports(1 + len(NODES))
+        controller, *ports = free_ports(1 + len(NODES))
 
         lines = [
             "ClusterName=test",
@@ -244,13 +245,3 @@ class Cluster:
             )
         lines.append("PartitionName=p Nodes=ALL Default=YES State=UP")
         return "\n".join(lines) + "\n"
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from tests.slurm.packages import Unavailable
 from tests.slurm.tiny_runs import Gate, write_inputs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     started = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
@@ -26,21 +26,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(make_once: Callable[..., Path]) -> Path:
     """A folder with models, data, `ppo.yaml` and `sft.yaml`."""
-    root = tmp_path_factory.mktemp("inputs")
-    write_inputs(root)
-    return root
+    return make_once("slurm-inputs", write_inputs)
 
 
 @pytest.fixture(scope="session")
-def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(inputs: Path, make_once: Callable[..., Path]) -> Path:
     """The output of `ppo.yaml` in two ranks on one machine, without Slurm; with a `job.log`."""
-    root = tmp_path_factory.mktemp("undisturbed")
+    return make_once("slurm-undisturbed", lambda root: _train(inputs, root)) / "out"
+
+
+def _train(inputs: Path, root: Path) -> None:
     gate = Gate(root / "gate")
     gate.make()
     output = root / "out"
     keys = ["--config", str(inputs / "ppo.yaml"), f"trainer.output_dir={output}", gate.reward]
     log = succeed(torchrun(2, ["launch/train_ppo.py", *keys]))
     (output / "job.log").write_text(log, encoding="utf-8")
-    return output

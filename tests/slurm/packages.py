@@ -6,7 +6,11 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+
+from filelock import FileLock
 
 
 class Unavailable(Exception):
@@ -23,8 +27,13 @@ def need(programs: Sequence[str], packages: Sequence[str]) -> None:
         raise Unavailable(f"this needs Linux, and here is {platform.system()}")
     if os.geteuid() != 0:
         raise Unavailable("this needs root")
-    if not _missing(programs):
-        return
+    # Another worker of the tests may need packages at the same time.
+    with FileLock(Path(tempfile.gettempdir()) / "mrlhf-test-packages.lock"):
+        if _missing(programs):
+            _install(programs, packages)
+
+
+def _install(programs: Sequence[str], packages: Sequence[str]) -> None:
     if shutil.which("apt-get") is None:
         raise Unavailable(f"{', '.join(_missing(programs))} missing, and there is no apt-get")
 

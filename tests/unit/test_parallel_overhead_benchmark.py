@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.programs import ROOT, run_program, succeed
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_quick_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     command = ["benchmarks/parallel_overhead.py", "--quick", "--json", str(file)]
-    output = succeed(run_program(command, timeout=280))
+    output = succeed(run_program(command, timeout=560))
 
     rows = json.loads(file.read_text())
     dense = ["dp", "tp", "tp, sequence parallel", "cp", "pp", "pp, vpp 2"]

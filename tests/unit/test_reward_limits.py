@@ -114,7 +114,7 @@ def alive(pid):
 
 
 def has_ended(pid):
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while alive(pid) and time.monotonic() < limit:
         time.sleep(0.02)
     return not alive(pid)
@@ -152,8 +152,8 @@ def test_too_many_processes_are_stopped_all(load, own_session):
 
 
 def test_as_many_processes_as_allowed_are_left_alone(load):
-    reward = load("starts_many", max_processes=9, timeout_s=2.0)
-    with pytest.raises(RewardError, match="took more than 2 s") as e:
+    reward = load("starts_many", max_processes=9, timeout_s=4.0)
+    with pytest.raises(RewardError, match="took more than 4 s") as e:
         score(reward, "8", own_session=False)
     pids = [int(word) for word in str(e.value).rpartition("it printed: ")[2].split(" | ")]
     assert len(pids) == 8

@@ -21,7 +21,7 @@ def read(directory):
 
 
 def until(holds):
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < limit
         time.sleep(0.01)

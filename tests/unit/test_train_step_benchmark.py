@@ -173,7 +173,7 @@ def test_the_ranks_of_a_team_share_its_cores(tmp_path):
 def test_a_quick_run(tmp_path):
     file = tmp_path / "rows.json"
     command = ["benchmarks/train_step.py", "--quick", "--profile", "--json", str(file)]
-    output = succeed(run_program(command, timeout=240))
+    output = succeed(run_program(command, timeout=480))
 
     rows = json.loads(file.read_text())
     named = [(row["contender"], row["case"]) for row in rows]
