@@ -29,7 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     name = "demo_moe" if arguments.moe else "demo"
-    print("| seed | greedy after SFT | greedy at the end | sampled after SFT | sampled at the end |")
+    print("| seed | greedy after SFT | greedy after RL | sampled after SFT | sampled after RL |")
     print("|---|---|---|---|---|")
     for seed in arguments.seeds:
         summary = run_seed(name, seed, arguments.out / name / str(seed))
