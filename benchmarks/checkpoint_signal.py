@@ -128,6 +128,7 @@ def _write_inputs(size: str, root: Path) -> list[str]:
         operations="+",
         sft=8,
         train=512,
+        validation=4,
         held_out=8,
         wrong_fraction=0.0,
         wrong_kind="near",

@@ -1,7 +1,7 @@
 """The output of a run: log lines with the rank in front, the metrics file, and curves.
 
 Rank 0 writes all of it; other ranks only log warnings, and construct no writer. Apart from
-`PPO_COLUMNS`, this file knows only those names of metrics that its caller gives it.
+`PPO_COLUMNS` and `HELD_OUT`, this file knows only those names of metrics that its caller gives it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ PPO_COLUMNS = (
     ("length", "response_length/mean"),
     ("tokens/s/rank", "perf/throughput"),
 )
+
+# How the metrics of held-out rows begin.
+HELD_OUT = {"validation": ("val/", "val_sampled/"), "test": ("test/", "test_sampled/")}
 
 
 class _StderrHandler(logging.Handler):
@@ -205,12 +208,12 @@ class Progress:
         if step and (step % self._log_freq == 0 or step == self._total_steps):
             self._show_step(step, metrics)
 
-        validation = [
-            f"{name} {metrics[name]:.4g}" for name in sorted(metrics) if is_validation(name)
-        ]
-        if validation:
-            when = f"after step {step}" if step else "before training"
-            logger.info("validation %s: %s", when, ", ".join(validation))
+        when = f"after step {step}" if step else "before training"
+        for title, prefixes in HELD_OUT.items():
+            names = [name for name in sorted(metrics) if name.startswith(prefixes)]
+            if names:
+                measured = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
+                logger.info("%s %s: %s", title, when, measured)
 
     def _show_step(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = [f"{label} {metrics[name]:.4g}" for label, name in self._columns if name in metrics]
@@ -221,9 +224,9 @@ class Progress:
         logger.info("%s", ", ".join(parts))
 
 
-def is_validation(metric: str) -> bool:
+def is_held_out(metric: str) -> bool:
     """Whether a metric of this name was measured on held-out rows."""
-    return metric.startswith(("val/", "val_sampled/"))
+    return any(metric.startswith(prefixes) for prefixes in HELD_OUT.values())
 
 
 def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ def write_tiny_task(
         operations="+",
         sft=sft,
         train=train,
+        validation=4,
         held_out=4,
         wrong_fraction=0.0,
         wrong_kind="near",

@@ -44,7 +44,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
     arithmetic.add_argument(
-        "--held-out", type=int, default=500, help="prompts that are in neither of the two"
+        "--validation", type=int, default=500, help="prompts that are in neither of the two"
+    )
+    arithmetic.add_argument(
+        "--held-out", type=int, default=500, help="prompts that are in none of the three"
     )
     arithmetic.add_argument(
         "--wrong-fraction",

@@ -23,6 +23,11 @@ class PromptDataSection(Section):
     val_files: Files = Field(
         default_factory=list, description="the same for validation; may be empty"
     )
+    test_files: Files = Field(
+        default_factory=list,
+        description="the same for the figures to report: asked before training and at the end "
+        "alone, and nothing is chosen by them; may be empty",
+    )
     tokenizer: PathText = Field(description="directory of the tokenizer")
     train_batch_size: Count = Field(
         1024, description="prompts in one training step (x rollout.n = samples)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,8 @@ class ArithmeticTask:
         sft_copies: rows of each supervised problem. Whether an answer is wrong is drawn anew for
             each row, so that a model learns how often to be wrong and not which answers to give.
         train: prompts for reinforcement learning.
-        held_out: prompts that are in neither of the two.
+        validation: prompts that are in neither of the two, to choose settings by.
+        held_out: prompts that are in none of the three, to measure the result by.
         wrong_fraction: fraction of the supervised answers that is wrong.
         wrong_kind: how wrong answers are drawn; see `wrong_answer`.
         vocab_size: largest vocabulary, tokens; fewer are made if fewer suffice.
@@ -70,6 +71,7 @@ class ArithmeticTask:
     sft: int
     sft_copies: int = 1
     train: int
+    validation: int
     held_out: int
     wrong_fraction: float
     wrong_kind: WrongKind
@@ -156,10 +158,10 @@ def wrong_answer(answer: int, kind: WrongKind, rng: random.Random) -> int:
 def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
     """Write the data files of the task and tokenizer/ into `out_dir`.
 
-    These are sft.jsonl, train.jsonl, preferences.jsonl and held_out.jsonl. preferences.jsonl has a
-    right and a wrong answer to each prompt of train.jsonl. sft.jsonl and train.jsonl may share
-    prompts; neither shares any with held_out.jsonl. sft.jsonl alone has wrong answers in place of
-    right ones.
+    These are sft.jsonl, train.jsonl, preferences.jsonl, validation.jsonl and held_out.jsonl.
+    preferences.jsonl has a right and a wrong answer to each prompt of train.jsonl. sft.jsonl and
+    train.jsonl may share prompts; neither shares any with validation.jsonl or held_out.jsonl, nor
+    do these two. sft.jsonl alone has wrong answers in place of right ones.
 
     Returns:
         Rows written, by file name.
@@ -173,6 +175,7 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
         "supervised problems": task.sft,
         "copies of each": task.sft_copies,
         "training prompts": task.train,
+        "validation prompts": task.validation,
         "held-out prompts": task.held_out,
         "tokens of the vocabulary": task.vocab_size,
     }
@@ -185,7 +188,9 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
     rng = random.Random(task.seed)
     sample = partial(sample_problems, digits=task.digits, operations=task.operations, rng=rng)
     held_out_problems = sample(task.held_out)
-    hidden = frozenset(problem.prompt for problem in held_out_problems)
+    hidden = _prompts(held_out_problems)
+    validation_problems = sample(task.validation, exclude=hidden)
+    hidden |= _prompts(validation_problems)
     sft_problems = task.sft_copies * sample(task.sft, exclude=hidden)
     train_problems = sample(task.train, exclude=hidden)
 
@@ -212,9 +217,14 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
         "sft.jsonl": sft_rows,
         "train.jsonl": [_rl_row(problem) for problem in train_problems],
         "preferences.jsonl": pairs,
+        "validation.jsonl": [_rl_row(problem) for problem in validation_problems],
         "held_out.jsonl": [_rl_row(problem) for problem in held_out_problems],
     }
     return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
+
+
+def _prompts(problems: Sequence[Problem]) -> frozenset[str]:
+    return frozenset(problem.prompt for problem in problems)
 
 
 def _rl_row(problem: Problem) -> dict[str, str]:

@@ -308,7 +308,8 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
         users = []
         if trainer.test_freq:
             users.append(f"trainer.test_freq {trainer.test_freq}")
-        if isinstance(trainer, PPOTrainerSection) and trainer.val_sampled:
+        has_test = isinstance(config, PPOConfig) and bool(config.data.test_files)
+        if isinstance(trainer, PPOTrainerSection) and trainer.val_sampled and not has_test:
             users.append("trainer.val_sampled true")
         if users:
             yield (

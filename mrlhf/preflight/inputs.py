@@ -7,7 +7,7 @@ must fit together. It does not know how a file is read, nor what is done with it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -38,6 +38,7 @@ from mrlhf.rewards.rules import answer_rules
 from mrlhf.rewards.worker_process import Limits
 
 DataSection = PromptDataSection | SupervisedDataSection
+Split = Literal["train", "val", "test"]
 FilesKey = Literal["train_files", "val_files"]
 InputsT = TypeVar("InputsT", "PPOInputs", "SFTInputs", "PreferenceInputs")
 
@@ -51,7 +52,8 @@ class PPOInputs:
         endings: what ends a response.
         generation_config: the text of the actor's `generation_config.json`, if it has one.
         prompts: the training prompts.
-        held_out: the validation prompts, if there are any.
+        held_out: the prompts of `data.val_files` as "val" and those of `data.test_files` as "test",
+            as far as there are any.
         steps: training steps of the run.
         reward: the terms of the reward; users' functions are running.
     """
@@ -60,7 +62,7 @@ class PPOInputs:
     endings: Endings
     generation_config: str | None
     prompts: PromptDataset
-    held_out: Prompts | None
+    held_out: Mapping[str, Prompts]
     steps: int
     reward: RewardFunction
 
@@ -164,7 +166,7 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
     generation_config = read_generation_config(config.actor.path) if actor_is_here else None
     endings = None
     prompts = None
-    held_out = None
+    held_out: dict[str, Prompts] = {}
     if tokenizer is not None:
         end_tokens = end_token_ids(config.actor.path) if actor_is_here else {}
         tokenizer = tokenizer.ending_with(end_tokens)
@@ -173,8 +175,12 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
         )
         warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
-        prompts = _prompts(config, "train_files", absent, tokenizer)
-        held_out = _prompts(config, "val_files", absent, tokenizer)
+        prompts = _prompts(config, "train", absent, tokenizer)
+        splits: tuple[Split, ...] = ("val", "test")
+        for split in splits:
+            rows = _prompts(config, split, absent, tokenizer)
+            if rows is not None:
+                held_out[split] = rows.batch(range(len(rows)))
 
     if absent:
         _check_rewards(config.reward, absent)
@@ -185,7 +191,7 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
         endings=endings,
         generation_config=generation_config,
         prompts=prompts,
-        held_out=None if held_out is None else held_out.batch(range(len(held_out))),
+        held_out=held_out,
         steps=_ppo_steps(config, len(prompts)),
         reward=load_rewards(config.reward),
     )
@@ -311,9 +317,11 @@ def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
 
 
 def _prompts(
-    config: PPOConfig, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
+    config: PPOConfig, split: Split, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> PromptDataset | None:
-    files = _here(_files(config.data, key), absent)
+    data = config.data
+    named = {"train": data.train_files, "val": data.val_files, "test": data.test_files}
+    files = _here(named[split], absent)
     if not files:
         return None
 
@@ -322,20 +330,20 @@ def _prompts(
         tokenizer,
         max_prompt_length=config.data.max_prompt_length,
         overlong=config.data.overlong_prompts,
-        split="train" if key == "train_files" else "val",
+        split=split,
         answer_rules=answer_rules(term.name for term in config.reward.terms),
     )
 
     every = prompts.batch(range(len(prompts)))
-    warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{key}")
-    warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{key}")
+    warn_of_unknown_tokens(every.token_ids, tokenizer, f"data.{split}_files")
+    warn_of_lost_characters(every.text, every.token_ids, tokenizer, f"data.{split}_files")
     return prompts
 
 
 def _examples(
     data: SupervisedDataSection, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> list[SftExample]:
-    files = _here(_files(data, key), absent)
+    files = _here(data.train_files if key == "train_files" else data.val_files, absent)
     if not files:
         return []
     examples = encode_sft(
@@ -344,10 +352,6 @@ def _examples(
     tokens = [example.token_ids for example in examples]
     warn_of_unknown_tokens(tokens, tokenizer, f"data.{key}")
     return examples
-
-
-def _files(data: DataSection, key: FilesKey) -> list[str]:
-    return data.train_files if key == "train_files" else data.val_files
 
 
 def _pairs(

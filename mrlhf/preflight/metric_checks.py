@@ -28,6 +28,7 @@ _PPO = (
     "val",
     "val_sampled",
 )
+_TEST = ("test", "test_sampled")
 _SUPERVISED = ("perf", "timing_s", "val")
 
 
@@ -45,7 +46,12 @@ def metric_problems(config: AnyConfig) -> Iterator[str]:
         if name is None:
             continue
         kind, slash, rest = name.partition("/")
-        if kind not in kinds or not slash or not rest:
+        if kind in _TEST and isinstance(config, PPOConfig):
+            yield (
+                f"trainer.{key} is {name}, but no step is chosen by data.test_files, whose figures "
+                f"would then be too good; use {kind.replace('test', 'val')}/{rest}"
+            )
+        elif kind not in kinds or not slash or not rest:
             yield (
                 f"trainer.{key} is {name}, which is no metric of this run; their names begin with "
                 f"{', '.join(f'{known}/' for known in kinds)}"

@@ -108,6 +108,9 @@ def _data_paths(config: AnyConfig) -> Iterator[InputPath]:
         yield InputPath("data.train_files", file, "file")
     for file in data.val_files:
         yield InputPath("data.val_files", file, "file")
+    if isinstance(config, PPOConfig):
+        for file in config.data.test_files:
+            yield InputPath("data.test_files", file, "file")
 
 
 def _function_paths(config: PPOConfig) -> Iterator[InputPath]:

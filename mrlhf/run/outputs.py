@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mrlhf.config.roots import AnyConfig
-from mrlhf.log import MetricsWriter, Progress, is_validation, read_metrics
+from mrlhf.log import MetricsWriter, Progress, is_held_out, read_metrics
 from mrlhf.run.alarms.file import AlarmsFile
 from mrlhf.run.alarms.watch import Watch
 from mrlhf.run.board import Board
@@ -114,7 +114,7 @@ class Outputs:
 
     def _add_to_curves(self, metrics: Mapping[str, float | None]) -> None:
         """Add a step to the curves that people are shown; a validation has curves as well."""
-        shown = [*self._columns, *((name, name) for name in sorted(metrics) if is_validation(name))]
+        shown = [*self._columns, *((name, name) for name in sorted(metrics) if is_held_out(name))]
         for label, name in shown:
             value = metrics.get(name)
             if value is not None and math.isfinite(value):

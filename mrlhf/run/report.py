@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from mrlhf.errors import CheckpointError, MrlhfError
-from mrlhf.log import is_validation, plot_curves, read_metrics
+from mrlhf.log import is_held_out, plot_curves, read_metrics
 from mrlhf.run.directory import METRICS
 from mrlhf.run.summary import write_summary
 
@@ -68,19 +68,25 @@ def closing_report(output_dir: Path, curves: Sequence[str], summary: Mapping[str
 
 
 def ppo_achievements(output_dir: Path) -> dict[str, float | None]:
-    """Accuracy, reward and KL at the start and at the end, as far as the run measured them."""
+    """Accuracy, reward and KL at the start and at the end, as far as the run measured them.
+
+    Accuracy and reward are those on the test prompts, or if the run has none, on those of the
+    validation.
+    """
     records = read_metrics(output_dir / METRICS)
+    tested = _history(records, "test/", "/reward_mean")
+    split = "test" if tested else "val"
     achievements: dict[str, float | None] = {}
-    for title, prefix in (("accuracy", "val/"), ("sampled_accuracy", "val_sampled/")):
-        values = _history(records, prefix, "/acc@1")
+    for title, kind in (("accuracy", split), ("sampled_accuracy", f"{split}_sampled")):
+        values = _history(records, f"{kind}/", "/acc@1")
         if values:
             achievements[f"start_{title}"] = values[0]
             achievements[f"final_{title}"] = values[-1]
 
     # PPO raises the reward of sampled responses: of held-out prompts, if that was measured.
     rewards = (
-        _history(records, "val_sampled/", "/reward_mean")
-        or _history(records, "val/", "/reward_mean")
+        _history(records, f"{split}_sampled/", "/reward_mean")
+        or _history(records, f"{split}/", "/reward_mean")
         or _values(records, "critic/score/mean")
     )
     if rewards:
@@ -94,10 +100,10 @@ def ppo_achievements(output_dir: Path) -> dict[str, float | None]:
 
 
 def _curves(records: Sequence[Record], names: Sequence[str]) -> list[str]:
-    """The metrics to draw: validation first, then those of `names` that the run measured."""
+    """The metrics to draw: held-out rows first, then those of `names` that the run measured."""
     measured = {name for record in records for name in record}
-    validation = sorted(name for name in measured if is_validation(name))
-    return validation + [name for name in names if name in measured]
+    held_out = sorted(name for name in measured if is_held_out(name))
+    return held_out + [name for name in names if name in measured]
 
 
 def _values(records: Sequence[Record], name: str) -> list[Any]:

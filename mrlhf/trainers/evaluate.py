@@ -92,22 +92,23 @@ def majority(answers: Sequence[str | None], right: Sequence[bool]) -> bool:
     return right[answers.index(winner)]
 
 
-def validation_metrics(
-    greedy: Mapping[str, float], sampled: Mapping[str, float]
+def held_out_metrics(
+    split: str, greedy: Mapping[str, float], sampled: Mapping[str, float]
 ) -> dict[str, float]:
-    """The metrics that a validation reports.
+    """The metrics that a run reports of held-out prompts.
 
     Args:
+        split: "val" or "test".
         greedy: what `summarise` says of greedy answers.
         sampled: what it says of sampled answers; empty if there are none.
 
     Returns:
-        `val/<name>` for greedy answers and for what only many samples can tell (`pass@`, `maj@`);
-        `val_sampled/<name>` for the rest of the samples' metrics.
+        `<split>/<name>` for greedy answers and for what only many samples can tell (`pass@`,
+        `maj@`); `<split>_sampled/<name>` for the rest of the samples' metrics.
     """
-    metrics = {f"val/{name}": value for name, value in greedy.items()}
+    metrics = {f"{split}/{name}": value for name, value in greedy.items()}
     for name, value in sampled.items():
         needs_many = any(mark in name for mark in MANY_ANSWERS)
-        prefix = "val" if needs_many else "val_sampled"
+        prefix = split if needs_many else f"{split}_sampled"
         metrics[f"{prefix}/{name}"] = value
     return metrics

@@ -6,7 +6,6 @@ metrics included; nothing is kept from one phase to the next but what stands in 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,19 +26,15 @@ from mrlhf.roles.token_logprobs import ReferenceStates
 from mrlhf.rollout.collector import Collected
 from mrlhf.rollout.components import reward_components
 from mrlhf.rollout.score_checks import check_correctness
-from mrlhf.rollout.scoring import Scores
-from mrlhf.run.board import ShownSample
 from mrlhf.run.startup import Run
 from mrlhf.trainers.dump import Dump, save_batch, write_dump
 from mrlhf.trainers.equal_scores import equal_score_metrics
-from mrlhf.trainers.evaluate import summarise, validation_metrics
 from mrlhf.trainers.experience import ModelOutputs, correction_metrics, make_experience
+from mrlhf.trainers.held_out import HeldOut
 from mrlhf.trainers.ppo_setup import Parts
-from mrlhf.trainers.samples import describe_samples
+from mrlhf.trainers.samples import SampleViewer
 from mrlhf.trainers.step_metrics import balance_metrics, batch_metrics, utilisation
 from mrlhf.trainers.step_progress import StepProgress
-
-logger = logging.getLogger(__name__)
 
 SAMPLES_EVERY = 10  # training steps, where there are no held-out prompts to show
 
@@ -100,6 +95,8 @@ class PPOTrainer:
             record_experts=config.rollout.records_experts
             and parts.actor.engine.spec.experts is not None,
         )
+        self.samples = SampleViewer(run, parts.tokenizer, config.trainer.log_samples)
+        self.held_out = HeldOut(config.trainer, parts, self.sampling, self.samples)
 
     def begin_step(self, number: int) -> StepProgress:
         """Training step `number`, counted from 1, before anything is done for it."""
@@ -123,12 +120,12 @@ class PPOTrainer:
         parts.generator.end_step()
 
         metrics = dict(progress.metrics)
-        if self.test_is_due(number):
+        if self.held_out.due(number):
             with timer("testing"):
                 parts.generator.take_weights(version=number)
-                metrics |= self.validate()
-        elif parts.held_out is None and (number == 1 or number % SAMPLES_EVERY == 0):
-            self.show_samples(
+                metrics |= self.held_out.measure(number)
+        if "val" not in parts.held_out and (number == 1 or number % SAMPLES_EVERY == 0):
+            self.samples.show(
                 "training", f"training step {number}", collected.rollout, collected.scores
             )
         self.dump(progress, collected, experience, cuts, timer)
@@ -437,52 +434,3 @@ class PPOTrainer:
         self.kl_controller.load_state_dict(state["kl_controller"])
         parts.shaper.load_state_dict(state["shaper"])
         parts.generator.load_state_dict(state["response_lengths"])
-
-    def test_is_due(self, number: int) -> bool:
-        """Whether step `number` ends with a validation: every `test_freq` steps, and the last."""
-        if self.parts.held_out is None:
-            return False
-        return self.config.trainer.test_is_due(number, self.parts.steps)
-
-    def validate(self) -> dict[str, float]:
-        """Greedy and, if asked for, sampled answers to the held-out prompts.
-
-        The engine must hold the policy's weights; it sleeps afterwards.
-        """
-        parts = self.parts
-        assert parts.held_out is not None
-        greedy = SamplingParams(
-            temperature=0.0,
-            max_tokens=self.sampling.max_tokens,
-            stop_token_ids=self.sampling.stop_token_ids,
-            stop=self.sampling.stop,
-            seed=self.config.seed,
-        )
-        n = self.config.trainer.val_n
-
-        greedy_answers = parts.generator.generate(parts.held_out, greedy, stream="validation")
-        sampled_answers = None
-        if self.config.trainer.val_sampled:
-            sampling = replace(self.sampling, n=n, record_experts=False)
-            sampled_answers = parts.generator.generate(
-                parts.held_out, sampling, stream="validation"
-            )
-        parts.generator.sleep()  # scoring may need the memory
-
-        scores = parts.scorer.score(greedy_answers.rollout)
-        self.show_samples("held-out", "held-out prompts, greedy", greedy_answers.rollout, scores)
-        greedy_metrics = summarise(scores, parts.held_out.data_source, n=1)
-        sampled_metrics: dict[str, float] = {}
-        if sampled_answers is not None:
-            scores = parts.scorer.score(sampled_answers.rollout, with_answers=n > 1)
-            sampled_metrics = summarise(scores, parts.held_out.data_source, n)
-        return validation_metrics(greedy_metrics, sampled_metrics)
-
-    def show_samples(self, kind: str, title: str, rollout: Rollout, scores: Scores) -> None:
-        """Show some responses to people and trackers, if `trainer.log_samples` asks for it."""
-        count = self.config.trainer.log_samples
-        if self.run.is_main_rank and count:
-            text = describe_samples(rollout, scores, self.parts.tokenizer, count)
-            self.run.board.add_sample(ShownSample(kind, title, text))
-            if not self.run.board.has_view:
-                logger.info("samples of %s\n%s", title, text)

@@ -61,7 +61,7 @@ class PPORun:
             parts.trained(),
             parts.steps,
             self._export,
-            Measured(parts.held_out is not None, config.trainer.critic_warmup),
+            Measured("val" in parts.held_out, config.trainer.critic_warmup),
         )
 
         self._completed = 0
@@ -106,9 +106,9 @@ class PPORun:
         """The steps that are left, with the validation before the first one."""
         trainer = self._trainer
         is_new = self._completed == 0 and not self._last_metrics
-        if is_new and self._section.val_before_train and self._parts.held_out is not None:
+        if is_new and trainer.held_out.due(0):
             self._parts.generator.take_weights(version=0)
-            self._last_metrics = trainer.validate()
+            self._last_metrics = trainer.held_out.measure(0)
             reporter.report(0, self._last_metrics)
             self._checkpoints.before_training(self._last_metrics)
 

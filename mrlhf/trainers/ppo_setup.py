@@ -5,7 +5,7 @@ It knows which configuration key goes to which part. It runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mrlhf.batch import Prompts
@@ -42,7 +42,8 @@ class Parts:
         tokenizer: the tokenizer of all models.
         endings: what ends a response.
         generation_config: the text of the actor's `generation_config.json`, if it has one.
-        held_out: the validation prompts, if there are any.
+        held_out: the validation prompts as "val" and the test prompts as "test", as far as there
+            are any.
         prompts: the training prompts.
         sampler: their order.
         steps: training steps of the run.
@@ -56,7 +57,7 @@ class Parts:
     tokenizer: Tokenizer
     endings: Endings
     generation_config: str | None
-    held_out: Prompts | None
+    held_out: Mapping[str, Prompts]
     prompts: PromptDataset
     sampler: StatefulSampler
     steps: int

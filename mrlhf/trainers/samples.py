@@ -1,15 +1,47 @@
-"""Puts a few prompts with their responses into words, for people who watch a run.
+"""Puts a few prompts with their responses into words, and shows them to people who watch a run.
 
 It does not know when they are shown, nor how responses are scored.
 """
 
 from __future__ import annotations
 
+import logging
+
 from mrlhf.batch import Rollout
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.rollout.scoring import Scores
+from mrlhf.run.board import ShownSample
+from mrlhf.run.startup import Run
+
+logger = logging.getLogger(__name__)
 
 _MOST_CHARACTERS = 600
+
+
+class SampleViewer:
+    """Shows some responses to people and trackers; only the main rank does."""
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, count: int) -> None:
+        """Show `count` prompts of each batch; none if that is 0."""
+        self._board = run.board if run.is_main_rank and count else None
+        self._tokenizer = tokenizer
+        self._count = count
+
+    def show(self, kind: str, title: str, rollout: Rollout, scores: Scores) -> None:
+        """Show the first responses of a batch.
+
+        Args:
+            kind: the name under which trackers keep them.
+            title: what they are samples of.
+            rollout: the batch.
+            scores: its scores.
+        """
+        if self._board is None:
+            return
+        text = describe_samples(rollout, scores, self._tokenizer, self._count)
+        self._board.add_sample(ShownSample(kind, title, text))
+        if not self._board.has_view:
+            logger.info("samples of %s\n%s", title, text)
 
 
 def describe_samples(rollout: Rollout, scores: Scores, tokenizer: Tokenizer, count: int) -> str:

@@ -163,7 +163,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("extending")
     plain_models.save_models(directory)
     task = ArithmeticTask(
-        digits=2, operations="+", sft=40, train=20, held_out=4,
+        digits=2, operations="+", sft=40, train=20, validation=4, held_out=4,
         wrong_fraction=0.0, wrong_kind="near", vocab_size=plain_models.SIZES["vocab_size"], seed=1,
     )  # fmt: skip
     write_arithmetic(directory / "data", task)

@@ -23,7 +23,8 @@ def demo(start_policy: Path) -> dict[str, Any]:
     places = [
         f"actor.path={root}/sft/model",
         f"data.train_files={root}/data/train.jsonl",
-        f"data.val_files={root}/data/held_out.jsonl",
+        f"data.val_files={root}/data/validation.jsonl",
+        f"data.test_files={root}/data/held_out.jsonl",
         f"trainer.output_dir={root}",
         "trainer.export_best=val_sampled/arithmetic/acc@1",
         "trainer.log_freq=20",
@@ -64,7 +65,7 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
     log = demo["log"]
     assert "validation before training: val/arithmetic/acc@1 0." in log
     assert [number for number in range(1, 51) if f"step {number}/50, reward" in log] == [20, 40, 50]
-    assert log.count("samples of held-out prompts") == log.count("validation")
+    assert log.count("samples of held-out prompts") == log.count(": validation ")
 
     file = root / "rollouts" / "step_000020.parquet"
     rows = pyarrow.parquet.read_table(file).to_pylist()
@@ -114,18 +115,29 @@ def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
             assert isinstance(record[name], float), name
 
 
+def test_the_figures_of_the_summary_are_those_of_the_test_prompts(demo: dict[str, Any]) -> None:
+    """They are asked at both ends alone; the validation has other prompts."""
+    name = "test_sampled/arithmetic/acc@1"
+    tested = {record["step"]: record[name] for record in demo["records"] if name in record}
+    summary = demo["summary"]
+    assert list(tested) == [0, summary["steps"]]
+    ends = [summary["start_sampled_accuracy"], summary["final_sampled_accuracy"]]
+    assert list(tested.values()) == ends
+
+
 def test_the_best_policy_is_exported_too(demo: dict[str, Any]) -> None:
     metric = "val_sampled/arithmetic/acc@1"
     measured = [record for record in demo["records"] if metric in record]
     best = max(measured, key=lambda record: record[metric])
     summary = demo["summary"]
     assert (summary["best_step"], summary["best_value"]) == (best["step"], best[metric])
-    assert _accuracy(demo["root"], "actor_best") == best["val/arithmetic/acc@1"]
+    assert _accuracy(demo["root"], "actor_best", "validation") == best["val/arithmetic/acc@1"]
 
 
 def test_checkpoint_reproduces_the_accuracy(demo: dict[str, Any]) -> None:
-    assert _accuracy(demo["root"], "actor") == demo["summary"]["final_accuracy"]
+    accuracy = _accuracy(demo["root"], "actor", "held_out")
+    assert accuracy == demo["summary"]["final_accuracy"]
 
 
-def _accuracy(root: Path, name: str) -> float:
-    return greedy_accuracy(root / name, root / "data" / "held_out.jsonl")
+def _accuracy(root: Path, policy: str, rows: str) -> float:
+    return greedy_accuracy(root / policy, root / "data" / f"{rows}.jsonl")

@@ -29,7 +29,8 @@ def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     places = [
         f"actor.path={root}/sft/model",
         f"data.train_files={demo_data}/train.jsonl",
-        f"data.val_files={demo_data}/held_out.jsonl",
+        f"data.val_files={demo_data}/validation.jsonl",
+        f"data.test_files={demo_data}/held_out.jsonl",
         f"trainer.output_dir={root}",
     ]
     train = ["launch/train_ppo.py", "--config", "configs/demo_moe_cpu.yaml", *places]

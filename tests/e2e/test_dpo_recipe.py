@@ -3,59 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT, read_lines
+from tests.e2e.programs import read_lines
+from tests.e2e.recipes import follow, read_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-PAGE = (ROOT / "configs" / "recipes" / "dpo" / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-[PROGRAM] = re.findall(r"Write this as `accuracy.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+RECIPE = read_recipe("dpo")
 
 
 @pytest.fixture(scope="module")
 def followed(start_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A directory in which all commands but the first two have run, and what they printed."""
-    directory = tmp_path_factory.mktemp("recipe")
-    for name in ("configs", "launch"):
-        (directory / name).symlink_to(ROOT / name)
-    (directory / "runs").mkdir()
-    (directory / "runs" / "demo").symlink_to(start_policy)
-    (directory / "accuracy.py").write_text(PROGRAM, encoding="utf-8")
-
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PET_STANDALONE": "1",  # torchrun takes a free port
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(["set -e", *COMMANDS[1:]])],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return directory, done.stdout
-
-
-def test_it_begins_as_the_demo_does() -> None:
-    """What these commands leave is what `start_policy` has made."""
-    demo = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:")[1]
-    assert len(COMMANDS) == 4
-    for command in COMMANDS[0].splitlines():
-        program = command.removeprefix("python ")
-        assert f"$(BIN)/{command}" in demo or f"$(BIN)/python {program}" in demo, command
+    assert (len(RECIPE.commands), list(RECIPE.files)) == (4, ["accuracy.py"])
+    directory = tmp_path_factory.mktemp("dpo")
+    return directory, follow(RECIPE, start_policy, directory)
 
 
 def test_both_losses_improve_the_answers(followed: tuple[Path, str]) -> None:

@@ -15,7 +15,8 @@ def test_an_engine_that_raises_on_one_rank_ends_the_job(start_policy: Path, tmp_
     keys = [
         f"actor.path={start_policy}/sft/model",
         f"data.train_files={start_policy}/data/train.jsonl",
-        f"data.val_files={start_policy}/data/held_out.jsonl",
+        f"data.val_files={start_policy}/data/validation.jsonl",
+        "data.test_files=[]",
         "actor.tp=2",
         "actor.pp=1",
         f"trainer.output_dir={tmp_path}",

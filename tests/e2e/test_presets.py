@@ -119,7 +119,7 @@ def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[d
     keys = [
         f"actor.path={root}/sft/model",
         f"data.train_files={root}/data/train.jsonl",
-        f"data.val_files={root}/data/held_out.jsonl",
+        f"data.val_files={root}/data/validation.jsonl",
         f"trainer.output_dir={root}/{name}",
         "trainer.val_sampled=true",
         *FITTED[name],

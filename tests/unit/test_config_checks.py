@@ -205,6 +205,7 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
             "trainer__val_sampled": True,
             "trainer__val_n": 4,
         },
+        {"data__test_files": "t.jsonl", "trainer__val_sampled": True},
         {"trainer__critic_warmup": 10},
         {"rollout__max_prefill_tokens": 1},  # longer prompts are computed in chunks
         {"rollout__kv_cache_mb": 64},
@@ -408,6 +409,11 @@ def test_names_that_no_metric_has(key, name):
     assert len(said) == 1
     start = f"trainer.{key} is {name}, which is no metric of this run; their names begin with actor"
     assert said[0].startswith(start)
+
+
+def test_no_step_is_chosen_by_the_test_files():
+    said = problems(ppo(trainer__keep_best="test_sampled/sum/acc@1"), 8)
+    assert len(said) == 1 and said[0].endswith("use val_sampled/sum/acc@1")
 
 
 def test_names_that_a_metric_may_have():

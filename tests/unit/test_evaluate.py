@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrlhf.rollout.scoring import Scores, _correctness_column, _join_answers
-from mrlhf.trainers.evaluate import majority, summarise, validation_metrics
+from mrlhf.trainers.evaluate import held_out_metrics, majority, summarise
 
 
 def scores(
@@ -109,15 +109,16 @@ def test_majority(answers: list[str | None], right: list[bool], wins: bool) -> N
     assert majority(answers, right) is wins
 
 
-def test_names_of_a_validation() -> None:
+def test_names_of_the_metrics_of_held_out_prompts() -> None:
     greedy = {"a/reward_mean": 1.0, "a/acc@1": 0.5}
-    assert validation_metrics(greedy, {}) == {"val/a/reward_mean": 1.0, "val/a/acc@1": 0.5}
-    assert validation_metrics(greedy, {"a/acc@1": 0.25, "a/pass@8": 0.75, "a/maj@8": 0.5}) == {
-        "val/a/reward_mean": 1.0,
-        "val/a/acc@1": 0.5,
-        "val_sampled/a/acc@1": 0.25,
-        "val/a/pass@8": 0.75,
-        "val/a/maj@8": 0.5,
+    assert held_out_metrics("val", greedy, {}) == {"val/a/reward_mean": 1.0, "val/a/acc@1": 0.5}
+    sampled = {"a/acc@1": 0.25, "a/pass@8": 0.75, "a/maj@8": 0.5}
+    assert held_out_metrics("test", greedy, sampled) == {
+        "test/a/reward_mean": 1.0,
+        "test/a/acc@1": 0.5,
+        "test_sampled/a/acc@1": 0.25,
+        "test/a/pass@8": 0.75,
+        "test/a/maj@8": 0.5,
     }
 
 

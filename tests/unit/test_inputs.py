@@ -127,8 +127,8 @@ def refusal(config):
 
 def test_the_inputs_of_each_program():
     inputs = read_ppo_inputs(ppo())
-    assert (len(inputs.prompts), len(inputs.held_out), inputs.steps) == (8, 1, 6)
-    assert inputs.held_out.text == ["9+1="]
+    assert (len(inputs.prompts), inputs.steps) == (8, 6)
+    assert {split: prompts.text for split, prompts in inputs.held_out.items()} == {"val": ["9+1="]}
     assert list(inputs.reward.weights) == ["score"]
     inputs.reward.close()
 
@@ -140,14 +140,13 @@ def test_the_inputs_of_each_program():
 
 def test_rows_need_an_answer_only_where_a_rule_compares_with_one(place):
     (place / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
-    files = {"data__train_files": "prompts.jsonl", "data__val_files": "prompts.jsonl"}
+    files = {f"data__{split}_files": "prompts.jsonl" for split in ("train", "val", "test")}
     inputs = read_ppo_inputs(ppo(**files))
     inputs.reward.close()
     assert inputs.prompts[0].ground_truth == [None]
-    assert (inputs.prompts[0].extra_info, inputs.held_out.extra_info[7]) == (
-        [{"split": "train", "index": 0}],
-        {"split": "val", "index": 7},
-    )
+    assert inputs.prompts[0].extra_info == [{"split": "train", "index": 0}]
+    for split in ("val", "test"):
+        assert inputs.held_out[split].extra_info[7] == {"split": split, "index": 7}
     both = [{"name": "rewards.py:score"}, {"name": "exact_match"}]
     assert "prompts.jsonl:1: no value for 'answer'" in refusal(ppo(**files, reward__terms=both))
 

@@ -169,6 +169,8 @@ def test_progress_is_log_lines(monkeypatch, caplog):
     progress = Progress(12, columns, log_freq=5)
     for step in range(13):
         measured = {"val/loss": 2.0, "val_sampled/a": 1 / 3} if step in (0, 7) else {}
+        if step == 0:
+            measured["test/loss"] = 3.0
         progress.update(step, measured)
 
     assert caplog.messages == [
@@ -176,6 +178,7 @@ def test_progress_is_log_lines(monkeypatch, caplog):
         "step 4/12, reward 0.5, kl nan, 0:02:40 left",
         "validation after step 4: val/sums/acc@1 0.125",
         "validation before training: val/loss 2, val_sampled/a 0.3333",
+        "test before training: test/loss 3",
         "step 5/12, 0:00:00 left",
         "validation after step 7: val/loss 2, val_sampled/a 0.3333",
         "step 10/12, 0:00:00 left",

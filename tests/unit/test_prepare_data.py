@@ -39,10 +39,14 @@ def evaluate(prompt):
     ]
 
 
+SPLITS = ("sft", "train", "validation", "held_out")
+
+
 def arithmetic(main, out, *more):
-    sizes = ["--sft", "200", "--sft-copies", "2", "--train", "300", "--held-out", "100"]
+    sizes = ["--sft", "200", "--sft-copies", "2", "--train", "300"]
+    sizes += ["--validation", "50", "--held-out", "100"]
     assert main(["arithmetic", "--out", str(out), *sizes, *more]) == 0
-    return {name: read(out / f"{name}.jsonl") for name in ("sft", "train", "held_out")}
+    return {name: read(out / f"{name}.jsonl") for name in SPLITS}
 
 
 @pytest.mark.parametrize("kind", ["uniform", "near", "carry"])
@@ -52,15 +56,17 @@ def test_arithmetic(main, tmp_path, kind):
     assert {name: len(rows) for name, rows in data.items()} == {
         "sft": 400,
         "train": 300,
+        "validation": 50,
         "held_out": 100,
     }
 
     prompts = {name: {row["prompt"] for row in rows} for name, rows in data.items()}
-    assert [len(prompts[name]) for name in ("sft", "train", "held_out")] == [200, 300, 100]
-    assert not prompts["held_out"] & (prompts["sft"] | prompts["train"])
+    assert [len(prompts[name]) for name in SPLITS] == [200, 300, 50, 100]
+    assert not prompts["validation"] & (prompts["sft"] | prompts["train"])
+    assert not prompts["held_out"] & (prompts["sft"] | prompts["train"] | prompts["validation"])
     assert all(
         row["answer"] == str(evaluate(row["prompt"]))
-        for name in ("train", "held_out")
+        for name in ("train", "validation", "held_out")
         for row in data[name]
     )
 
@@ -214,7 +220,7 @@ def test_errors_are_one_line(main, tmp_path, capsys):
     assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 2
     assert "exceed the 100 problems" in capsys.readouterr().err
 
-    for option in ("digits", "sft", "sft-copies", "train", "held-out", "vocab-size"):
+    for option in ("digits", "sft", "sft-copies", "train", "validation", "held-out", "vocab-size"):
         for count in ("0", "-1"):
             assert (
                 main(["arithmetic", "--out", str(tmp_path / "empty"), f"--{option}={count}"]) == 2

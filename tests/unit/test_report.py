@@ -67,6 +67,17 @@ def test_without_validation_the_reward_is_that_of_training(tmp_path):
     assert "start_accuracy" not in summary
 
 
+def test_the_summary_is_of_the_test_prompts_if_there_are_any(tmp_path):
+    ends = [
+        {**RECORDS[0], "test/a/acc@1": 0.125, "test/a/reward_mean": -1.0},
+        *RECORDS[1:],
+        {"step": 3, "test/a/acc@1": 0.625, "test/a/reward_mean": 2.0},
+    ]
+    summary = summary_of(tmp_path, ends)
+    assert (summary["start_accuracy"], summary["final_accuracy"]) == (0.125, 0.625)
+    assert (summary["reward_start"], summary["reward_final"]) == (-1.0, 2.0)
+
+
 def test_validations_that_measured_nothing_are_left_out(tmp_path):
     empty = {"step": 3, "val/a/acc@1": None, "val/b/acc@1": None}
     assert summary_of(tmp_path, [*RECORDS, empty])["final_accuracy"] == 0.75

@@ -50,6 +50,7 @@ def _ppo(root: Path, engine: str, *more: str) -> list[dict[str, Any]]:
     settings = [f"actor.path={root}/sft/model", f"data.train_files={root}/data/train.jsonl"]
     settings += [
         f"data.val_files={root}/data/held_out.jsonl",
+        "data.test_files=[]",
         f"trainer.output_dir={out}",
         f"rollout.engine={engine}",
     ]

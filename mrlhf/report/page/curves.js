@@ -4,6 +4,8 @@
 const GROUPS = {
   val: "Validation, greedy",
   val_sampled: "Validation, sampled",
+  test: "Test, greedy",
+  test_sampled: "Test, sampled",
   reward: "Reward terms",
   critic: "Scores, advantages and critic",
   actor: "Actor",

@@ -3,8 +3,8 @@
 
 const HIGHLIGHTS = [
   ["Reward", /^critic\/score\/mean$/, "The mean score of the responses. It rises while the run learns."],
-  ["Held-out accuracy", /^val(_sampled)?\/.*\/acc@1$/, "The share of right answers to prompts that are not trained on."],
-  ["Held-out reward", /^val(_sampled)?\/.*\/reward_mean$/, "If it falls while the reward rises, the run learns the training prompts by heart."],
+  ["Held-out accuracy", /^(val|test)(_sampled)?\/.*\/acc@1$/, "The share of right answers to prompts that are not trained on."],
+  ["Held-out reward", /^(val|test)(_sampled)?\/.*\/reward_mean$/, "If it falls while the reward rises, the run learns the training prompts by heart."],
   ["Loss", /^(sft|rm|dpo|val)\/loss$/, "It falls while the run learns."],
   ["Pair accuracy", /^(val|rm|dpo)\/(rewards\/)?accurac(y|ies)$/, "The share of pairs that are ranked right; 0.5 is chance."],
   ["KL to the reference", /^actor\/(reward_kl_penalty|kl_loss)$/, "How far the policy has gone from where it began. It grows slowly; a jump is a bad sign."],
@@ -77,8 +77,9 @@ function alarms() {
 
 // How held-out prompts were answered for a metric.
 function way(name) {
-  if (name.startsWith("val_sampled/")) return " (sampled)";
-  return /^val\/.*\/(acc@1|reward_mean)$/.test(name) ? " (greedy)" : "";
+  const found = /^(val|test)(_sampled)?\/.*\/(acc@1|reward_mean)$/.exec(name);
+  if (!found) return "";
+  return ` (${found[1] === "test" ? "test, " : ""}${found[2] ? "sampled" : "greedy"})`;
 }
 
 function highlightCards() {
