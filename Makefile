@@ -39,11 +39,12 @@ demo: $(READY)
 	$(BIN)/python tools/report.py runs/demo
 
 gsm8k: $(READY)
-	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data --vocab-size 2000
-	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/gsm8k_sft_cpu.yaml trainer.overwrite=true
-	$(BIN)/torchrun --nproc-per-node=2 launch/train_rm.py --config configs/gsm8k_rm_cpu.yaml trainer.overwrite=true
-	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
+	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data
+	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/recipes/rlhf_gsm8k/sft.yaml trainer.overwrite=true
+	$(BIN)/torchrun --nproc-per-node=2 launch/train_rm.py --config configs/recipes/rlhf_gsm8k/rm.yaml trainer.overwrite=true
+	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/recipes/rlhf_gsm8k/ppo.yaml trainer.overwrite=true
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
+	$(BIN)/python tools/report.py runs/gsm8k/ppo runs/gsm8k/rm runs/gsm8k/sft --out runs/gsm8k/report.html
 
 # So many processes run the tests, each a file at a time, in the order of the files' names; 0 starts
 # none and runs one test after the other.

@@ -56,7 +56,8 @@ def run_stage(program: str, config: str, seed: int, out: Path, *keys: str) -> No
     """Run a launcher in one process, unless its summary is there."""
     if (out / "summary.json").exists():
         return
-    command = [sys.executable, f"launch/{program}.py", "--config", f"configs/{config}.yaml"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    command += [f"launch/{program}.py", "--config", f"configs/{config}.yaml"]
     command += [f"seed={seed}", f"trainer.output_dir={out}", "trainer.console=quiet", *keys]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)

@@ -1,7 +1,8 @@
-"""Writes the data files and tokenizers of the shipped examples.
+"""Writes the data files and tokenizers of the shipped examples and recipes.
 
 python tools/prepare_data.py arithmetic --out runs/data/arithmetic
 python tools/prepare_data.py gsm8k --source GSM8K_DIR --out runs/data/gsm8k
+python tools/prepare_data.py gsm8k_chat --source GSM8K_DIR --out runs/data/gsm8k_chat
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
-from mrlhf.data.gsm8k import SOURCES, write_gsm8k
+from mrlhf.data.gsm8k import SOURCES, write_chat_gsm8k, write_gsm8k
 from mrlhf.errors import MrlhfError
 
 
@@ -73,6 +74,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     gsm8k.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
     gsm8k.add_argument("--out", type=Path, required=True)
     gsm8k.add_argument("--vocab-size", type=int, default=2000)
+
+    chat = tasks.add_parser(
+        "gsm8k_chat", help="the same for RL alone, as messages to a model with a chat template"
+    )
+    chat.add_argument("--source", type=Path, required=True, help=f"directory with {SOURCES}")
+    chat.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)
 
 
@@ -85,8 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if task == "arithmetic":
             counts = write_arithmetic(out, ArithmeticTask(**options))
-        else:
+        elif task == "gsm8k":
             counts = write_gsm8k(out_dir=out, **options)
+        else:
+            counts = write_chat_gsm8k(out_dir=out, **options)
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,7 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for name, count in counts.items():
         print(f"{out / name}: {count} rows")
-    print(f"{out / 'tokenizer'}: tokenizer")
+    if task != "gsm8k_chat":
+        print(f"{out / 'tokenizer'}: tokenizer")
     return 0
 
 

@@ -29,7 +29,7 @@ class TrainerSection(Section):
         Switch(
             "total_steps",
             lambda steps: steps is not None,
-            ("total_epochs",),
+            ("total_epochs", "min_steps"),
             "is set",
             "set that to null",
         ),
@@ -59,10 +59,15 @@ class TrainerSection(Section):
     )
 
     total_steps: Count | None = Field(
-        None, description="training steps; null: as many as total_epochs makes"
+        None, description="training steps; null: as many as total_epochs and min_steps make"
     )
     total_epochs: Count = Field(
         1, description="passes over train_files; refused beside total_steps"
+    )
+    min_steps: CountOrZero = Field(
+        0,
+        description="fewest training steps: passes over train_files beyond total_epochs are made "
+        "until then, so that little data still makes enough steps; refused beside total_steps",
     )
     test_freq: CountOrZero = Field(
         0,
@@ -157,7 +162,7 @@ class TrainerSection(Section):
         """Training steps on `num_rows` rows; the incomplete last batch of an epoch is left out."""
         if self.total_steps is not None:
             return self.total_steps
-        return self.total_epochs * (num_rows // batch_size)
+        return max(self.total_epochs * (num_rows // batch_size), self.min_steps)
 
     def test_is_due(self, step: int, last: int) -> bool:
         """Whether `step` ends with a validation: every `test_freq` steps, and the `last` one."""

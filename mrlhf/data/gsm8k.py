@@ -14,7 +14,7 @@ from mrlhf.data.rows import Row, read_rows, write_rows
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import DataError
 
-__all__ = ["final_answer", "format_prompt", "write_gsm8k"]
+__all__ = ["final_answer", "format_prompt", "write_chat_gsm8k", "write_gsm8k"]
 
 DATA_SOURCE = "openai/gsm8k"
 SOURCES = (
@@ -22,6 +22,7 @@ SOURCES = (
     "(parquet)"
 )
 
+_REQUEST = 'Let\'s think step by step and output the final answer after "####".'
 _PREFERENCE_ENDING = re.compile(r"(?<![^\n])A: (?=[^\n]*\Z)")
 
 
@@ -84,6 +85,31 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
     texts = [row["prompt"] + row["response"] for row in sft]
     train_sentencepiece(texts, out_dir / "tokenizer", vocab_size=vocab_size)
     return {name: write_rows(out_dir / name, rows) for name, rows in tables.items()}
+
+
+def write_chat_gsm8k(source: Path, out_dir: Path) -> dict[str, int]:
+    """Write rl_train.jsonl and rl_test.jsonl with prompts as chat messages into `out_dir`.
+
+    They are for a model that has a tokenizer and a chat template. The prompt asks for the number in
+    the words of verl's examples.
+
+    Returns:
+        Rows written, by file name.
+
+    Raises:
+        DataError: a file is missing or malformed.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for split in ("train", "test"):
+        rows = []
+        for index, row in enumerate(_read_split(source, split)):
+            content = f"{row.text('question').strip()} {_REQUEST}"
+            prompt = [{"role": "user", "content": content}]
+            rows.append({**_rl_row(row, split, index), "prompt": prompt})
+        name = f"rl_{split}.jsonl"
+        counts[name] = write_rows(out_dir / name, rows)
+    return counts
 
 
 def _read_split(source: Path, split: str) -> list[Row]:

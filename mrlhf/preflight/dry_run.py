@@ -256,8 +256,9 @@ def _run(config: AnyConfig, steps: int | None) -> Iterator[str]:
     if trainer.total_steps is not None:
         yield f"  {_count(trainer.total_steps, 'training step')} (trainer.total_steps)"
     else:
+        least = f", at least {trainer.min_steps}" if trainer.min_steps else ""
         count = "training steps" if steps is None else f"= {_count(steps, 'training step')}"
-        yield f"  {epochs} x (rows // {batch}) {count}"
+        yield f"  {epochs} x (rows // {batch}){least} {count}"
 
     if isinstance(config, PPOConfig) and config.trainer.critic_warmup > 1:
         first = config.trainer.critic_warmup

@@ -106,7 +106,7 @@ def test_an_algorithm_may_be_laid_over_a_run_with_a_critic(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    files = ["configs/gsm8k_cpu.yaml", f"configs/algorithms/{preset}.yaml"]
+    files = ["configs/recipes/rlhf_gsm8k/ppo.yaml", f"configs/algorithms/{preset}.yaml"]
     assert _main(PPOConfig, ["--config", files[0], "--config", files[1], "--dry-run"]) == 0
 
 

@@ -350,6 +350,10 @@ def test_describe_supervised():
         describe(supervised(SFTConfig), 4).splitlines()[-1]
         == "  1 epoch x (rows // 16) training steps"
     )
+    assert (
+        describe(supervised(SFTConfig, trainer__min_steps=9), 4).splitlines()[-1]
+        == "  1 epoch x (rows // 16), at least 9 training steps"
+    )
 
 
 def test_an_epoch_counts_the_prompts_that_a_step_takes():

@@ -306,6 +306,12 @@ def test_steps_from_epochs(tmp_path, rows, batch, steps):
     assert load_text(tmp_path, PPO, "trainer.total_steps=5").trainer.steps(rows, batch) == 5
 
 
+@pytest.mark.parametrize(("rows", "steps"), [(31, 5), (64, 5), (100, 6), (320, 20)])
+def test_little_data_is_repeated_until_the_fewest_steps(tmp_path, rows, steps):
+    trainer = load_text(tmp_path, PPO, "trainer.total_epochs=2", "trainer.min_steps=5").trainer
+    assert trainer.steps(rows, 32) == steps
+
+
 def test_what_a_later_source_switches_off_takes_its_numbers_with_it(tmp_path):
     base = write(
         tmp_path / "base.yaml",

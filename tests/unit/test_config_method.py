@@ -305,6 +305,11 @@ def test_each_mistake_is_one_line_with_numbers_and_remedy(changes, expected):
             "1, or set that to null",
         ),
         (
+            {"trainer__min_steps": 3},
+            "trainer.min_steps 3 has no effect, since trainer.total_steps is set; leave it at 0, "
+            "or set that to null",
+        ),
+        (
             {"trainer__keep_best_mode": "min"},
             "trainer.keep_best_mode min has no effect, since trainer.keep_best is null; leave it "
             "at max, or name a metric there",

@@ -124,7 +124,7 @@ def test_page_and_schema_hold_every_key(launcher):
 def test_shipped_files_name_their_schema_and_fit_it(path):
     first, rest = path.read_text(encoding="utf-8").split("\n", 1)
     schema_file = path.parent / first.removeprefix("# yaml-language-server: $schema=")
-    kinds = [kind for kind in ("sft", "rm", "dpo") if f"_{kind}_" in f"_{path.stem}_"]
+    kinds = [kind for kind in ("sft", "rm", "dpo") if kind in path.stem.split("_")]
     if path.parent.name == "dpo":
         kinds = ["dpo"]
     launcher = f"train_{kinds[0] if kinds else 'ppo'}"

@@ -105,7 +105,7 @@ def test_a_preset_over_a_used_configuration_is_the_method_that_it_is_alone(
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-@pytest.mark.parametrize("base", ["arithmetic_cpu", "demo_cpu", "gsm8k_cpu"])
+@pytest.mark.parametrize("base", ["arithmetic_cpu", "demo_cpu", "recipes/rlhf_gsm8k/ppo"])
 def test_a_preset_over_a_shipped_configuration_leaves_no_key_without_effect(
     base: str, file: Path
 ) -> None:

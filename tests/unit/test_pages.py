@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*/README.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *RECIPES]
 
 
 def _anchors(page: Path) -> set[str]:
@@ -18,7 +19,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_its_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if "://" in link:
@@ -29,10 +30,7 @@ def test_its_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(target), link
 
 
-def test_the_readme_names_every_page() -> None:
+def test_the_readme_names_every_page_and_recipe() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert not [
-        page.name
-        for page in PAGES
-        if f"docs/{page.name}" not in readme and page.parent.name == "docs"
-    ]
+    named = [page for page in PAGES if page.parent.name == "docs"] + RECIPES
+    assert not [page for page in named if str(page.relative_to(ROOT)) not in readme]

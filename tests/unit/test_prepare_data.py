@@ -206,6 +206,27 @@ def test_gsm8k_preferences(main, tmp_path):
     assert len(pairs) == 1
 
 
+def test_gsm8k_chat(main, tmp_path, capsys):
+    source = gsm8k_source(tmp_path / "in", "jsonl")
+    out = tmp_path / "out"
+    assert main(["gsm8k_chat", "--source", str(source), "--out", str(out)]) == 0
+    assert [file.name for file in sorted(out.iterdir())] == ["rl_test.jsonl", "rl_train.jsonl"]
+    assert "tokenizer" not in capsys.readouterr().out
+
+    train = read(out / "rl_train.jsonl")
+    assert len(train) == 30 and len(read(out / "rl_test.jsonl")) == 10
+    content = (
+        "Ann has 600 apples and  buys 600.\nHow many? Let's think step by step and output the "
+        'final answer after "####".'
+    )
+    assert train[0] == {
+        "prompt": [{"role": "user", "content": content}],
+        "answer": "1200",
+        "data_source": "openai/gsm8k",
+        "extra_info": {"split": "train", "index": 0},
+    }
+
+
 def test_errors_are_one_line(main, tmp_path, capsys):
     assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
