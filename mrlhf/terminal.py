@@ -1,4 +1,4 @@
-"""Draws the view of a run on a terminal, below the log lines.
+"""Draws on a terminal: the view of a run below the log lines, and bars for long file tasks.
 
 It draws what it is given, and does not know what a run or a metric is.
 """
@@ -6,14 +6,16 @@ It draws what it is given, and does not know what a run or a metric is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -113,6 +115,37 @@ class TerminalView:
     def close(self) -> None:
         """Take the view off the terminal."""
         self._live.stop()
+
+
+class ByteBars:
+    """A bar for each task that reads or writes bytes; nothing if standard error is no terminal."""
+
+    def __init__(self) -> None:
+        """Draw nothing yet."""
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        self._progress = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=Console(file=sys.stderr),
+            disable=not sys.stderr.isatty(),
+        )
+
+    def start(self, task: str, nbytes: int) -> Callable[[int], None]:
+        """Begin a task of so many bytes; returns what is to be called with the bytes just done."""
+        number = self._progress.add_task(task, total=nbytes)
+        return lambda done: self._progress.advance(number, done)
+
+    def __enter__(self) -> ByteBars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
 
 
 def render(picture: Picture) -> RenderableType:

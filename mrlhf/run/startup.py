@@ -5,7 +5,6 @@ It knows no algorithm and no model.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,9 +41,8 @@ from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.monitor import Monitor
 from mrlhf.run.status import StatusFile
 from mrlhf.run.timeline import Timeline
-from mrlhf.run.view import View
+from mrlhf.run.view import View, console_of_log, is_drawn
 from mrlhf.run.watcher import Watcher
-from mrlhf.terminal import is_terminal
 
 _TIME_TO_SAVE_S = 120.0
 
@@ -208,7 +206,7 @@ def _begin(
 ) -> Run:
     """Set the seeds, take the output directory and watch over this rank; see `start`."""
     job = joined.job
-    configure_logging(job.rank, trainer.console)
+    configure_logging(job.rank, console_of_log(trainer.console))
     seed_everything(seed)
 
     directory = Path(trainer.output_dir)
@@ -266,7 +264,7 @@ def _monitor(board: Board, trainer: TrainerSection, joined: Joined) -> Monitor:
     """What shows the board to programs, and to people if there is a terminal."""
     directory = Path(trainer.output_dir)
     view = None
-    if trainer.console == "auto" and is_terminal(sys.stderr):
+    if is_drawn(trainer.console):
         view = View(board, directory)
     return Monitor(board, StatusFile(directory, joined.job.world_size), view)
 

@@ -5,11 +5,13 @@ It knows phases by name, and not how a picture is drawn.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import MappingProxyType
 
+from mrlhf.log import Console
 from mrlhf.run.board import Board
-from mrlhf.terminal import Count, Picture, TerminalView
+from mrlhf.terminal import Count, Picture, TerminalView, is_terminal
 
 _PHASES = MappingProxyType(
     {
@@ -28,6 +30,16 @@ _PHASES = MappingProxyType(
         "export": "writing the model",
     }
 )
+
+
+def is_drawn(console: Console) -> bool:
+    """Whether `trainer.console` asks for a view, and standard error can show one."""
+    return console in ("auto", "view") and is_terminal(sys.stderr)
+
+
+def console_of_log(console: Console) -> Console:
+    """What the log is to show: where a view is to stand alone, no more than if it were quiet."""
+    return "quiet" if console == "view" and is_drawn(console) else console
 
 
 class View:

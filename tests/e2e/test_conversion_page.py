@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.commands import convert_checkpoint
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from tests.checkpoint_models import assert_same_tensors
@@ -20,7 +21,6 @@ from tests.dist.role_runs import Form, Setting, build_actor, build_critic, save_
 from tests.e2e.programs import ROOT, run_program, succeed
 from tests.plain_ppo import Case
 from tests.ranks import run_ranks
-from tools import convert_checkpoint
 
 PAGE = (ROOT / "docs" / "conversion.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    python tools/convert_checkpoint.py (.+)$", PAGE, re.MULTILINE)
