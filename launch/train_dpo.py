@@ -6,7 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_dpo.py --config FILE [--config F
 
 import sys
 
-from mrlhf.commands.train_dpo import main
+from mrlhf.commands.train import dpo
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(dpo())

@@ -6,7 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_ppo.py --config FILE [--config F
 
 import sys
 
-from mrlhf.commands.train_ppo import main
+from mrlhf.commands.train import ppo
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ppo())

@@ -6,7 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_rm.py --config FILE [--config FI
 
 import sys
 
-from mrlhf.commands.train_rm import main
+from mrlhf.commands.train import reward_model
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reward_model())

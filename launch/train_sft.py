@@ -6,7 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_sft.py --config FILE [--config F
 
 import sys
 
-from mrlhf.commands.train_sft import main
+from mrlhf.commands.train import sft
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(sft())
