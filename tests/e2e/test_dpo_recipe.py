@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT, read_lines
+from tests.e2e.programs import ROOT, read_lines, run_commands, succeed
+from tests.pages import commands_of, files
+from tools.demo import STAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-PAGE = (ROOT / "configs" / "recipes" / "dpo" / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-[PROGRAM] = re.findall(r"Write this as `accuracy.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = commands_of("configs/recipes/dpo/README.md")
+PROGRAM = files("configs/recipes/dpo/README.md")["accuracy.py"]
 
 
 @pytest.fixture(scope="module")
@@ -30,32 +28,16 @@ def followed(start_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     (directory / "runs" / "demo").symlink_to(start_policy)
     (directory / "accuracy.py").write_text(PROGRAM, encoding="utf-8")
 
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PET_STANDALONE": "1",  # torchrun takes a free port
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(["set -e", *COMMANDS[1:]])],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    done = run_commands(COMMANDS[2:], cwd=directory)
+    succeed(done)
     return directory, done.stdout
 
 
 def test_it_begins_as_the_demo_does() -> None:
     """What these commands leave is what `start_policy` has made."""
-    demo = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndemo:")[1]
-    assert len(COMMANDS) == 4
-    for command in COMMANDS[0].splitlines():
-        program = command.removeprefix("python ")
-        assert f"$(BIN)/{command}" in demo or f"$(BIN)/python {program}" in demo, command
+    assert len(COMMANDS) == 5
+    for command, stage in zip(COMMANDS[:2], STAGES[:2], strict=True):
+        assert stage.command.startswith(command)
 
 
 def test_both_losses_improve_the_answers(followed: tuple[Path, str]) -> None:
