@@ -5,11 +5,13 @@ It knows no algorithm and no model.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO, cast
 
 import torch.distributed as dist
 
@@ -43,6 +45,7 @@ from mrlhf.run.status import StatusFile
 from mrlhf.run.timeline import Timeline
 from mrlhf.run.view import View, console_of_log, is_drawn
 from mrlhf.run.watcher import Watcher
+from mrlhf.terminal import LinesAboveView
 
 _TIME_TO_SAVE_S = 120.0
 
@@ -223,6 +226,9 @@ def _begin(
 
     board = Board()
     monitor = _monitor(board, trainer, joined) if job.rank == 0 else None
+    if is_drawn(trainer.console):
+        # The view, which is built by now and writes to the terminal itself, stands below them.
+        sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
     watcher = Watcher(
         job.store,
         job.rank,

@@ -51,11 +51,6 @@ class View:
         self._output_dir = output_dir
         self._terminal = TerminalView()
 
-    def open(self) -> None:
-        """Begin to show the board."""
-        self._terminal.open()
-        self.show()
-
     def show(self) -> None:
         """Show what stands on the board now."""
         self._terminal.draw(picture(self._board, self._output_dir))

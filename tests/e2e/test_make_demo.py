@@ -1,4 +1,4 @@
-"""`make demo` on a terminal, with a step of each training: short, in colour, with a view.
+"""`make demo` on a terminal, with two steps of each training: short, in colour, with a view.
 
 `test_demo.py` runs all steps, and sees what they teach.
 """
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A copy of the repository in which the two trainings take one step."""
+    """A copy of the repository in which the two trainings take two steps."""
     for name in ("Makefile", "constraints-cpu.txt", "launch", "setup.py", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     for name in ("demo_sft_cpu.yaml", "demo_cpu.yaml"):
         file = tmp_path / "configs" / name
-        text = re.sub(r"total_steps: \d+", "total_steps: 1", file.read_text(encoding="utf-8"))
+        text = re.sub(r"total_steps: \d+", "total_steps: 2", file.read_text(encoding="utf-8"))
         file.write_text(text.replace("lr_warmup_steps: 30", "lr_warmup_steps: 1"), "utf-8")
     return tmp_path
 
@@ -49,7 +49,7 @@ def test_it_is_short_and_shows_what_it_does(place: Path) -> None:
         assert f"{number}/4 {stage.title}" in plain
         assert f"$ {stage.command}" in plain
     assert "\x1b[1m1/4" in screen  # bold
-    assert "0/1 steps" in plain and "generating" in plain  # the view
+    assert "1/2 steps" in plain and "generating" in plain  # the view
     assert re.search(r"learned: \d+% -> \d+% right answers", plain)
     assert "WARNING" not in plain and "Warning" not in plain and " INFO " not in plain
     assert (place / "runs/demo/report.html").is_file()
