@@ -41,13 +41,13 @@ STAGES = (
         f"python tools/prepare_data.py arithmetic --out {OUTPUT}/data",
     ),
     Stage(
-        "training the start policy on these answers (600 steps)",
+        "training a start policy on these answers (600 steps, two processes)",
         "torchrun --nproc-per-node=2 launch/train_sft.py --config configs/demo_sft_cpu.yaml "
         "trainer.console=view trainer.log_freq=100 trainer.overwrite=true",
         has_view=True,
     ),
     Stage(
-        "PPO: rewarding right answers (50 steps, TP=2 x PP=2)",
+        "improving it by PPO, where a right answer is the reward (50 steps, four processes)",
         "torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/demo_cpu.yaml "
         "trainer.console=view trainer.log_freq=10 trainer.overwrite=true",
         has_view=True,

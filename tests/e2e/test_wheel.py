@@ -7,7 +7,6 @@ The wheel is made from the source distribution, as package indexes get it.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -101,14 +100,19 @@ def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Pat
     program = ppo[ppo.index("mrlhf-train-ppo") :]
     said = _run(installed, [program], "--dry-run", cwd=tmp_path)
     assert said.endswith(" fits 4 ranks\n") and "not checked" not in said
-    assert re.search(
-        r"torchrun --nproc-per-node=N --no-python mrlhf-train-ppo",
-        _refusal(installed, program, tmp_path),
-    )
+    refusal = _refusal(installed, program, tmp_path)
+    assert "torchrun --nproc-per-node=N --no-python mrlhf-train-ppo" in refusal
 
     report = commands_of("README.md", r"^mrlhf-report")
     said = _run(installed, [report[0].replace("runs/demo", "runs/demo/sft")], cwd=tmp_path)
     assert said.startswith("report: runs/demo/sft/report.html")
+
+
+def test_a_mistake_is_one_line_through_its_launcher(installed: Path, tmp_path: Path) -> None:
+    program = "mrlhf-train-sft --config configs/demo_sft_cpu.yaml"
+    refusal = _refusal(installed, f"mrlhf-torchrun --no-python {program}", tmp_path)
+    assert refusal.endswith("; mrlhf-init copies the shipped ones here\n")
+    assert refusal.count("\n") == 1
 
 
 def test_what_is_there_is_not_overwritten(installed: Path, tmp_path: Path) -> None:
