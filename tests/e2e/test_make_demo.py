@@ -9,9 +9,11 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from tests.e2e.programs import ROOT, read_terminal
 from tests.pages import commands_of
 from tools.demo import STAGES, Stage, run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.fixture
@@ -51,7 +53,9 @@ def test_it_is_short_and_shows_what_it_does(place: Path) -> None:
     assert "\x1b[1m1/4" in screen  # bold
     assert "1/2 steps" in plain and "generating" in plain  # the view
     assert re.search(r"learned: \d+% -> \d+% right answers", plain)
-    assert "WARNING" not in plain and "Warning" not in plain and " INFO " not in plain
+    # Two steps teach nothing, and the run says so.
+    lines = [line for line in plain.splitlines() if "alarm" not in line]
+    assert not [line for line in lines if re.search("WARNING|INFO|Warning", line)]
     assert (place / "runs/demo/report.html").is_file()
 
 
@@ -66,14 +70,20 @@ def _on_a_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
     terminal, end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PET_STANDALONE": "1"}
     process = subprocess.Popen(
-        command, cwd=cwd, env={**environment, "PYTHONPATH": str(ROOT)}, stdout=end, stderr=end
+        command,
+        cwd=cwd,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
     )
     os.close(end)
     reader = threading.Thread(target=read_terminal, args=(terminal, screen))
     reader.start()
     try:
-        code = process.wait(500)
+        code = process.wait(900)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     reader.join()
     return code, b"".join(screen).decode(errors="replace")
