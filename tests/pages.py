@@ -26,6 +26,7 @@ PROGRAMS = {
     *("sbatch", "scancel", "scontrol", "tensorboard", "torchrun"),
 }
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"(^|\s+)# .*")
 _FILE = re.compile(r"(?<=Write\sthis\sas\s)`([\w/.]+)`|`([\w/]+\.\w+)`:$")
 _INDENTED = re.compile(r"(?<=\n)\n((?:    .+\n)+)")
 
@@ -36,7 +37,7 @@ class Command:
 
     Attributes:
         page: the page's path in the repository.
-        text: as a shell takes it, its continued lines joined.
+        text: as a shell takes it, its continued lines joined, without a comment.
     """
 
     page: str
@@ -44,8 +45,8 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """As a shell splits it, without a comment behind it."""
-        return shlex.split(self.text, comments=True)
+        """As a shell splits it."""
+        return shlex.split(self.text)
 
 
 def read_commands(page: Path) -> list[Command]:
@@ -60,7 +61,7 @@ def read_commands(page: Path) -> list[Command]:
     for _, kind, block in sorted(blocks):
         if kind in ("bash", "sh"):
             found += [Command(name, command) for command in _split(block)]
-        elif kind == "" and is_command(block):
+        elif kind == "" and is_command(block.replace("\\\n", "")):
             found += [Command(name, command) for command in _split(block) if is_command(command)]
     return found
 
@@ -107,12 +108,12 @@ def _split(block: str) -> list[str]:
     found = []
     pending = ""
     for line in block.splitlines():
-        pending += line if pending.endswith("\n") else line.strip()
+        pending += line if pending.endswith("\n") else _COMMENT.sub("", line).strip()
         if pending.endswith("\\"):
             pending = pending[:-1].rstrip() + " "
             continue
         try:
-            words = shlex.split(pending, comments=True)
+            words = shlex.split(pending)
         except ValueError:  # a quotation goes on
             pending += "\n"
             continue

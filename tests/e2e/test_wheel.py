@@ -7,7 +7,6 @@ The wheel is made from the source distribution, as package indexes get it.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -47,9 +46,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the wheel is installed in; what it needs comes from this environment."""
     folder = tmp_path_factory.mktemp("installed")
-    (command,) = commands_of("README.md", r"^pip install \. ")
-    words = shlex.split(command.replace(" . ", f" {wheel} "), comments=True)
-    options = ["-q", "--no-deps", "--target", str(folder)]
+    (command,) = commands_of("README.md", r"^pip install \.$")
+    words = command.removesuffix(".").split()
+    options = ["-q", "--no-deps", "--target", str(folder), str(wheel)]
     _python("-m", *words, *options, cwd=folder)
     return folder
 
