@@ -139,9 +139,9 @@ def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
     Returns:
         Its exit code, and what the terminal has got.
     """
-    (command,) = commands_of("docs/operations.md", "^kill ")
-    assert commands_of("README.md", "^kill ")[0].split()[:2] == command.split()[:2]
-    name = command.split()[1].removeprefix("-")
+    (stop,) = commands_of("docs/operations.md", "^kill ")
+    assert commands_of("README.md", "^kill ")[0].split()[:2] == stop.split()[:2]
+    name = stop.split()[1].removeprefix("-")
     screen: list[bytes] = []
     terminal, end = pty.openpty()
     process = subprocess.Popen(
