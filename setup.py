@@ -2,9 +2,28 @@
 a GPU.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+
+class BuildWithShippedFiles(build_py):
+    """Puts the folders that `mrlhf-init` copies into the package; in a clone they lie beside it."""
+
+    def run(self) -> None:
+        """Build the package, and copy the folders."""
+        super().run()
+        if self.editable_mode:
+            return
+        root = Path(__file__).parent
+        shipped = Path(self.build_lib) / "mrlhf" / "shipped"
+        shutil.rmtree(shipped, ignore_errors=True)
+        for name in ("configs", "launch"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(root / name, shipped / name, ignore=ignored)
+
 
 setup(
     name="mrlhf",
@@ -22,6 +41,21 @@ setup(
             "models/*.cpp",
             "report/page/*",
             "report/page/uplot/*",
+        ]
+    },
+    cmdclass={"build_py": BuildWithShippedFiles},
+    entry_points={
+        "console_scripts": [
+            "mrlhf-convert-checkpoint = mrlhf.commands.convert_checkpoint:main",
+            "mrlhf-init = mrlhf.commands.init:main",
+            "mrlhf-merge-summaries = mrlhf.commands.merge_summaries:main",
+            "mrlhf-prepare-data = mrlhf.commands.prepare_data:main",
+            "mrlhf-report = mrlhf.commands.report:main",
+            "mrlhf-torchrun = mrlhf.run.elastic:main",
+            "mrlhf-train-dpo = mrlhf.commands.train:dpo",
+            "mrlhf-train-ppo = mrlhf.commands.train:ppo",
+            "mrlhf-train-rm = mrlhf.commands.train:reward_model",
+            "mrlhf-train-sft = mrlhf.commands.train:sft",
         ]
     },
     install_requires=[

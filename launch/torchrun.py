@@ -9,4 +9,4 @@ import sys
 from mrlhf.run.elastic import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,10 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_dpo.py --config FILE [--config F
 
 import sys
 
-from mrlhf.config import DPOConfig
-from mrlhf.preflight import dry_run, preflight
-from mrlhf.run.program import Program, main
-from mrlhf.trainers.dpo import train_dpo
+from mrlhf.commands.train import dpo
 
 if __name__ == "__main__":
-    sys.exit(main(Program(DPOConfig, preflight, dry_run, train_dpo), sys.argv[1:]))
+    sys.exit(dpo())

@@ -6,10 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_ppo.py --config FILE [--config F
 
 import sys
 
-from mrlhf.config import PPOConfig
-from mrlhf.preflight import dry_run, preflight
-from mrlhf.run.program import Program, main
-from mrlhf.trainers.ppo_run import train_ppo
+from mrlhf.commands.train import ppo
 
 if __name__ == "__main__":
-    sys.exit(main(Program(PPOConfig, preflight, dry_run, train_ppo), sys.argv[1:]))
+    sys.exit(ppo())

@@ -6,10 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_rm.py --config FILE [--config FI
 
 import sys
 
-from mrlhf.config import RewardModelConfig
-from mrlhf.preflight import dry_run, preflight
-from mrlhf.run.program import Program, main
-from mrlhf.trainers.reward_model import train_reward_model
+from mrlhf.commands.train import reward_model
 
 if __name__ == "__main__":
-    sys.exit(main(Program(RewardModelConfig, preflight, dry_run, train_reward_model), sys.argv[1:]))
+    sys.exit(reward_model())

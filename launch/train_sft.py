@@ -6,10 +6,7 @@ Usage: torchrun --nproc-per-node=N launch/train_sft.py --config FILE [--config F
 
 import sys
 
-from mrlhf.config import SFTConfig
-from mrlhf.preflight import dry_run, preflight
-from mrlhf.run.program import Program, main
-from mrlhf.trainers.sft import train_sft
+from mrlhf.commands.train import sft
 
 if __name__ == "__main__":
-    sys.exit(main(Program(SFTConfig, preflight, dry_run, train_sft), sys.argv[1:]))
+    sys.exit(sft())

@@ -51,9 +51,12 @@ def read_launch() -> Launch:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing:
+        program = sys.argv[0]
+        if not program.endswith(".py"):  # an installed command
+            program = f"--no-python {Path(program).name}"
         raise ConfigError(
             f"environment variables {', '.join(missing)} are not set; "
-            f"start with torchrun --nproc-per-node=N {sys.argv[0]} (N = 1 for a single process)"
+            f"start with torchrun --nproc-per-node=N {program} (N = 1 for a single process)"
         )
     world_size = _number("WORLD_SIZE", least=1)
     launch = Launch(

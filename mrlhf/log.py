@@ -24,7 +24,7 @@ from mrlhf.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
-Console = Literal["auto", "plain", "quiet"]
+Console = Literal["auto", "view", "plain", "quiet"]
 
 PPO_COLUMNS = (
     ("reward", "critic/score/mean"),

@@ -1,4 +1,4 @@
-"""Draws the view of a run on a terminal, below the log lines.
+"""Draws on a terminal: the view of a run below the log lines, and bars for long file tasks.
 
 It draws what it is given, and does not know what a run or a metric is.
 """
@@ -6,18 +6,20 @@ It draws what it is given, and does not know what a run or a metric is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TextIO
+from types import TracebackType
+from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+_CLEAR_BELOW = "\r\x1b[J"
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_POINTS = 24
 _BAR_WIDTH = 24
@@ -88,8 +90,32 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and console.is_terminal and not console.is_dumb_terminal
 
 
+class LinesAboveView:
+    """Standard error of a process on whose terminal a view is drawn, by this process or another.
+
+    Between two drawings the cursor rests at the upper left corner of the view. A line clears the
+    terminal from there on and takes the place of the view, which is next drawn below it.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream`, a terminal, in whole lines."""
+        self._stream = stream
+        self._unfinished = ""
+
+    def write(self, text: str) -> int:
+        """Write all lines that are complete; the rest waits for its end."""
+        lines, end, self._unfinished = (self._unfinished + text).rpartition("\n")
+        if end:
+            self._stream.write(_CLEAR_BELOW + lines + end)
+            self._stream.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class TerminalView:
-    """The lowest lines of a terminal; log lines scroll by above them."""
+    """The lowest lines of a terminal; log lines scroll by above them, see `LinesAboveView`."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """Draw nothing yet.
@@ -97,22 +123,55 @@ class TerminalView:
         Args:
             stream: a terminal; standard error by default.
         """
-        console = Console(file=sys.stderr if stream is None else stream)
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def open(self) -> None:
-        """From now on draw the view, and write all that goes to standard error above it."""
-        self._live.start()
-        # The process may end at any moment, and nobody would show the cursor again.
-        self._live.console.show_cursor(True)
+        self._console = Console(file=sys.stderr if stream is None else stream)
 
     def draw(self, picture: Picture) -> None:
         """Draw the picture in the place of the one before."""
-        self._live.update(render(picture), refresh=True)
+        with self._console.capture() as drawn:
+            self._console.print(render(picture))
+        lines = drawn.get().splitlines()[: max(self._console.height - 1, 1)]
+        back = f"\x1b[{len(lines) - 1}A\r" if len(lines) > 1 else "\r"
+        self._write("\n".join(lines) + back)
 
     def close(self) -> None:
         """Take the view off the terminal."""
-        self._live.stop()
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        """Write `text` in the place of the view, at once, so that no other line comes between."""
+        self._console.file.write(_CLEAR_BELOW + text)
+        self._console.file.flush()
+
+
+class ByteBars:
+    """A bar for each task that reads or writes bytes; nothing if standard error is no terminal."""
+
+    def __init__(self) -> None:
+        """Draw nothing yet."""
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        self._progress = Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=Console(file=sys.stderr),
+            disable=not sys.stderr.isatty(),
+        )
+
+    def start(self, task: str, nbytes: int) -> Callable[[int], None]:
+        """Begin a task of so many bytes; returns what is to be called with the bytes just done."""
+        number = self._progress.add_task(task, total=nbytes)
+        return lambda done: self._progress.advance(number, done)
+
+    def __enter__(self) -> ByteBars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
 
 
 def render(picture: Picture) -> RenderableType:

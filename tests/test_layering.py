@@ -22,6 +22,7 @@ LAYERS = [
     {"roles"},
     {"rollout", "run", "preflight"},
     {"trainers", "report"},
+    {"commands"},
 ]
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer}
 DOORS = {

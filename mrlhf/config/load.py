@@ -139,8 +139,9 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        hint = "; mrlhf-init copies the shipped ones here" if path.parts[0] == "configs" else ""
         raise ConfigError(
-            f"configuration file '{path}' does not exist; give an existing one to --config"
+            f"configuration file '{path}' does not exist; give an existing one to --config{hint}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file '{path}' cannot be read: {error}") from None

@@ -86,10 +86,11 @@ class TrainerSection(Section):
         1,
         description="training steps between records of when each rank was in which phase; 0: none",
     )
-    console: Literal["auto", "plain", "quiet"] = Field(
+    console: Literal["auto", "view", "plain", "quiet"] = Field(
         "auto",
         description="auto: a view of the run below the log lines if standard error is a terminal; "
-        "plain: log lines alone; quiet: warnings, alarms and errors alone, as --quiet",
+        "view: there the view, warnings, alarms and errors alone; plain: log lines alone; quiet: "
+        "warnings, alarms and errors alone, as --quiet",
     )
     trackers: list[Tracker] = Field(
         [], description="what gets the metrics beside metrics.jsonl: tensorboard, wandb, trackio"

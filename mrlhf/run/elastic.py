@@ -170,14 +170,17 @@ def exit_code(codes: Sequence[int], signals: Set[int] = frozenset()) -> int:
     return QUEUE_AGAIN if said == {QUEUE_AGAIN} else FAILED
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Do as torchrun does with these arguments, which may begin with `--stop-timeout SECONDS`.
+
+    Args:
+        argv: None: the arguments of the process.
 
     Returns:
         0 if all workers of this machine succeed; 75 if they ask to be queued again; 2 if one has
         got bad input; otherwise 1.
     """
-    arguments = list(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     stop_timeout_s = STOP_TIMEOUT_S
     if arguments and arguments[0].split("=")[0] == STOP_TIMEOUT_OPTION:
         value = arguments.pop(0).partition("=")[2]

@@ -46,7 +46,7 @@ class Monitor:
         """Write the first status, open the view, and start the thread."""
         self.write()
         if self._view is not None:
-            self._view.open()
+            self._view.show()
             self._board.has_view = True
         self._thread.start()
 

@@ -30,6 +30,7 @@ from mrlhf.run.failures import (
     users_traceback,
 )
 from mrlhf.run.leaving import end_with_launcher, leave
+from mrlhf.run.view import console_of_log
 
 logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
@@ -74,7 +75,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
 
         launch = read_launch()
         end_with_launcher()
-        configure_logging(launch.rank, config.trainer.console)
+        configure_logging(launch.rank, console_of_log(config.trainer.console))
         description = program.check(config, launch.world_size)
     except MrlhfError as error:
         return _refuse(error)

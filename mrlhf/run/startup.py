@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO, cast
 
 import torch.distributed as dist
 
@@ -42,9 +43,9 @@ from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.monitor import Monitor
 from mrlhf.run.status import StatusFile
 from mrlhf.run.timeline import Timeline
-from mrlhf.run.view import View
+from mrlhf.run.view import View, console_of_log, is_drawn
 from mrlhf.run.watcher import Watcher
-from mrlhf.terminal import is_terminal
+from mrlhf.terminal import LinesAboveView
 
 _TIME_TO_SAVE_S = 120.0
 
@@ -208,7 +209,7 @@ def _begin(
 ) -> Run:
     """Set the seeds, take the output directory and watch over this rank; see `start`."""
     job = joined.job
-    configure_logging(job.rank, trainer.console)
+    configure_logging(job.rank, console_of_log(trainer.console))
     seed_everything(seed)
 
     directory = Path(trainer.output_dir)
@@ -225,6 +226,9 @@ def _begin(
 
     board = Board()
     monitor = _monitor(board, trainer, joined) if job.rank == 0 else None
+    if is_drawn(trainer.console):
+        # The view, which is built by now and writes to the terminal itself, stands below them.
+        sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
     watcher = Watcher(
         job.store,
         job.rank,
@@ -266,7 +270,7 @@ def _monitor(board: Board, trainer: TrainerSection, joined: Joined) -> Monitor:
     """What shows the board to programs, and to people if there is a terminal."""
     directory = Path(trainer.output_dir)
     view = None
-    if trainer.console == "auto" and is_terminal(sys.stderr):
+    if is_drawn(trainer.console):
         view = View(board, directory)
     return Monitor(board, StatusFile(directory, joined.job.world_size), view)
 

@@ -5,11 +5,13 @@ It knows phases by name, and not how a picture is drawn.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import MappingProxyType
 
+from mrlhf.log import Console
 from mrlhf.run.board import Board
-from mrlhf.terminal import Count, Picture, TerminalView
+from mrlhf.terminal import Count, Picture, TerminalView, is_terminal
 
 _PHASES = MappingProxyType(
     {
@@ -30,6 +32,16 @@ _PHASES = MappingProxyType(
 )
 
 
+def is_drawn(console: Console) -> bool:
+    """Whether `trainer.console` asks for a view, and standard error can show one."""
+    return console in ("auto", "view") and is_terminal(sys.stderr)
+
+
+def console_of_log(console: Console) -> Console:
+    """What the log is to show: where a view is to stand alone, no more than if it were quiet."""
+    return "quiet" if console == "view" and is_drawn(console) else console
+
+
 class View:
     """The board of one run on the terminal."""
 
@@ -38,11 +50,6 @@ class View:
         self._board = board
         self._output_dir = output_dir
         self._terminal = TerminalView()
-
-    def open(self) -> None:
-        """Begin to show the board."""
-        self._terminal.open()
-        self.show()
 
     def show(self) -> None:
         """Show what stands on the board now."""

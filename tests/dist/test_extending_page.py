@@ -46,6 +46,7 @@ from mrlhf.run.startup import Run
 from mrlhf.trainers.ppo import PPOTrainer
 from mrlhf.trainers.ppo_setup import assemble
 from tests import plain_models, plain_optimizer, plain_tables
+from tests.pages import commands_of
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -237,11 +238,11 @@ def test_the_commands_of_the_page_pass_the_dry_run(
     root: Path, references: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root / "mine")
-    page = PAGE.read_text(encoding="utf-8").replace("configs/", f"{ROOT / 'configs'}/")
-    commands = re.findall(r"^python launch/train_ppo.py ((?:.*\\\n)?.*)$", page, re.MULTILINE)
+    commands = commands_of("docs/extending.md")
     assert len(commands) == len(references)
     for command in commands:
-        config, _ = parse_args(PPOConfig, shlex.split(command.replace("\\\n", " ")))
+        words = shlex.split(command.replace("configs/", f"{ROOT / 'configs'}/"))
+        config, _ = parse_args(PPOConfig, words[2:])
         assert "fits" in dry_run(config, None)
 
 

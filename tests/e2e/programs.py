@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,41 @@ def run_program(
     )
 
 
+def run_commands(
+    commands: Sequence[str],
+    *more: str,
+    cwd: Path = ROOT,
+    timeout: float = 900.0,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run commands of a page as a shell does, up to the first one that fails.
+
+    Args:
+        commands: as the page has them.
+        more: arguments that are added to the last one.
+        cwd: where they run.
+        timeout: seconds for all of them.
+        variables: further environment variables.
+    """
+    script = " ".join(["\n".join(commands), *map(shlex.quote, more)])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PET_STANDALONE": "1",  # torchrun takes a free port
+        "PYTHONPATH": str(ROOT),
+        **(variables or {}),
+    }
+    return subprocess.run(
+        ["bash", "-ec", script],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
 def torchrun(
     ranks: int, arguments: list[str], timeout: float = 600.0
 ) -> subprocess.CompletedProcess[str]:
@@ -37,12 +73,6 @@ def torchrun(
         ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone", *arguments],
         timeout,
     )
-
-
-def python_command(page: str) -> list[str]:
-    """The arguments of the one `python ...` command of a page, whose lines may end with a `\\`."""
-    (command,) = re.findall(r"^python ((?:.+\\\n)*.+)$", page, re.MULTILINE)
-    return shlex.split(command.replace("\\\n", " "))
 
 
 def succeed(done: subprocess.CompletedProcess[str]) -> str:
@@ -56,3 +86,11 @@ def succeed(done: subprocess.CompletedProcess[str]) -> str:
 def read_lines(file: Path) -> list[Any]:
     """The JSON value of each line."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read_terminal(terminal: int, screen: list[bytes]) -> None:
+    """Read what a terminal gets until nobody writes to it any more; `screen` takes it."""
+    with suppress(OSError):
+        while part := os.read(terminal, 4096):
+            screen.append(part)
+    os.close(terminal)

@@ -25,7 +25,8 @@ from mrlhf.rl.names import (
     Statistic,
     WeightLevel,
 )
-from tests.e2e.programs import ROOT, python_command, run_program, succeed
+from tests.e2e.programs import ROOT, run_commands, succeed
+from tests.pages import commands_of
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTIONS = {section.split("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
@@ -68,7 +69,7 @@ def plain(default: str) -> object:
 
 
 def test_its_command_checks_the_combination() -> None:
-    output = succeed(run_program(python_command(PAGE)))
+    output = succeed(run_commands(commands_of("docs/algorithms.md")))
     assert "no critic: grpo needs none" in output and " fits " in output
 
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ import yaml
 from mrlhf.checkpoint.manifest import checkpoints_in, read_manifest
 from mrlhf.config.trainer import TrainerSection
 from tests import plain_models
-from tests.e2e.programs import ROOT, read_lines, run_program, succeed
+from tests.e2e.programs import ROOT, read_lines, read_terminal, run_commands, run_program, succeed
+from tests.pages import commands_of
 from tests.tiny_task import write_tiny_task
 
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def test_a_run_is_stopped_and_goes_on_as_the_page_says(config: Path) -> None:
     (checkpoint,) = checkpoints_in(run / "checkpoints")
     done = read_manifest(checkpoint).step
     assert done >= 1
-    holder = json.loads(next((run / ".lock").glob("*.json")).read_text())
+    holder = json.loads(succeed(_follow(commands_of("docs/operations.md", "^cat "), run)))
     assert holder["released"] and {"host", "pid", "job", "since"} <= holder.keys()
 
     succeed(run_program([*command, f"trainer.total_steps={done + 2}"], LIMIT_S))
@@ -115,17 +115,22 @@ def test_the_tests_that_it_names_exist(page: str) -> None:
 
 def _start_command(config: Path) -> list[str]:
     """The arguments of Python in the page's first command, for this configuration."""
-    first, *_ = re.findall(r"^    python (launch/torchrun\.py .+)$", OPERATIONS, re.MULTILINE)
-    return [str(config) if word == "my.yaml" else word for word in shlex.split(first)]
+    (command,) = commands_of("docs/operations.md", r"^python launch/torchrun\.py")
+    words = shlex.split(command)[1:]
+    return [str(config) if word == "my.yaml" else word for word in words]
 
 
 def _status(run: Path) -> dict[str, Any]:
     """What `status.json` says; the page's command reads its state."""
     status: dict[str, Any] = json.loads((run / "status.json").read_text(encoding="utf-8"))
-    (command,) = re.findall(r"^    python (-c .*status\.json.*)$", OPERATIONS, re.MULTILINE)
-    arguments = [word.replace("runs/my", str(run)) for word in shlex.split(command)]
-    assert succeed(run_program(arguments)).strip() == status["state"]
+    said = succeed(_follow(commands_of("docs/operations.md", r"status\.json"), run))
+    assert said.strip() == status["state"]
     return status
+
+
+def _follow(commands: list[str], run: Path) -> subprocess.CompletedProcess[str]:
+    """Run commands of the page, whose output directory is `runs/my`, on this one."""
+    return run_commands([command.replace("runs/my", str(run)) for command in commands])
 
 
 def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
@@ -134,7 +139,9 @@ def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
     Returns:
         Its exit code, and what the terminal has got.
     """
-    (name,) = re.findall(r"^    kill -(\w+) ", OPERATIONS, re.MULTILINE)
+    (stop,) = commands_of("docs/operations.md", "^kill ")
+    assert commands_of("README.md", "^kill ")[0].split()[:2] == stop.split()[:2]
+    name = stop.split()[1].removeprefix("-")
     screen: list[bytes] = []
     terminal, end = pty.openpty()
     process = subprocess.Popen(
@@ -145,7 +152,7 @@ def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
         stderr=end,
     )
     os.close(end)
-    reader = threading.Thread(target=_read_all, args=(terminal, screen))
+    reader = threading.Thread(target=read_terminal, args=(terminal, screen))
     reader.start()
 
     try:
@@ -165,14 +172,6 @@ def _start_and_stop(command: list[str], run: Path) -> tuple[int, str]:
         process.kill()
     reader.join()
     return code, b"".join(screen).decode(errors="replace")
-
-
-def _read_all(terminal: int, screen: list[bytes]) -> None:
-    """Read what a terminal gets until nobody writes to it any more."""
-    with suppress(OSError):
-        while part := os.read(terminal, 4096):
-            screen.append(part)
-    os.close(terminal)
 
 
 def _code(meaning: str) -> int:

@@ -13,17 +13,19 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
+from mrlhf.commands import convert_checkpoint
 from mrlhf.parallel.groups import GroupFactory
 from mrlhf.parallel.layout import ParallelLayout
 from tests.checkpoint_models import assert_same_tensors
 from tests.dist.role_runs import Form, Setting, build_actor, build_critic, save_inputs
 from tests.e2e.programs import ROOT, run_program, succeed
+from tests.pages import commands_of
 from tests.plain_ppo import Case
 from tests.ranks import run_ranks
-from tools import convert_checkpoint
 
 PAGE = (ROOT / "docs" / "conversion.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^    python tools/convert_checkpoint.py (.+)$", PAGE, re.MULTILINE)
+PROGRAM = "python tools/convert_checkpoint.py "
+COMMANDS = commands_of("docs/conversion.md")
 
 
 def _save_run(rank: int, world_size: int, root: Path) -> None:
@@ -49,14 +51,18 @@ def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run_ranks(1, _save_run, tmp_path)
     monkeypatch.chdir(tmp_path)
 
-    said = {}
-    for command in COMMANDS:
-        with redirect_stdout(StringIO()) as output:
-            assert convert_checkpoint.main(shlex.split(command)) == 0, command
-        said[command] = output.getvalue()
-    assert len(said) == 7
-
     runs = tmp_path / "runs"
+    (runs / "qwen").symlink_to(runs / "ppo")
+
+    said = {}
+    for command in [*COMMANDS, *commands_of("README.md", "convert_checkpoint")]:
+        arguments = command.removeprefix(PROGRAM)
+        with redirect_stdout(StringIO()) as output:
+            assert convert_checkpoint.main(shlex.split(arguments)) == 0, command
+        said[arguments] = output.getvalue()
+    assert len(said) == 8
+    assert_same_tensors(runs / "policy", tmp_path / "policy")
+
     assert AutoModelForCausalLM.from_pretrained(runs / "policy") is not None
     critic = AutoModelForSequenceClassification.from_pretrained(runs / "critic")
     assert critic.config.num_labels == 1

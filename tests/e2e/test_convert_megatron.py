@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mrlhf.commands import convert_checkpoint
 from tests.checkpoint_models import CONFIGS, assert_same_tensors, save_model
 from tests.megatron_models import TOKENS, run_jobs
-from tools import convert_checkpoint
 
 VOCABULARY = 37
 MODELS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.e2e.exported import greedy_accuracy
-from tests.e2e.programs import read_lines, run_program, succeed, torchrun
+from tests.e2e.programs import read_lines, run_commands, succeed
+from tests.pages import commands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -29,8 +30,8 @@ def demo(start_policy: Path) -> dict[str, Any]:
         "trainer.export_best=val_sampled/arithmetic/acc@1",
         "trainer.log_freq=20",
     ]
-    train = ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *places]
-    log = succeed(torchrun(4, train, timeout=900))
+    train = commands_of("README.md", r"launch/train_ppo.py --config configs/demo_cpu.yaml$")
+    log = succeed(run_commands(train, *places))
 
     return {
         "root": root,
@@ -76,7 +77,9 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
 
 def test_the_report_shows_the_run(demo: dict[str, Any]) -> None:
     root = demo["root"]
-    assert f"report: {root}/report.html" in succeed(run_program(["tools/report.py", str(root)]))
+    (command,) = commands_of("docs/report.md", "runs/demo$")
+    said = succeed(run_commands([command.replace("runs/demo", str(root))]))
+    assert f"report: {root}/report.html" in said
 
     page = (root / "report.html").read_text(encoding="utf-8")
     found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page)

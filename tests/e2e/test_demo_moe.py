@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.exported import greedy_accuracy
-from tests.e2e.programs import read_lines, succeed, torchrun
+from tests.e2e.programs import read_lines, run_commands, succeed
+from tests.pages import commands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -23,8 +24,8 @@ def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         f"data.tokenizer={demo_data}/tokenizer",
         f"trainer.output_dir={root}/sft",
     ]
-    train = ["launch/train_sft.py", "--config", "configs/demo_moe_sft_cpu.yaml", *places]
-    logs = {"sft": succeed(torchrun(2, train, timeout=900))}
+    train = commands_of("README.md", r"configs/demo_moe_sft_cpu.yaml$")
+    logs = {"sft": succeed(run_commands(train, *places))}
 
     places = [
         f"actor.path={root}/sft/model",
@@ -33,8 +34,8 @@ def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         f"data.test_files={demo_data}/held_out.jsonl",
         f"trainer.output_dir={root}",
     ]
-    train = ["launch/train_ppo.py", "--config", "configs/demo_moe_cpu.yaml", *places]
-    logs["ppo"] = succeed(torchrun(4, train, timeout=900))
+    train = commands_of("README.md", r"configs/demo_moe_cpu.yaml$")
+    logs["ppo"] = succeed(run_commands(train, *places))
     summary = json.loads((root / "summary.json").read_text())
     return {"root": root, "logs": logs, "summary": summary}
 

@@ -9,19 +9,21 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import read_lines
-from tests.e2e.recipes import follow, read_recipe
+from tests.e2e.recipes import follow
+from tests.pages import commands_of, files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-RECIPE = read_recipe("dpo")
+COMMANDS = commands_of("configs/recipes/dpo/README.md")
+FILES = files("configs/recipes/dpo/README.md")
 
 
 @pytest.fixture(scope="module")
 def followed(start_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A directory in which all commands but the first two have run, and what they printed."""
-    assert (len(RECIPE.commands), list(RECIPE.files)) == (4, ["accuracy.py"])
+    assert (len(COMMANDS), list(FILES)) == (5, ["accuracy.py"])
     directory = tmp_path_factory.mktemp("dpo")
-    return directory, follow(RECIPE, start_policy, directory)
+    return directory, follow(COMMANDS, FILES, start_policy, directory)
 
 
 def test_both_losses_improve_the_answers(followed: tuple[Path, str]) -> None:

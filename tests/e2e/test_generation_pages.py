@@ -14,14 +14,15 @@ from mrlhf.config import PPOConfig
 from mrlhf.config.schema import keys
 from mrlhf.inference.base import EngineStats
 from mrlhf.rollout.generator import engine_metrics
-from tests.e2e.programs import ROOT, python_command, run_program, succeed
+from tests.e2e.programs import ROOT, run_commands, run_program, succeed
+from tests.pages import commands_of
 
 PAGE = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.timeout(600)
 
 
 def test_its_command_says_what_a_sequence_takes() -> None:
-    output = succeed(run_program(python_command(PAGE)))
+    output = succeed(run_commands(commands_of("docs/generation.md")))
     # 13 tokens take one block of 16.
     factors = "2 x 4 layers x 2 KV heads x 16 x 4 bytes x 16 tokens"
     assert f"a sample at full length: {factors} = 16384 bytes" in output

@@ -7,27 +7,22 @@ shorter than a user's, but those of fine-tuning and of the reward model are far 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.programs import ROOT, read_lines, run_program
+from tests.e2e.programs import ROOT, read_lines, run_commands, run_program, succeed
+from tests.pages import commands_of
 
 pytestmark = pytest.mark.timeout(1200)
 
-RECIPES = ROOT / "configs" / "recipes"
-RLHF, RLVR = (
-    re.findall(r"```bash\n(.*?)\n```", (RECIPES / name / "README.md").read_text(), re.DOTALL)
-    for name in ("rlhf_gsm8k", "rlvr_gsm8k")
-)
+RLHF = commands_of("configs/recipes/rlhf_gsm8k/README.md")
+RLVR = commands_of("configs/recipes/rlvr_gsm8k/README.md")
 # What the test adds to a command, by the configuration that the command names.
 ADDED = {
     "sft.yaml": "trainer.min_steps=100",
@@ -103,26 +98,12 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (directory / name).symlink_to(ROOT / name)
     _write_source(directory / "data" / "gsm8k")
 
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PET_STANDALONE": "1",  # torchrun takes a free port
-        "PYTHONPATH": str(ROOT),
-    }
     for command in [*RLHF, *RLVR]:
         if "8_gpus" in command:
             _write_instruct_model(directory)
         added = ADDED.get(re.findall(r"\w+\.yaml|$", command)[0], "")
-        done = subprocess.run(
-            ["bash", "-euc", f"{command} {added}"],
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        done = run_commands([command], *added.split(), cwd=directory)
+        succeed(done)
         if "8_gpus" in command:
             (directory / "dry_run.txt").write_text(done.stdout, encoding="utf-8")
     return directory

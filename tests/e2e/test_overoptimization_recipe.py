@@ -13,19 +13,21 @@ from typing import Any
 import pytest
 
 from tests.e2e.programs import read_lines
-from tests.e2e.recipes import follow, read_recipe
+from tests.e2e.recipes import follow
+from tests.pages import commands_of, files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
-RECIPE = read_recipe("overoptimization")
+COMMANDS = commands_of("configs/recipes/overoptimization/README.md")
+FILES = files("configs/recipes/overoptimization/README.md")
 
 
 @pytest.fixture(scope="module")
 def runs(start_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the runs that the page's commands leave."""
-    assert (len(RECIPE.commands), list(RECIPE.files)) == (5, ["over_kl.py"])
+    assert list(FILES) == ["over_kl.py"]
     directory = tmp_path_factory.mktemp("overoptimization")
-    output = follow(RECIPE, start_policy, directory)
+    output = follow(COMMANDS, FILES, start_policy, directory)
     assert "report: runs/overoptimization/report.html" in output
     assert (directory / "over_kl.png").read_bytes().startswith(b"\x89PNG")
     return directory / "runs" / "overoptimization"

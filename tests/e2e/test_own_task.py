@@ -8,73 +8,54 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT, read_lines
+from tests.e2e.programs import ROOT, read_lines, run_commands, succeed
+from tests.pages import commands_of, files
 
-PAGE = (ROOT / "docs" / "your_own_task.md").read_text(encoding="utf-8")
-BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
-FILE = re.compile(r"Write\sthis\sas\s`([\w/.]+)`")
-
-
-def files() -> dict[str, str]:
-    """The files of the page: each stands under a paragraph that tells to write it."""
-    found = {}
-    before = 0
-    for block in BLOCK.finditer(PAGE):
-        paragraph = PAGE[before : block.start()].rstrip().split("\n\n")[-1]
-        before = block.end()
-        if block[1] in ("python", "yaml", "json"):
-            name = FILE.search(paragraph)
-            assert name is not None, f"no file is named before {block[2][:60]!r}"
-            found[name[1]] = block[2]
-    return found
+PAGE = "docs/your_own_task.md"
 
 
-def follow(directory: Path) -> str:
-    """Write the page's files and run its commands in turn; returns what they print."""
-    for name, content in files().items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text(content, encoding="utf-8")
+def follow(home: Path) -> str:
+    """Write the page's files and run its commands in turn; returns what they print.
 
-    script = "\n".join(["set -e", *(text for kind, text in BLOCK.findall(PAGE) if kind == "bash")])
-    environment = {
-        **os.environ,
-        "MRLHF": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PET_STANDALONE": "1",  # torchrun takes a free port
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
+    Args:
+        home: an empty home directory, in which the reader's copy of mrlhf lies.
+    """
+    (home / "mrlhf").symlink_to(ROOT)
+    for name, content in files(PAGE).items():
+        (home / "written" / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / "written" / name).write_text(content, encoding="utf-8")
+
+    begin = commands_of("docs/your_own_task.md", r"^(export|mkdir)")
+    follow = commands_of("docs/your_own_task.md", r"^(python|torchrun)")
+    # Compiled kernels are kept in the cache folder.
+    caches = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    done = run_commands(
+        [*begin, "cp -r ../written/. .", *follow],
+        cwd=home,
+        variables={"HOME": str(home), "XDG_CACHE_HOME": caches},
     )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    succeed(done)
     return done.stdout
 
 
 def test_the_page_leads_from_an_empty_directory_to_a_policy(tmp_path: Path) -> None:
-    assert list(files()) == [
+    assert list(files(PAGE)) == [
         *("make_task.py", "model/config.json", "sft.yaml", "order.py", "grpo.yaml", "use.py")
     ]
     output = follow(tmp_path)
+    runs = tmp_path / "my_task" / "runs"
     assert output.count("configuration fits 2 ranks") == 2
     assert "{'score': 0.8333333333333333, 'acc': False, 'letters': 1.0}" in output
 
     # SFT ends at the loss that random orders allow.
-    losses = [step["sft/loss"] for step in read_lines(tmp_path / "runs/sft/metrics.jsonl")]
+    losses = [step["sft/loss"] for step in read_lines(runs / "sft/metrics.jsonl")]
     assert losses[0] > 1.5 and losses[-1] == pytest.approx(0.636, abs=0.06)
 
-    start, *steps = read_lines(tmp_path / "runs/grpo/metrics.jsonl")
+    start, *steps = read_lines(runs / "grpo/metrics.jsonl")
     assert start["val/test/reward_mean"] < 0.85
     rewards = [step["critic/score/mean"] for step in steps]
     assert len(rewards) == 25
@@ -82,9 +63,9 @@ def test_the_page_leads_from_an_empty_directory_to_a_policy(tmp_path: Path) -> N
     assert 0.0 <= steps[0]["reward/order/letters"] <= 1.0
     assert steps[-1]["val/test/reward_mean"] > 0.95
 
-    summary = json.loads((tmp_path / "runs/grpo/summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((runs / "grpo/summary.json").read_text(encoding="utf-8"))
     assert summary["start_accuracy"] < 0.3 and summary["final_accuracy"] > 0.8
-    assert (tmp_path / "runs/grpo/curves.png").is_file()
+    assert (runs / "grpo/curves.png").is_file()
 
     # transformers generates what the run's own validation generated.
     accuracy = re.search(r"^[a-h]{4}> [a-h]+, accuracy (0\.\d\d|1\.00)$", output, re.MULTILINE)

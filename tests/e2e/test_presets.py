@@ -6,6 +6,7 @@ seconds anew. `test_demo.py` starts the launcher with torchrun.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.programs import ROOT, read_lines
 from tests.faults.runs import start
+from tests.pages import commands_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -134,6 +136,13 @@ def run(request: pytest.FixtureRequest, start_policy: Path) -> tuple[str, list[d
 
 def test_every_shipped_preset_is_run() -> None:
     assert {path.stem for path in (ROOT / "configs" / "algorithms").glob("*.yaml")} == FITTED.keys()
+
+
+def test_the_readme_runs_one_of_them() -> None:
+    (command,) = commands_of("README.md", r"configs/arithmetic_cpu\.yaml")
+    files = ["configs/arithmetic_cpu.yaml", "configs/algorithms/dr_grpo.yaml"]
+    assert shlex.split(command)[-4:] == ["--config", files[0], "--config", files[1]]
+    assert FITTED["dr_grpo"] == []
 
 
 def test_the_reward_rises(run: tuple[str, list[dict[str, Any]]]) -> None:

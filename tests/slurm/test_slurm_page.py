@@ -10,6 +10,7 @@ from pathlib import Path
 from mrlhf.config import PPOConfig
 from mrlhf.config.schema import keys
 from tests.e2e.programs import ROOT
+from tests.pages import commands_of
 
 PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
 SCRIPT = (ROOT / "launch" / "slurm" / "train_ppo.sbatch").read_text(encoding="utf-8")
@@ -25,16 +26,15 @@ sbatch() {
 
 
 def test_its_commands_run(tmp_path: Path) -> None:
-    blocks = re.findall(r"(?:^    .+\n)+", PAGE, re.MULTILINE)
-    blocks = [block for block in blocks if "launch/slurm/train_ppo.sbatch" in block]
-    assert len(blocks) == 7
+    commands = [*commands_of("docs/slurm.md"), *commands_of("README.md", "^sbatch ")]
+    assert len(commands) == 10
 
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "runs").mkdir()
     environment = {name: text for name, text in os.environ.items() if "SLURM" not in name}
-    for block in blocks:
+    for command in commands:
         done = subprocess.run(
-            ["bash", "-euc", SBATCH + block],
+            ["bash", "-euc", SBATCH + command],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -42,7 +42,7 @@ def test_its_commands_run(tmp_path: Path) -> None:
             timeout=60,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("launch/torchrun.py") == block.count(".sbatch"), block
+        assert done.stdout.count("launch/torchrun.py") == command.count(".sbatch"), command
 
 
 def test_its_variables_are_those_of_the_script() -> None:

@@ -12,6 +12,7 @@ from mrlhf.config import PPOConfig, dump_yaml, load_config
 from mrlhf.config.json_schema import json_schema, values_of
 from mrlhf.config.page import LAUNCHERS
 from mrlhf.config.schema import keys
+from tests.pages import commands_of
 from tests.unit.configurations import ppo
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +95,8 @@ def allowed(launcher, text):
 
 
 def test_the_written_files_are_up_to_date(tmp_path, capsys):
-    file = ROOT / "tools" / "write_configuration_page.py"
+    (command,) = commands_of("CONTRIBUTING.md", "write_configuration_page")
+    file = ROOT / command.removeprefix("python ")
     spec = importlib.util.spec_from_file_location("write_configuration_page", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

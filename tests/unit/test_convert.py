@@ -25,11 +25,11 @@ from mrlhf.checkpoint.conversion.identify import examine, identify
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.conversion.training_checkpoints import compare_checkpoints
 from mrlhf.checkpoint.manifest import read_manifest
+from mrlhf.commands import convert_checkpoint
 from mrlhf.errors import CheckpointError, MrlhfError, WeightError
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.layout import ParallelLayout
 from tests.checkpoint_models import CONFIGS, assert_same_tensors, read_tensors, save_model
-from tools import convert_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -324,7 +324,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 _MEASURE = """
 import sys
 sys.path.insert(0, {root!r})
-from tools import convert_checkpoint
+from mrlhf.commands import convert_checkpoint
 def peak():
     status = open("/proc/self/status").read()
     return int(status.split("VmHWM:")[1].split()[0])

@@ -1,6 +1,5 @@
 """The data files of the shipped examples, written through the tool's own entry point."""
 
-import importlib.util
 import json
 import random
 import re
@@ -10,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mrlhf.commands.prepare_data import main
 from mrlhf.data.arithmetic import sample_problems, wrong_answer
 from mrlhf.data.preferences import encode_preferences
 from mrlhf.data.prompts import PromptDataset
@@ -17,15 +17,6 @@ from mrlhf.data.rows import read_rows
 from mrlhf.data.sft import encode_sft
 from mrlhf.data.tokenizer import load_tokenizer
 from mrlhf.errors import DataError
-
-
-@pytest.fixture(scope="module")
-def main():
-    file = Path(__file__).resolve().parents[2] / "tools" / "prepare_data.py"
-    spec = importlib.util.spec_from_file_location("prepare_data", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 def read(path):
@@ -42,7 +33,7 @@ def evaluate(prompt):
 SPLITS = ("sft", "train", "validation", "held_out")
 
 
-def arithmetic(main, out, *more):
+def arithmetic(out, *more):
     sizes = ["--sft", "200", "--sft-copies", "2", "--train", "300"]
     sizes += ["--validation", "50", "--held-out", "100"]
     assert main(["arithmetic", "--out", str(out), *sizes, *more]) == 0
@@ -50,9 +41,9 @@ def arithmetic(main, out, *more):
 
 
 @pytest.mark.parametrize("kind", ["uniform", "near", "carry"])
-def test_arithmetic(main, tmp_path, kind):
+def test_arithmetic(tmp_path, kind):
     options = ("--operations", "+-", "--wrong-fraction", "0.4", "--wrong-kind", kind)
-    data = arithmetic(main, tmp_path / "a", *options)
+    data = arithmetic(tmp_path / "a", *options)
     assert {name: len(rows) for name, rows in data.items()} == {
         "sft": 400,
         "train": 300,
@@ -84,12 +75,12 @@ def test_arithmetic(main, tmp_path, kind):
         assert {int(row["rejected"]) - int(row["chosen"]) for row in pairs} == {10}
 
     assert {re.search("[+-]", prompt)[0] for prompt in prompts["sft"]} == {"+", "-"}
-    assert arithmetic(main, tmp_path / "b", *options) == data
-    assert arithmetic(main, tmp_path / "c", *options, "--seed", "1") != data
+    assert arithmetic(tmp_path / "b", *options) == data
+    assert arithmetic(tmp_path / "c", *options, "--seed", "1") != data
 
 
-def test_arithmetic_trains(main, tmp_path):
-    arithmetic(main, tmp_path)
+def test_arithmetic_trains(tmp_path):
+    arithmetic(tmp_path)
     tokenizer = load_tokenizer(tmp_path / "tokenizer")
     assert tokenizer.vocab_size == 4 + 1 + 13  # special, newline, ten digits and "+", "-", "="
 
@@ -162,7 +153,7 @@ def gsm8k_source(folder, form):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_gsm8k(main, tmp_path, form):
+def test_gsm8k(tmp_path, form):
     source = gsm8k_source(tmp_path / "in", form)
     out = tmp_path / "out"
     assert main(["gsm8k", "--source", str(source), "--out", str(out), "--vocab-size", "320"]) == 0
@@ -185,7 +176,7 @@ def test_gsm8k(main, tmp_path, form):
     assert tokenizer.decode(example.token_ids) == prompt + sft[0]["response"]
 
 
-def test_gsm8k_preferences(main, tmp_path):
+def test_gsm8k_preferences(tmp_path):
     source = gsm8k_source(tmp_path / "in", "jsonl")
     out = tmp_path / "out"
     (source / "preferences.jsonl").write_text(json.dumps(PAIR) + "\n")
@@ -206,7 +197,7 @@ def test_gsm8k_preferences(main, tmp_path):
     assert len(pairs) == 1
 
 
-def test_gsm8k_chat(main, tmp_path, capsys):
+def test_gsm8k_chat(tmp_path, capsys):
     source = gsm8k_source(tmp_path / "in", "jsonl")
     out = tmp_path / "out"
     assert main(["gsm8k_chat", "--source", str(source), "--out", str(out)]) == 0
@@ -227,7 +218,7 @@ def test_gsm8k_chat(main, tmp_path, capsys):
     }
 
 
-def test_errors_are_one_line(main, tmp_path, capsys):
+def test_errors_are_one_line(tmp_path, capsys):
     assert main(["gsm8k", "--source", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1
@@ -251,7 +242,7 @@ def test_errors_are_one_line(main, tmp_path, capsys):
     assert not (tmp_path / "empty").exists()
 
 
-def test_a_place_where_nothing_can_be_written_is_one_line(main, tmp_path, capsys):
+def test_a_place_where_nothing_can_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/x")):
         assert main(["arithmetic", "--out", str(out)]) == 2

@@ -18,7 +18,8 @@ from mrlhf.errors import DataError
 from mrlhf.report.run_files import differing_keys, read_run
 from mrlhf.report.samples import pack_samples
 from mrlhf.report.write import write_report
-from tests.e2e.programs import run_program
+from tests.e2e.programs import run_commands, run_program
+from tests.pages import ROOT, commands_of
 
 SIZE = RunSize(steps=6, samples=4, tokens=20, ranks=2)
 BREAKS_OUT = "</script><script>document.title = 'broken'</script><!--"
@@ -219,6 +220,13 @@ def test_the_tool_says_which_file_to_open_and_what_is_missing(run, tmp_path):
         rf"report: {tmp_path}/a\.html \(\d\.\d MB\); open it in a browser\n", done.stdout
     )
     assert (tmp_path / "a.html").is_file()
+
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    (tmp_path / "runs").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "runs" / name).symlink_to(run)
+    done = run_commands(commands_of("docs/report.md", "compared"), cwd=tmp_path)
+    assert done.stdout.startswith("report: compared.html ("), done.stderr
 
     done = run_program(["tools/report.py", str(tmp_path)])
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -1,22 +1,28 @@
 """The view on a terminal: what it shows, and that log lines stay whole above it."""
 
 import io
-import logging
 import os
 import pty
-import sys
-import threading
-from contextlib import suppress
+import re
 
 import pytest
 from rich.console import Console
 
-from mrlhf.log import configure_logging
 from mrlhf.metrics import CurrentPhase
 from mrlhf.run.alarms.watch import Alarm
 from mrlhf.run.board import Board, ShownSample
 from mrlhf.run.view import picture
-from mrlhf.terminal import Count, Curve, Picture, TerminalView, arrow, is_terminal, render, trend
+from mrlhf.terminal import (
+    Count,
+    Curve,
+    LinesAboveView,
+    Picture,
+    TerminalView,
+    arrow,
+    is_terminal,
+    render,
+    trend,
+)
 
 ALARM = Alarm(3, "truncation", "warning", "40% are cut off", "long", "data.x", "docs")
 
@@ -84,14 +90,6 @@ def test_trends():
     assert [arrow([1.0]), arrow([1.0, 1.0]), arrow([2.0, 1.0]), arrow([1.0, 2.0])] == list("→→↓↑")
 
 
-def _read_all(main, drawn):
-    """Read what is drawn on a terminal until its other end is closed."""
-    with suppress(OSError):
-        while part := os.read(main, 4096):
-            drawn.append(part)
-    os.close(main)
-
-
 def test_only_a_real_terminal_gets_a_view(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     assert not is_terminal(io.StringIO())
@@ -102,32 +100,51 @@ def test_only_a_real_terminal_gets_a_view(monkeypatch):
         assert not is_terminal(terminal)
 
 
-def test_log_lines_stand_whole_above_the_view_and_the_cursor_stays(monkeypatch):
+def screen(text):
+    """What a terminal shows after this text: a line for each row, without colours."""
+    rows, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":  # as a terminal driver passes it on: to the start of the next row
+            row, column = row + 1, 0
+            rows += [""] * (row == len(rows))
+        elif part == "\x1b[J":
+            rows[row:] = [rows[row][:column]]
+        elif part.endswith("A") and part.startswith("\x1b"):
+            row -= int(part[2:-1])
+        elif not part.startswith("\x1b"):
+            rows[row] = rows[row][:column].ljust(column) + part + rows[row][column + len(part) :]
+            column += len(part)
+        else:
+            assert part.endswith("m"), f"unknown to this terminal: {part!r}"
+    return [line.rstrip() for line in rows]
+
+
+def test_lines_of_every_rank_stand_whole_above_the_view(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    main, end = pty.openpty()
-    drawn = []
-    reader = threading.Thread(target=_read_all, args=(main, drawn))
-    reader.start()
-    root = logging.getLogger()
-    before = (root.handlers[:], root.level)
-    with os.fdopen(end, "w", encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        configure_logging(0)
-        view = TerminalView()
-        view.open()
-        view.draw(picture(board(), "runs/my"))
-        logging.getLogger("mrlhf.trainers").warning("slow disk")
-        view.draw(picture(board(), "runs/my"))
-        view.close()
-    reader.join()
-    text = b"".join(drawn).decode()
-    root.handlers[:], root.level = before
+    view = TerminalView(terminal)
+    lines = {rank: LinesAboveView(terminal) for rank in (0, 3)}
 
-    line = "WARNING mrlhf.trainers: slow disk"
-    assert line in text
-    first, second = text.index("12/50 steps"), text.rindex("12/50 steps")
-    assert first < text.index(line) < second
-    assert "\x1b[2K" in text[second:]  # at the end the view is wiped off
-    hidden, visible = text.find("\x1b[?25l"), text.find("\x1b[?25h")
-    assert hidden < visible < first
+    lines[0].write("step 1\n")
+    view.draw(picture(board(), "runs/my"))
+    drawn = screen(terminal.getvalue())
+    height = len(drawn) - 1
+    assert "12/50 steps" in "\n".join(drawn) and height > 5
+
+    lines[3].write("WARNING slow")  # no line yet
+    view.draw(picture(board(), "runs/my"))
+    lines[3].write(" disk\nTraceback\n")
+    lines[0].write("step 2\n")
+    view.draw(picture(board(), "runs/my"))
+    shown = screen(terminal.getvalue())
+    assert shown[:4] == ["step 1", "WARNING slow disk", "Traceback", "step 2"]
+    assert shown[4:] == drawn[1:]  # one view, whole, with nothing stale
+
+    view.close()
+    lines[3].write("error: over\n")
+    end = ["step 1", "WARNING slow disk", "Traceback", "step 2", "error: over", ""]
+    assert screen(terminal.getvalue()) == end

@@ -1,0 +1,224 @@
+"""Converts checkpoints between Hugging Face, Megatron-LM and our training checkpoints.
+
+Usage: mrlhf-convert-checkpoint SOURCE --to huggingface --out DIR
+       mrlhf-convert-checkpoint SOURCE --to megatron --out DIR
+       mrlhf-convert-checkpoint SOURCE --to training --out DIR --tp 2
+       mrlhf-convert-checkpoint --inspect DIR
+
+One process without a GPU; it holds one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, relayout
+from mrlhf.checkpoint.conversion.identify import examine, identify
+from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
+from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
+from mrlhf.errors import MrlhfError
+from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.terminal import ByteBars
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the command line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see --help\n")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = _Parser(
+        description="Convert a model's checkpoint, or say what a directory is. The format of the "
+        "source is found out. The result appears when it is whole.",
+        epilog="Exit code 0: done, 1: --inspect found something wrong, 2: bad input.",
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        nargs="?",
+        help="Hugging Face model, training checkpoint, output directory of a run (its newest "
+        "checkpoint is taken), or Megatron-LM checkpoint of the format torch_dist",
+    )
+    parser.add_argument("--inspect", type=Path, metavar="DIR", help="say what DIR is, and stop")
+    parser.add_argument("--to", choices=("huggingface", "megatron", "training"))
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the result goes")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at --out")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read the result again and compare every tensor; with --inspect: read every byte",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the source's by default")
+    parser.add_argument(
+        "--max-shard-mb", type=_positive, default=5000, help="size of a file (default: 5000)"
+    )
+    _add_source_options(parser)
+    _add_target_options(parser)
+
+    options = parser.parse_args(arguments)
+    if options.inspect is None:
+        for name in ("source", "to", "out"):
+            if getattr(options, name) is None:
+                parser.error(f"{'SOURCE' if name == 'source' else '--' + name} is missing")
+    elif options.source or options.to or options.out:
+        parser.error("--inspect DIR takes no other arguments")
+    return options
+
+
+def _add_source_options(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_argument_group("what the source does not say")
+    source.add_argument(
+        "--role", help="which model of a training checkpoint; the actor, or the only one"
+    )
+    source.add_argument(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="a Hugging Face model of the same shape, whose config.json and tokenizer are used",
+    )
+
+    source.add_argument(
+        "--vocab-size", type=_positive, help="tokens of a Megatron-LM checkpoint without padding"
+    )
+    source.add_argument(
+        "--model-type", choices=MEGATRON_FAMILIES, help="family of a Megatron-LM checkpoint"
+    )
+
+
+def _add_target_options(parser: argparse.ArgumentParser) -> None:
+    target = parser.add_argument_group("what the result is to be")
+    target.add_argument(
+        "--vocab-divisible-by",
+        type=_positive,
+        default=128,
+        help="megatron: --make-vocab-size-divisible-by times its tensor-parallel size "
+        "(default: 128)",
+    )
+    target.add_argument(
+        "--norm-names",
+        choices=("fused", "own"),
+        default="fused",
+        help="megatron: names of the layers' norms, as TransformerEngine's fused layers have them "
+        "and recent Megatron-LM writes them in any case, or input_layernorm and pre_mlp_layernorm",
+    )
+
+    for axis, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        target.add_argument(
+            f"--{axis}",
+            type=_positive,
+            default=1,
+            help=f"training: {meaning}-parallel size for which the files are cut (default: 1)",
+        )
+    target.add_argument(
+        "--vpp",
+        type=_positive,
+        default=1,
+        help="training: virtual stages of each pipeline rank (default: 1)",
+    )
+    target.add_argument(
+        "--pp-layers",
+        type=_not_negative,
+        nargs="+",
+        metavar="LAYERS",
+        help="training: layers of each virtual stage (default: equal numbers)",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Inspect or convert; 0 when done, 2 on bad input, 1 if an inspected directory is damaged."""
+    options = parse(arguments)
+    try:
+        if options.inspect:
+            return _inspect(options.inspect, options.verify)
+        return _convert(options)
+    except MrlhfError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or options.out}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _inspect(directory: Path, every_byte: bool) -> int:
+    finding = examine(directory, every_byte)
+    for label, text in finding.facts:
+        print(f"{label}: {text}")
+    for problem in finding.problems:
+        print(f"NOT WHOLE: {problem}")
+    if not finding.problems:
+        print("whole: yes")
+    return 1 if finding.problems else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    layout = ParallelLayout(
+        tp=options.tp,
+        pp=options.pp,
+        vpp=options.vpp,
+        pp_layers=None if options.pp_layers is None else tuple(options.pp_layers),
+        dp=options.dp,
+        etp=options.tp,  # as in training with one expert-parallel rank
+    )
+    target = TargetOptions(
+        format=options.to,
+        dtype=None if options.dtype is None else _DTYPES[options.dtype],
+        max_file_bytes=options.max_shard_mb * 10**6,
+        megatron=MegatronOptions(
+            vocab_divisible_by=options.vocab_divisible_by,
+            fused_norms=options.norm_names == "fused",
+            max_file_bytes=options.max_shard_mb * 10**6,
+        ),
+        role=options.role or "actor",
+        layout=layout,
+        overwrite=options.overwrite,
+    )
+    source = SourceOptions(options.role, options.like, options.vocab_size, options.model_type)
+
+    is_relayout = options.to == "training" and identify(options.source).format == "training"
+    with ByteBars() as bars:
+        if is_relayout:
+            report = relayout(
+                options.source,
+                options.out,
+                target,
+                role=options.role,
+                verify=options.verify,
+                start=bars.start,
+            )
+        else:
+            report = convert(
+                options.source, options.out, source, target, verify=options.verify, start=bars.start
+            )
+
+    print(f"{options.source}: {report.kind}")
+    for text in report.left_out:
+        print(f"left out: {text}")
+    for text in report.notes:
+        print(f"note: {text}")
+    print(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
+    return 0
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

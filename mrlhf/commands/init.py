@@ -1,0 +1,62 @@
+"""Copies the shipped configurations and launch scripts into a directory.
+
+Usage: mrlhf-init [--out DIR]
+
+The commands of the documentation name these files relative to the working directory, and the
+configurations name each other's results so. It does not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import mrlhf
+
+FOLDERS = ("configs", "launch")
+
+
+def shipped() -> Path:
+    """Where the folders are: inside an installed package, beside the package in a clone."""
+    package = Path(mrlhf.__file__).parent
+    installed = package / "shipped"
+    return installed if installed.is_dir() else package.parent
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=f"Copy the shipped {' and '.join(f'{name}/' for name in FOLDERS)}, so that you "
+        "can run and change them."
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="where the folders go (default: the working directory)",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Copy; 0 when done, 2 if a folder is there already."""
+    out = parse(arguments).out
+    present = [str(out / name) for name in FOLDERS if (out / name).exists()]
+    if present:
+        sys.stderr.write(f"error: {present[0]} exists; move it away, or give another --out DIR\n")
+        return 2
+
+    try:
+        for name in FOLDERS:
+            shutil.copytree(
+                shipped() / name, out / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+            print(out / name)
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or out}: {error.strerror or error}\n")
+        return 2
+    return 0

@@ -1,0 +1,57 @@
+"""Writes the report of one run, or of several to compare, as one HTML file.
+
+Usage: mrlhf-report RUN_DIR [RUN_DIR ...] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrlhf.errors import MrlhfError
+from mrlhf.report.write import write_report
+from mrlhf.run.directory import REPORT
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Write one HTML file with the curves, rollouts and phases of runs. It needs no "
+        "network and no server: open it in a browser."
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directory of a run"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"default: {REPORT} in the first RUN_DIR"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=5000,
+        metavar="N",
+        help="most samples of all runs together (default: 5000)",
+    )
+    options = parser.parse_args(arguments)
+    if options.samples < len(options.runs):
+        parser.error(f"--samples {options.samples} is less than one for each of the runs")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write, and say which file to open; 0 when done, 2 on bad input."""
+    options = parse(arguments)
+    output = options.out or options.runs[0] / REPORT
+    try:
+        size = write_report(options.runs, output, options.samples)
+    except MrlhfError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"error: {error.filename or output}: {error.strerror}\n")
+        return 2
+
+    print(f"report: {output} ({size / 1e6:.1f} MB); open it in a browser")
+    return 0

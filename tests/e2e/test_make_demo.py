@@ -1,0 +1,89 @@
+"""`make demo` on a terminal, with two steps of each training: short, in colour, with a view.
+
+`test_demo.py` runs all steps, and sees what they teach.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.programs import ROOT, read_terminal
+from tests.pages import commands_of
+from tools.demo import STAGES, Stage, run
+
+pytestmark = pytest.mark.timeout(1000)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A copy of the repository in which the two trainings take two steps."""
+    for name in ("Makefile", "constraints-cpu.txt", "launch", "setup.py", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name in ("demo_sft_cpu.yaml", "demo_cpu.yaml"):
+        file = tmp_path / "configs" / name
+        text = re.sub(r"total_steps: \d+", "total_steps: 2", file.read_text(encoding="utf-8"))
+        file.write_text(text.replace("lr_warmup_steps: 30", "lr_warmup_steps: 1"), "utf-8")
+    return tmp_path
+
+
+def test_it_is_short_and_shows_what_it_does(place: Path) -> None:
+    (command,) = commands_of("README.md", "^make demo$")
+    # This environment stands for the one that it would install.
+    (place / "ready").touch()
+    variables = [f"VENV={sys.prefix}", "READY=ready"]
+    code, screen = _on_a_terminal([*command.split(), *variables], place)
+    assert code == 0, screen
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+    for number, stage in enumerate(STAGES, start=1):
+        assert f"{number}/4 {stage.title}" in plain
+        assert f"$ {stage.command}" in plain
+    assert "\x1b[1m1/4" in screen  # bold
+    assert "1/2 steps" in plain and "generating" in plain  # the view
+    assert re.search(r"learned: \d+% -> \d+% right answers", plain)
+    # Two steps teach nothing, and the run says so.
+    lines = [line for line in plain.splitlines() if "alarm" not in line]
+    assert not [line for line in lines if re.search("WARNING|INFO|Warning", line)]
+    assert (place / "runs/demo/report.html").is_file()
+
+
+def test_a_stage_that_fails_shows_its_output(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(Stage("failing", "python -c 'print(1 + 1); raise SystemExit(3)'")) == 3
+    assert capfd.readouterr().err == "2\n"
+
+
+def _on_a_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
+    """Run a command on a terminal; returns its exit code, and what the terminal has got."""
+    screen: list[bytes] = []
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "150", "PET_STANDALONE": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+    )
+    os.close(end)
+    reader = threading.Thread(target=read_terminal, args=(terminal, screen))
+    reader.start()
+    try:
+        code = process.wait(900)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    reader.join()
+    return code, b"".join(screen).decode(errors="replace")

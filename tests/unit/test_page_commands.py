@@ -1,0 +1,163 @@
+"""Every command of a page is run by a test, or is on a short list that says why not.
+
+Beyond that, whatever a page gives to a program of ours is read by the parser of that program, and a
+configuration passes the dry run as far as this machine can check it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from mrlhf.commands import convert_checkpoint, init, merge_summaries, prepare_data, report
+from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
+from mrlhf.preflight import dry_run
+from tests.pages import PAGES, ROOT, Command, files, read_commands
+
+ALL = [command for page in PAGES for command in read_commands(page)]
+
+# Page, part of the command, and why no test runs it.
+NOT_RUN = [
+    ("README.md", "make test", "it runs these tests"),
+    ("README.md", "pip install '.[gpu]'", "TransformerEngine needs a GPU"),
+    ("README.md", "--nproc-per-node=8 launch/train_ppo.py", "a model of 7B parameters on 8 GPUs"),
+    ("docs/vllm.md", "rollout.engine=vllm", "needs `make vllm`; tests/vllm trains with it"),
+]
+
+ROOTS = {
+    "train_ppo": PPOConfig,
+    "train_sft": SFTConfig,
+    "train_rm": RewardModelConfig,
+    "train_dpo": DPOConfig,
+}
+PARSERS: dict[str, Callable[[list[str]], Any]] = {
+    "convert_checkpoint": convert_checkpoint.parse,
+    "init": init.parse,
+    "merge_summaries": merge_summaries.parse,
+    "prepare_data": prepare_data.parse,
+    "report": report.parse,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a command starts: a program of ours, its arguments, and on how many ranks if it says."""
+
+    program: str
+    arguments: list[str]
+    ranks: int | None = None
+
+
+def call(command: Command) -> Call | None:
+    """What the command starts; None: no program of ours."""
+    words = command.words
+    variables = {}
+    while re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    words = [word.removeprefix("$MRLHF/") for word in words]
+
+    if words[0] == "python":
+        words = words[1:]
+    program = Path(words[0]).stem.removeprefix("mrlhf-").replace("-", "_")
+    if program == "torchrun":
+        options = get_args_parser().parse_args(words[1:])
+        inner = call(Command(command.page, options.training_script))
+        assert inner is not None, f"{options.training_script} is no program of ours"
+        return Call(inner.program, options.training_script_args, int(options.nproc_per_node))
+
+    if words[0] in ("sbatch", "bash"):
+        script = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
+        assert (ROOT / words[script]).is_file()
+        arguments = words[script + 1 :]
+        if "--" in arguments:
+            arguments = arguments[arguments.index("--") + 1 :]
+        return Call(variables.get("PROGRAM", "train_ppo"), arguments)
+
+    if program not in {**ROOTS, **PARSERS}:
+        return None
+    assert words[0].startswith("mrlhf-") or (ROOT / words[0]).is_file()
+    return Call(program, words[1:])
+
+
+@cache
+def run_by_tests() -> list[tuple[str, str]]:
+    """The page and the pattern of every call of `commands_of` in the tests."""
+    found = []
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "commands_of":
+                continue
+            arguments = [ast.literal_eval(argument) for argument in node.args]
+            found.append((arguments[0], arguments[1] if len(arguments) > 1 else ""))
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the shipped files, and what the pages tell to write."""
+    for name in ("configs", "launch", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ALL, ids=lambda command: f"{command.page}: {command.text[:60]}")
+def test_a_test_runs_it(command: Command) -> None:
+    started = call(command)
+    is_dry = started is not None and "--dry-run" in started.arguments
+    reasons = [why for page, part, why in NOT_RUN if page == command.page and part in command.text]
+    is_run = is_dry or any(
+        page == command.page and re.search(pattern, command.text)
+        for page, pattern in run_by_tests()
+    )
+    assert is_run or reasons, (
+        "no test runs this command: get it from tests.pages.commands_of and run it, or add it to "
+        "NOT_RUN with the reason"
+    )
+    assert not (is_run and reasons), "a test runs it, so it must not stand in NOT_RUN"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in ALL if call(command) is not None],
+    ids=lambda command: f"{command.page}: {command.text[:60]}",
+)
+def test_the_program_takes_its_arguments(command: Command, place: Path) -> None:
+    minimal = files("README.md")["my.yaml"]
+    own = {"my.yaml": minimal, "my_run.yaml": minimal, **files(command.page)}
+    for name, content in own.items():
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(content, encoding="utf-8")
+
+    started = call(command)
+    assert started is not None
+    if started.program in PARSERS:
+        assert PARSERS[started.program](started.arguments) is not None
+        return
+    config, dry = parse_args(ROOTS[started.program], started.arguments)
+    ranks = started.ranks if dry is None else dry.world_size
+    if not files(command.page).keys() >= set(started.arguments) & own.keys():
+        ranks = None  # the page leaves open what stands in the file
+    assert " fits " in dry_run(config, ranks)
+
+
+def test_every_reason_is_of_a_command() -> None:
+    for page, part, _ in NOT_RUN:
+        assert any(command.page == page and part in command.text for command in ALL), part
+
+
+def test_the_commands_of_the_pages_are_found() -> None:
+    """As many as a reader counts on two pages."""
+    texts = [command.text for command in ALL]
+    assert sum(command.page == "docs/conversion.md" for command in ALL) == 7
+    assert sum(command.page == "configs/recipes/dpo/README.md" for command in ALL) == 5
+    assert "make demo" in texts
