@@ -27,7 +27,7 @@ class BuildWithShippedFiles(build_py):
 
 setup(
     name="mrlhf",
-    version="0.7.0",
+    version="0.8.0",
     description="RLHF for language models on Megatron-style model parallelism, by plain torchrun",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
