@@ -2,7 +2,7 @@
 
 Usage: tools/screenshots.py RUN_DIR [--out DIR] [--step N]
 
-For the terminal the run is begun again, in a directory of its own, and stopped at some step.
+For the terminal the run is begun again, as RUN_DIR-again, stopped at some step and deleted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> int:
         write_report([arguments.run], report, SAMPLES)
         _picture_report(browser, report, arguments.out)
 
-        screen = _watch_run(arguments.run, arguments.step, Path(directory) / "run")
+        screen = _watch_run(arguments.run, arguments.step)
         _picture_terminal(browser, screen, arguments.out / "terminal.png")
         browser.close()
     return 0
@@ -104,12 +104,14 @@ def _take(page: Page, file: Path) -> None:
     print(f"{file} ({file.stat().st_size / 1000:.0f} kB)")
 
 
-def _watch_run(run: Path, step: int, output_dir: Path) -> pyte.Screen:
+def _watch_run(run: Path, step: int) -> pyte.Screen:
     """The terminal of a run as `run`, while it updates the policy after `step`."""
+    output_dir = run.with_name(f"{run.name}-again")
     ranks = json.loads((run / "status.json").read_text())["ranks"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "launch/train_ppo.py"]
     command += ["--config", str(run / "config.yaml"), f"trainer.output_dir={output_dir}"]
+    command += ["trainer.overwrite=true"]
     screen = pyte.Screen(COLUMNS, ROWS)
     stream = pyte.ByteStream(screen)
 
@@ -126,6 +128,7 @@ def _watch_run(run: Path, step: int, output_dir: Path) -> pyte.Screen:
         os.close(ours)  # or the run would wait for somebody to read what it writes
         process.terminate()
         process.wait()
+        shutil.rmtree(output_dir, ignore_errors=True)
     return screen
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mrlhf.config.roots import AnyConfig
-from mrlhf.log import MetricsWriter, Progress, is_held_out, read_metrics
+from mrlhf.log import HELD_OUT, MetricsWriter, Progress, read_metrics
 from mrlhf.run.alarms.file import AlarmsFile
 from mrlhf.run.alarms.watch import Watch
 from mrlhf.run.board import Board
@@ -114,8 +114,8 @@ class Outputs:
 
     def _add_to_curves(self, metrics: Mapping[str, float | None]) -> None:
         """Add a step to the curves that people are shown; a validation has curves as well."""
-        shown = [*self._columns, *((name, name) for name in sorted(metrics) if is_held_out(name))]
-        for label, name in shown:
+        validation = [name for name in sorted(metrics) if name.startswith(HELD_OUT["validation"])]
+        for label, name in [*self._columns, *zip(validation, validation, strict=True)]:
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
                 self._curves.setdefault(label, deque(maxlen=_CURVE_POINTS)).append(value)
