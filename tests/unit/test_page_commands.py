@@ -29,6 +29,7 @@ NOT_RUN = [
     ("README.md", "make test", "it runs these tests"),
     ("README.md", "pip install '.[gpu]'", "TransformerEngine needs a GPU"),
     ("README.md", "--nproc-per-node=8 launch/train_ppo.py", "a model of 7B parameters on 8 GPUs"),
+    ("configs/recipes/rlvr_gsm8k/README.md", "--nproc-per-node=8", "a model on 8 GPUs"),
     ("docs/vllm.md", "rollout.engine=vllm", "needs `make vllm`; tests/vllm trains with it"),
 ]
 
