@@ -68,7 +68,7 @@ def bypass(inputs: Path) -> Setting:
     keys = [
         "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.filter_groups.enable=false",
-        "actor.target_kl_stop=0.015",
+        "actor.target_kl_stop=0.001",
         "actor.micro_batch_tokens=18",  # many packs in a mini-batch
     ]
     return Setting("bypass", "ppo", ["--config", str(inputs / "ppo.yaml"), *keys])
