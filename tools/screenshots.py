@@ -143,7 +143,10 @@ def _read_until(
     until = time.monotonic() + LONGEST_S
     while process.poll() is None and time.monotonic() < until:
         if select.select([terminal], [], [], 0.05)[0]:
-            stream.feed(os.read(terminal, 65536))
+            try:
+                stream.feed(os.read(terminal, 65536))
+            except OSError:  # the run has ended
+                break
         elif status.exists():
             now = json.loads(status.read_text())
             if now["step"] >= step and now["phase"] == "update_actor":
