@@ -51,7 +51,9 @@ def test_it_is_short_and_shows_what_it_does(place: Path) -> None:
         assert f"{number}/4 {stage.title}" in plain
         assert f"$ {stage.command}" in plain
     assert "\x1b[1m1/4" in screen  # bold
-    assert "1/2 steps" in plain and "generating" in plain  # the view
+    # The view. It is drawn four times a second, so that a quick machine may skip any one phase.
+    assert re.search(r"[01]/2 steps", plain)
+    assert re.search("generating|validating|updating the policy", plain)
     assert re.search(r"learned: \d+% -> \d+% right answers", plain)
     # Two steps teach nothing, and the run says so.
     lines = [line for line in plain.splitlines() if "alarm" not in line]
