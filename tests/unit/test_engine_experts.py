@@ -18,7 +18,7 @@ from mrlhf.inference.native.experts import (
     make_experts,
     one_by_one,
 )
-from mrlhf.inference.native.router import Router, choose
+from mrlhf.inference.native.router import HostRouter, choose, make_router
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.spec import Experts, Scoring
 from tests.engine_models import hf_model, spec_of
@@ -141,7 +141,7 @@ def test_routers_choose_as_transformers(name: str, compiled: bool) -> None:
 
     chosen, shares = choose(experts, correction, F.linear(x, weight))
     if compiled:
-        chosen, shares = Router(experts, weight, correction)(x)
+        chosen, shares = make_router(experts, weight, correction)(x)
     _, wanted_shares, wanted = gate(x)
     for own, other in ((chosen, wanted), (shares, wanted_shares)):
         assert own.shape == other.shape == (64, experts.per_token)
@@ -173,7 +173,8 @@ def test_the_compiled_choice_is_that_of_torch(
     generator = torch.Generator().manual_seed(count)
     logits = 4 * torch.randn(300, count, generator=generator)
     correction = torch.randn(count, generator=generator) if corrected else None
-    choice = Router(experts, torch.eye(count), correction)
+    choice = make_router(experts, torch.eye(count), correction)
+    assert isinstance(choice, HostRouter), "this machine has no C++ compiler"
 
     chosen, shares = choice(logits)
     wanted, wanted_shares = choose(experts, correction, logits)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.inference.native.host_memory import read_often
 from mrlhf.inference.native.panels import panels
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import has_kernel
@@ -205,7 +206,7 @@ def _laid_out(weights: Sequence[Tensor], arrange: Callable[[Tensor], Tensor]) ->
     for number, weight in enumerate(weights):
         arranged = arrange(weight)
         if out is None:
-            out = torch.empty((len(weights), *arranged.shape), dtype=arranged.dtype)
+            out = read_often((len(weights), *arranged.shape), arranged.dtype)
         out[number].copy_(arranged)
     assert out is not None, "a layer without experts"
     return out

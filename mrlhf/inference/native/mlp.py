@@ -16,7 +16,7 @@ from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
 from mrlhf.inference.native.linear import Linear, linear
 from mrlhf.inference.native.operators import Operators
 from mrlhf.inference.native.parameters import Parameters
-from mrlhf.inference.native.router import Router
+from mrlhf.inference.native.router import Router, make_router
 from mrlhf.models.parameters import experts_of
 from mrlhf.models.spec import ModelSpec
 
@@ -105,7 +105,7 @@ def mlp_of_layer(
     if experts.shared_gate:
         shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
     return Mixture(
-        Router(experts, parameters[prefix + "router.weight"], correction),
+        make_router(experts, parameters[prefix + "router.weight"], correction),
         make_experts(local, dtype),
         shared,
         shared_gate,

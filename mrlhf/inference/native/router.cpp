@@ -1,13 +1,15 @@
-// The choice of a router on a host: which experts each token goes to, and what their outputs count.
+// A router on a host: which experts each token goes to, and what their outputs count.
 //
 // It is compiled on the machine that runs it, by mrlhf/compiled/library.py. All numbers are float32.
 // What a token gets does not depend on the other tokens. The kernel knows no experts and no torch.
 
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "numbers.h"
+#include "products.h"
 
 namespace {
 
@@ -89,10 +91,14 @@ void route(const float* logits, const float* correction, int64_t* chosen, float*
 
 }  // namespace
 
-extern "C" void route_float32(const float* logits, const float* correction, int64_t* chosen, float* shares,
-                              int64_t tokens, int64_t experts, int64_t per_token, int64_t groups,
+extern "C" void route_float32(const Product* product, const float* x, const float* correction, int64_t* chosen,
+                              float* shares, int64_t tokens, int64_t per_token, int64_t groups,
                               int64_t groups_per_token, int sigmoid, int normalised, float scale, float smallest_sum,
                               int threads) {
+    const int64_t experts = product->columns;
+    const std::unique_ptr<float[]> logits(new float[tokens * experts]);
+    (*product)(x, logits.get(), tokens, threads);
+
     const Rule rule = {experts, per_token, groups, groups_per_token, sigmoid != 0, normalised != 0, scale, smallest_sum};
-    route(logits, correction, chosen, shares, tokens, rule, threads);
+    route(logits.get(), correction, chosen, shares, tokens, rule, threads_for(tokens * experts, threads));
 }
