@@ -171,10 +171,13 @@ def make_attention(
         parallel: the ranks of the replica.
         eps: added to the mean square in every norm.
     """
+    qkv = weights.qkv
+    proj = weights.proj
     on_host = isinstance(operators, HostOperators) and operators.kernels.has_attention
-    if on_host and weights.projection_norms is None:
-        qkv = weights.qkv
-        proj = weights.proj
-        if isinstance(qkv, HostLinear) and isinstance(proj, HostLinear):
-            return HostAttention(weights, qkv, proj, operators)
+    if not on_host or weights.projection_norms is not None:
+        return StepwiseAttention(weights, operators, parallel, eps)
+
+    assert isinstance(operators, HostOperators)
+    if isinstance(qkv, HostLinear) and isinstance(proj, HostLinear):
+        return HostAttention(weights, qkv, proj, operators)
     return StepwiseAttention(weights, operators, parallel, eps)

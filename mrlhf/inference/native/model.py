@@ -25,7 +25,6 @@ from mrlhf.inference.native.operators import (
     StepInputs,
     Tables,
     TorchOperators,
-    enter,
 )
 from mrlhf.inference.native.parameters import Parameters
 from mrlhf.inference.native.tensor_parallel import TensorParallel
@@ -43,7 +42,6 @@ class DecoderLayer:
     attention: Attention
     proj_bias: Tensor | None
     proj_norm: Tensor | None
-    mlp_norm: Tensor | None
     mlp: Mlp
     mlp_bias: Tensor | None
     mlp_output_norm: Tensor | None
@@ -122,7 +120,7 @@ class Decoder:
             share = layer.attention(hidden, delta, inputs, store)
             delta = self._leave(share, layer.proj_bias, layer.proj_norm)
 
-            share = layer.mlp(enter(operators, hidden, delta, layer.mlp_norm), choices)
+            share = layer.mlp(hidden, delta, choices)
             delta = self._leave(share, layer.mlp_bias, layer.mlp_output_norm)
 
         if record is not None:
@@ -206,7 +204,6 @@ def _layer(
         attention=attention,
         proj_bias=optional(spec.o_bias, "self_attention.linear_proj.bias"),
         proj_norm=optional(after, "self_attention.linear_proj.output_norm.weight"),
-        mlp_norm=optional(not after, "pre_mlp_layernorm.weight"),
         mlp=mlp,
         mlp_bias=optional(spec.mlp_bias, "mlp.linear_fc2.bias"),
         mlp_output_norm=optional(after, "mlp.linear_fc2.output_norm.weight"),

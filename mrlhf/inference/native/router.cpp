@@ -16,7 +16,7 @@ namespace {
 // How experts are chosen; see the Experts of mrlhf/models/spec.py.
 struct Rule {
     int64_t experts, per_token, groups, groups_per_token;
-    bool sigmoid, normalised;
+    int sigmoid, normalised;
     float scale, smallest_sum;
 };
 
@@ -91,14 +91,18 @@ void route(const float* logits, const float* correction, int64_t* chosen, float*
 
 }  // namespace
 
-extern "C" void route_float32(const Product* product, const float* x, const float* correction, int64_t* chosen,
-                              float* shares, int64_t tokens, int64_t per_token, int64_t groups,
-                              int64_t groups_per_token, int sigmoid, int normalised, float scale, float smallest_sum,
-                              int threads) {
-    const int64_t experts = product->columns;
-    const std::unique_ptr<float[]> logits(new float[tokens * experts]);
-    (*product)(x, logits.get(), tokens, threads);
+// The router of one layer; `correction` is null where the choice has none.
+struct Router {
+    Product logits;
+    const float* correction;
+    Rule rule;
+};
 
-    const Rule rule = {experts, per_token, groups, groups_per_token, sigmoid != 0, normalised != 0, scale, smallest_sum};
-    route(logits.get(), correction, chosen, shares, tokens, rule, threads_for(tokens * experts, threads));
+extern "C" void route_float32(const Router* router, const float* x, int64_t* chosen, float* shares, int64_t tokens,
+                              int threads) {
+    const int64_t experts = router->rule.experts;
+    const std::unique_ptr<float[]> logits(new float[tokens * experts]);
+    router->logits(x, logits.get(), tokens, threads);
+    route(logits.get(), router->correction, chosen, shares, tokens, router->rule,
+          threads_for(tokens * experts, threads));
 }

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mrlhf.compiled.library import functions_of, load_library
-from mrlhf.inference.native.linear import HostLinear, linear
+from mrlhf.inference.native.linear import HostLinear, Product, linear
 from mrlhf.models.spec import Experts
 
 SOURCE = Path(__file__).with_name("router.cpp")
-_SIGNATURE = "ppppp iiii nn ff n"
+_SIGNATURE = "pppp i n"
 _SMALLEST_SUM = 1e-20  # scores that are all 0 must not become NaN
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -28,34 +28,60 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 [tokens, per_token], and what the output of each is multiplied by, float32 [tokens, per_token]."""
 
 
+class RouterPart(ctypes.Structure):
+    """The router of one layer for compiled code, as in `router.cpp`."""
+
+    _fields_ = (
+        ("logits", Product),
+        ("correction", ctypes.c_void_p),
+        ("experts", ctypes.c_int64),
+        ("per_token", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("groups_per_token", ctypes.c_int64),
+        ("sigmoid", ctypes.c_int),
+        ("normalised", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("smallest_sum", ctypes.c_float),
+    )
+
+
 class HostRouter:
-    """The router of one layer in one compiled call."""
+    """The router of one layer in one compiled call.
+
+    Attributes:
+        route: the compiled function.
+        part: its first argument, as long as this object lives.
+    """
 
     def __init__(
         self, library: ctypes.CDLL, experts: Experts, logits: HostLinear, correction: Tensor | None
     ) -> None:
-        """Keep the parts, as `make_router`; `library` is `router.cpp`."""
-        self._route: Any = functions_of(library, {"route": _SIGNATURE}, torch.float32)["route"]
-        self._experts = experts
-        self._logits = logits  # the memory that `product` points at lives as long
-        self._product = logits.product
-        self._correction = correction
+        """Write down where everything is, as `make_router`; `library` is `router.cpp`."""
+        self.route: Any = functions_of(library, {"route": _SIGNATURE}, torch.float32)["route"]
+        self._per_token = experts.per_token
+        self._memory = (logits, correction)  # what is pointed at lives as long
+        self.part = RouterPart(
+            logits=logits.product,
+            correction=None if correction is None else correction.data_ptr(),
+            experts=experts.count,
+            per_token=experts.per_token,
+            groups=experts.groups,
+            groups_per_token=experts.groups_per_token,
+            sigmoid=experts.scoring == "sigmoid",
+            normalised=experts.normalised,
+            scale=experts.scale,
+            smallest_sum=_SMALLEST_SUM,
+        )
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts and their shares, as `Router` says."""
         x = x.float().contiguous()
-        experts = self._experts
         tokens = x.shape[0]
-        chosen = torch.empty((tokens, experts.per_token), dtype=torch.int64)
-        shares = torch.empty((tokens, experts.per_token), dtype=torch.float32)
-        correction = None if self._correction is None else self._correction.data_ptr()
-
-        self._route(
-            ctypes.addressof(self._product), x.data_ptr(), correction, chosen.data_ptr(),
-            shares.data_ptr(),
-            tokens, experts.per_token, experts.groups, experts.groups_per_token,
-            experts.scoring == "sigmoid", experts.normalised, experts.scale, _SMALLEST_SUM,
-            torch.get_num_threads(),
+        chosen = torch.empty((tokens, self._per_token), dtype=torch.int64)
+        shares = torch.empty((tokens, self._per_token), dtype=torch.float32)
+        self.route(
+            ctypes.addressof(self.part), x.data_ptr(), chosen.data_ptr(), shares.data_ptr(),
+            tokens, torch.get_num_threads(),
         )  # fmt: skip
         return chosen, shares
 
