@@ -124,7 +124,8 @@ class Decoder:
             delta = self._leave(share, layer.mlp_bias, layer.mlp_output_norm)
 
         if record is not None:
-            record[inputs.cache_places] = torch.stack(choices, dim=1).to(record.dtype)
+            chosen = torch.stack(choices, dim=1).to(record.dtype)
+            record.index_copy_(0, inputs.cache_places, chosen)
         assert delta is not None
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]
