@@ -6,7 +6,8 @@ All modules that use megatron are inside the package.
 """
 
 import mrlhf.run.leaving  # noqa: F401 (before torch, which takes seconds: it notes the launcher)
-from mrlhf.device import ask_for_huge_pages, install_cpu_stand_ins
+from mrlhf.device import ask_for_huge_pages
+from mrlhf.stand_ins import install_cpu_stand_ins
 
 ask_for_huge_pages()
 install_cpu_stand_ins()

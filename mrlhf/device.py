@@ -1,40 +1,23 @@
-"""Chooses the device of a rank, and runs megatron-core without a GPU.
-
-megatron-core calls `torch.cuda` in many places. If there is no GPU, an import hook rewrites the
-source of `megatron.core` as it is imported: `torch.cuda` becomes a stand-in, `device="cuda"`
-becomes `device="cpu"`, and so on. No attribute of torch changes, line numbers stay the same, no
-bytecode is written, and nothing is imported earlier than without the hook. If there is a GPU, the
-hook is not installed.
-
-This file knows neither models nor layouts nor other ranks.
-"""
+"""Chooses the device of a rank; this file knows neither models nor layouts nor other ranks."""
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import ctypes
-import importlib.abc
-import importlib.machinery
 import os
 import platform
 import random
 import re
 import resource
 import sys
-import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from mrlhf.errors import ConfigError
 
-T = TypeVar("T")
 Kind = Literal["cpu", "cuda"]
 
 # Dense TFLOP/s of matrix products in bfloat16 (tensor cores, sums in float32) and in float32 (no
@@ -227,167 +210,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class _NoStream:
-    """Stands in for a CUDA stream or event: every method does nothing and returns the object."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _self(self, *args: Any, **kwargs: Any) -> _NoStream:
-        return self
-
-    wait_stream = wait_event = wait = record_event = record = synchronize = _self
-
-
-class _CudaOnCpu:
-    """What rewritten megatron-core sees as `torch.cuda`; other names come from the real module."""
-
-    Stream = Event = current_stream = default_stream = _NoStream
-    stream = contextlib.nullcontext
-    manual_seed = staticmethod(torch.manual_seed)
-
-    def __init__(self) -> None:
-        self.random = SimpleNamespace(
-            get_rng_state=self.get_rng_state, set_rng_state=self.set_rng_state
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-    @staticmethod
-    def current_device() -> torch.device:
-        return torch.device("cpu")
-
-    @staticmethod
-    def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    @staticmethod
-    def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torch.set_rng_state(new_state)
-
-    @staticmethod
-    def synchronize(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    set_device = empty_cache = synchronize
-
-
-CUDA_ON_CPU = _CudaOnCpu()
-
-
-def not_compiled(function: T | None = None, **options: Any) -> T | Callable[[T], T]:
-    """What rewritten megatron-core sees as `torch.compile`: it returns the function as it is.
-
-    A CPU then needs no compiler, and no time is spent compiling.
-    """
-    if function is None:
-        return lambda decorated: decorated
-    return function
-
-
-class _Rewrite(ast.NodeTransformer):
-    """Takes CUDA out of a module's syntax tree."""
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """`torch.cuda` and `torch.compile` become the stand-ins above."""
-        self.generic_visit(node)
-        stand_ins = {"cuda": "CUDA_ON_CPU", "compile": "not_compiled"}
-        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in stand_ins:
-            here = ast.Name("_mrlhf_device", ast.Load())
-            return ast.copy_location(ast.Attribute(here, stand_ins[node.attr], node.ctx), node)
-        return node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """'torch.cuda.FloatTensor', to which `Tensor.type()` is compared, loses its "cuda."."""
-        value = node.value
-        if isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor"):
-            return ast.copy_location(ast.Constant(value.replace("torch.cuda.", "torch.")), node)
-        return node
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        """`device="cuda"` becomes `device="cpu"`, and `pin_memory` becomes False."""
-        self.generic_visit(node)
-        if isinstance(node.value, ast.Constant):
-            if node.arg == "device" and node.value.value == "cuda":
-                node.value = ast.copy_location(ast.Constant("cpu"), node.value)
-            elif node.arg == "pin_memory":
-                node.value = ast.copy_location(ast.Constant(False), node.value)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`x.cuda()` becomes `x`."""
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
-            return node.func.value
-        return node
-
-
-def _patch_random(module: Any) -> None:
-    """Replace the two functions that use a CUDA generator directly."""
-    module._get_cuda_rng_state = CUDA_ON_CPU.get_rng_state
-    module._set_cuda_rng_state = CUDA_ON_CPU.set_rng_state
-
-
-def _patch_linear(module: Any) -> None:
-    """Replace Apex's kernel that adds the gradient of a weight to float32 `main_grad` in place."""
-
-    def add_product(inputs: torch.Tensor, grad_output: torch.Tensor, total: torch.Tensor) -> None:
-        if inputs.dtype == total.dtype:
-            total.addmm_(grad_output.t(), inputs)
-        else:
-            total.add_(grad_output.t() @ inputs)
-
-    module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_product)
-    module._grad_accum_fusion_available = True
-
-
-_PATCHES: dict[str, Callable[[Any], None]] = {
-    "megatron.core.tensor_parallel.layers": _patch_linear,
-    "megatron.core.tensor_parallel.random": _patch_random,
-}
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one rewritten module, never through the bytecode cache."""
-
-    def source_to_code(  # type: ignore[override]
-        self, data: Any, path: Any, *, _optimize: int = -1
-    ) -> CodeType:
-        tree = ast.fix_missing_locations(_Rewrite().visit(ast.parse(data, path)))
-        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["_mrlhf_device"] = sys.modules[__name__]
-        with warnings.catch_warnings():
-            # megatron-core warns that Apex and TransformerEngine are missing; a CPU needs neither.
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-            super().exec_module(module)
-        if module.__name__ in _PATCHES:
-            _PATCHES[module.__name__](module)
-
-    def path_stats(self, path: Any) -> Any:
-        raise OSError("rewritten modules have no bytecode cache")
-
-    def set_data(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of megatron.core as usual, and gives their source to `_Loader`."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
-            return None
-
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(spec.loader.name, spec.loader.path)
-        return spec
-
-
 def ask_for_huge_pages() -> None:
     """Let torch ask the system for huge pages for large tensors, if there is no GPU.
 
@@ -397,16 +219,3 @@ def ask_for_huge_pages() -> None:
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def install_cpu_stand_ins() -> None:
-    """Rewrite megatron-core for the CPU when it is imported.
-
-    This does nothing if there is a GPU, or if it has been called before.
-    """
-    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
-    assert "megatron.core" not in sys.modules, (
-        "megatron.core was imported before mrlhf: import mrlhf first"
-    )
-    sys.meta_path.insert(0, _Finder())

@@ -20,7 +20,7 @@ Choice = tuple[str, int]
 Pair = tuple[Choice, Choice]
 
 # For each new row, so many of the pairs that are still missing are tried as its beginning.
-_ATTEMPTS = 24
+_ATTEMPTS = 48
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,17 @@ class Rule:
     holds: Callable[..., bool]
 
 
-def covering_rows(axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> list[Row]:
+def covering_rows(
+    axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule], cost: str | None = None
+) -> list[Row]:
     """Rows that keep all rules and together hold every pair of values that some such row holds.
 
-    The same axes and rules always give the same rows. They are few, though not the fewest.
+    The same arguments always give the same rows. They cost little, though not the least.
 
     Args:
         axes: by name, the values to choose from.
         rules: those that name an axis which is not there are left out.
+        cost: the axis whose value is the cost of a row; None: all rows cost the same.
     """
     search = _Search(axes, [rule for rule in rules if set(rule.axes) <= axes.keys()])
     missing = dict.fromkeys(search.feasible_pairs())
@@ -51,16 +54,18 @@ def covering_rows(axes: Mapping[str, Sequence[Any]], rules: Sequence[Rule]) -> l
 
     while missing:
         best: dict[str, int] = {}
-        most: list[Pair] = []
+        most = 0.0  # pairs that are still missing, for what a row costs
         for pair in list(missing)[:_ATTEMPTS]:
-            candidate = search.complete(dict(pair), missing)
-            assert candidate is not None, f"{pair} was found to be feasible"
-            covered = [other for other in _pairs_of(candidate, axes) if other in missing]
-            if len(covered) > len(most):
-                best = candidate
-                most = covered
-        for pair in most:
-            del missing[pair]
+            for chosen, price in _priced(dict(pair), axes, cost):
+                candidate = search.complete(chosen, missing)
+                if candidate is None:
+                    continue
+                gain = sum(other in missing for other in _pairs_of(candidate, axes)) / price
+                if gain > most:
+                    best = candidate
+                    most = gain
+        for pair in _pairs_of(best, axes):
+            missing.pop(pair, None)
         search.used.update(best.items())
         rows.append({axis: axes[axis][best[axis]] for axis in axes})
     return rows
@@ -139,6 +144,18 @@ class _Search:
         if self._places[axis] < self._places[other]:
             return (axis, number), (other, other_number)
         return (other, other_number), (axis, number)
+
+
+def _priced(
+    chosen: dict[str, int], axes: Mapping[str, Sequence[Any]], cost: str | None
+) -> Iterator[tuple[dict[str, int], float]]:
+    """The chosen values with each value of the axis `cost` that goes with them, and that value."""
+    if cost is None:
+        yield chosen, 1.0
+        return
+    for number, price in enumerate(axes[cost]):
+        if chosen.get(cost, number) == number:
+            yield {**chosen, cost: number}, price
 
 
 def _pairs_of(row: Mapping[str, int], axes: Mapping[str, Sequence[Any]]) -> Iterator[Pair]:

@@ -47,7 +47,7 @@ STAGES = (
         has_view=True,
     ),
     Stage(
-        "improving it by PPO, where a right answer is the reward (50 steps, four processes)",
+        "improving it by PPO, where a right answer is the reward (60 steps, four processes)",
         "torchrun --nproc-per-node=4 launch/train_ppo.py --config configs/demo_cpu.yaml "
         "trainer.console=view trainer.log_freq=10 trainer.overwrite=true",
         has_view=True,

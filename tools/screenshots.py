@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import select
@@ -56,9 +57,8 @@ def main() -> int:
     parser.add_argument(
         "--step",
         type=int,
-        default=12,
         metavar="N",
-        help="the last complete step on the picture of the terminal (default: 12)",
+        help="so many steps are complete on the picture of the terminal (default: a quarter)",
     )
     arguments = parser.parse_args()
 
@@ -104,12 +104,16 @@ def _take(page: Page, file: Path) -> None:
     print(f"{file} ({file.stat().st_size / 1000:.0f} kB)")
 
 
-def _watch_run(run: Path, step: int) -> pyte.Screen:
-    """The terminal of a run as `run`, while it updates the policy after `step`."""
+def _watch_run(run: Path, step: int | None) -> pyte.Screen:
+    """The terminal of a run as `run`, while it updates the policy after `step`, or soon after.
+
+    Without `step` that is after a quarter of the run.
+    """
     output_dir = run.with_name(f"{run.name}-again")
-    ranks = json.loads((run / "status.json").read_text())["ranks"]
+    status = json.loads((run / "status.json").read_text())
+    step = math.ceil(status["of"] / 4) if step is None else step
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "launch/train_ppo.py"]
+    command += [f"--nproc-per-node={status['ranks']}", "launch/train_ppo.py"]
     command += ["--config", str(run / "config.yaml"), f"trainer.output_dir={output_dir}"]
     command += ["trainer.overwrite=true"]
     screen = pyte.Screen(COLUMNS, ROWS)
@@ -139,7 +143,7 @@ def _read_until(
     stream: pyte.ByteStream,
     status: Path,
 ) -> None:
-    """Feed what the run writes to the screen, until it updates the policy after `step`."""
+    """Feed what the run writes to the screen, until it updates the policy after `step` or later."""
     until = time.monotonic() + LONGEST_S
     while process.poll() is None and time.monotonic() < until:
         if select.select([terminal], [], [], 0.05)[0]:
@@ -149,7 +153,7 @@ def _read_until(
                 break
         elif status.exists():
             now = json.loads(status.read_text())
-            if now["step"] >= step and now["phase"] == "update_actor":
+            if now["step"] > step or (now["step"] == step and now["phase"] == "update_actor"):
                 return
     raise SystemExit("the run did not come so far; start it by hand to see why")
 

@@ -38,8 +38,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     arithmetic.add_argument(
         "--sft-copies",
         type=int,
-        default=4,
+        default=3,
         help="answers to each supervised problem, each right or wrong",
+    )
+    arithmetic.add_argument(
+        "--short-factor",
+        type=int,
+        default=3,
+        help="so many times more of them for each operand with fewer digits",
     )
     arithmetic.add_argument("--train", type=int, default=9000, help="RL prompts")
     arithmetic.add_argument(

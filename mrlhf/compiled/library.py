@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from mrlhf.user_cache import cache_directory
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def _library_path(compiler: str, source: Path) -> Path:
     identity = (*texts, " ".join(_FLAGS).encode(), _processor().encode())
     digest = hashlib.blake2b(b"|".join(identity), digest_size=8).hexdigest()
     name = f"{source.stem}-{digest}"
-    directory = _cache_directory()
+    directory = cache_directory()
     library = directory / f"{name}.so"
     failure = directory / f"{name}.failed"
 
@@ -150,30 +151,6 @@ def _written_at(path: Path) -> int | None:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-
-
-def _cache_directory() -> Path:
-    """A folder that only this user owns and can write to: in the home, else the temporary folder.
-
-    Raises:
-        OSError: there is none.
-    """
-    temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
-    for directory in (*_home_caches(), temporary):
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
-            return directory
-    raise OSError(f"neither the home's cache folder nor {temporary} can be written to")
-
-
-def _home_caches() -> list[Path]:
-    try:
-        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"]
-    except RuntimeError:  # this user has no home
-        return []
 
 
 def _processor() -> str:

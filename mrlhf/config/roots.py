@@ -31,6 +31,7 @@ from mrlhf.config.sections import (
     ReferenceSection,
     RewardModelSection,
     RoleSection,
+    ScalarOptimSection,
 )
 from mrlhf.config.trainer import DistributedSection, PPOTrainerSection, TrainerSection
 from mrlhf.rl.names import estimator_traits
@@ -231,6 +232,8 @@ class PreferenceConfig(SupervisedConfig):
 
 class RewardModelConfig(PreferenceConfig):
     """The configuration of launch/train_rm.py."""
+
+    optim: ScalarOptimSection = Field(description="optimizer")
 
 
 class DPOConfig(PreferenceConfig):

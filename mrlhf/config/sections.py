@@ -115,6 +115,16 @@ class ActorOptimSection(OptimSection):
     lr: UpToOne = Field(1e-6, description="peak learning rate; 0: nothing is learned")
 
 
+class ScalarOptimSection(OptimSection):
+    """The optimizer of a model with a scalar head."""
+
+    head_lr: UpToOne | None = Field(
+        None,
+        description="peak learning rate of the scalar head, with the schedule of lr; a fresh head "
+        "on trained weights may need 100 times theirs; null: as lr",
+    )
+
+
 class RoleSection(Section):
     """A model and its layout over the ranks; data parallelism takes what tp x cp x pp leaves."""
 
@@ -307,7 +317,7 @@ class CriticSection(RouterSection, RoleSection):
     It starts from the weights of path, with a fresh scalar head unless they hold one.
     """
 
-    optim: OptimSection = Field(description="optimizer")
+    optim: ScalarOptimSection = Field(description="optimizer")
     ppo_mini_batch_size: Count = Field(
         256, description="prompts in one optimizer step (x rollout.n = samples)"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,10 @@ class Problem:
     prompt: str
     answer: int
 
+    def short_operands(self, digits: int) -> int:
+        """How many of the two operands have fewer than `digits` digits."""
+        return sum(len(operand) < digits for operand in re.findall(r"\d+", self.prompt))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticTask:
@@ -57,6 +62,9 @@ class ArithmeticTask:
         sft: supervised problems.
         sft_copies: rows of each supervised problem. Whether an answer is wrong is drawn anew for
             each row, so that a model learns how often to be wrong and not which answers to give.
+        short_factor: for each operand with fewer than `digits` digits, a supervised problem has so
+            many times more rows. Such problems are rare, and a model must learn anew where their
+            digits stand.
         train: prompts for reinforcement learning.
         validation: prompts that are in neither of the two, to choose settings by.
         held_out: prompts that are in none of the three, to measure the result by.
@@ -70,6 +78,7 @@ class ArithmeticTask:
     operations: str
     sft: int
     sft_copies: int = 1
+    short_factor: int = 1
     train: int
     validation: int
     held_out: int
@@ -174,6 +183,7 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
         "digits": task.digits,
         "supervised problems": task.sft,
         "copies of each": task.sft_copies,
+        "times more copies of short ones": task.short_factor,
         "training prompts": task.train,
         "validation prompts": task.validation,
         "held-out prompts": task.held_out,
@@ -191,7 +201,11 @@ def write_arithmetic(out_dir: Path, task: ArithmeticTask) -> dict[str, int]:
     hidden = _prompts(held_out_problems)
     validation_problems = sample(task.validation, exclude=hidden)
     hidden |= _prompts(validation_problems)
-    sft_problems = task.sft_copies * sample(task.sft, exclude=hidden)
+    sft_problems = [
+        problem
+        for problem in sample(task.sft, exclude=hidden)
+        for _ in range(task.sft_copies * task.short_factor ** problem.short_operands(task.digits))
+    ]
     train_problems = sample(task.train, exclude=hidden)
 
     wrong_count = round(task.wrong_fraction * len(sft_problems))

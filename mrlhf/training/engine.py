@@ -420,7 +420,8 @@ class ModelEngine:
 
         Returns:
             The tally's means, and under `<prefix>/`: `grad_norm` (mean over the steps taken),
-            `optimizer_steps` taken, `skipped_steps`, and the learning rate `lr` of these steps;
+            `optimizer_steps` taken, `skipped_steps`, the learning rate `lr` of these steps, and
+            `head_lr` if the scalar head has one of its own;
             with a mixture of experts also `expert_load_max` and `expert_load_entropy`, means over
             the mini-batches of what `ExpertLoad` says.
             Beside these, what `UpdateClock.metrics` says of the time that the update took.
@@ -432,6 +433,9 @@ class ModelEngine:
         metrics[f"{prefix}/optimizer_steps"] = mini_batches - skipped
         metrics[f"{prefix}/skipped_steps"] = skipped
         metrics[f"{prefix}/lr"] = self.optimizer.learning_rate
+        head_lr = self.optimizer.head_learning_rate
+        if head_lr is not None:
+            metrics[f"{prefix}/head_lr"] = head_lr
         for name in ("expert_load_max", "expert_load_entropy"):
             if name in metrics:
                 metrics[f"{prefix}/{name}"] = metrics.pop(name)

@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    ParamGroupOverride,
+)
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from mrlhf.config.sections import OptimSection
+from mrlhf.config.sections import OptimSection, ScalarOptimSection
 from mrlhf.errors import TrainingError
 from mrlhf.parallel.groups import RoleGroups
 from mrlhf.training.data_parallel import WeightGather, overlaps, splits_optimizer
@@ -41,6 +50,9 @@ class OptimizerStep:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# What the name of a scalar head's weight matches.
+_SCALAR_HEAD = "*output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -85,22 +97,11 @@ class ShardedOptimizer:
         self._optim = optim
         self._world = groups.world
 
+        settings = _adam_settings(optim, splits_optimizer(optim, groups), dtype)
         self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optim.lr,
-                # The scheduler reads it from the parameter groups.
-                min_lr=optim.lr * optim.min_lr_ratio,
-                weight_decay=optim.weight_decay,
-                adam_beta1=optim.adam_beta1,
-                adam_beta2=optim.adam_beta2,
-                adam_eps=optim.adam_eps,
-                clip_grad=optim.clip_grad,
-                use_distributed_optimizer=splits_optimizer(optim, groups),
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-            ),
+            settings,
             list(chunks),
+            _exceptions(optim, settings),
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
@@ -128,8 +129,14 @@ class ShardedOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return max(group["lr"] for group in self._optimizer.param_groups)
+        """The learning rate of the next step, of all weights but a head with one of its own."""
+        return max(group["lr"] for group in self._groups(with_default_lr=True))
+
+    @property
+    def head_learning_rate(self) -> float | None:
+        """The learning rate of the scalar head in the next step; None: it has none of its own."""
+        rates = [group["lr"] for group in self._groups(with_default_lr=False)]
+        return max(rates, default=None)
 
     def advance_schedule(self) -> None:
         """Move the learning-rate schedule on by one update."""
@@ -301,6 +308,11 @@ class ShardedOptimizer:
                 return owners[id(main)], 0, main
         return None
 
+    def _groups(self, *, with_default_lr: bool) -> list[dict[str, Any]]:
+        """The parameter groups that follow `lr`, or those that do not."""
+        groups = self._optimizer.param_groups
+        return [group for group in groups if group["default_config"] == with_default_lr]
+
     def _megatron_optimizers(self) -> list[MegatronOptimizer]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
@@ -333,6 +345,40 @@ class ShardedOptimizer:
                 f"last of norm {grad_norm:g}{bound}; lower the learning rate, look at the rewards "
                 "and the data, or raise max_skipped_steps"
             )
+
+
+def _adam_settings(optim: OptimSection, split: bool, dtype: torch.dtype) -> OptimizerConfig:
+    """What megatron-core is to do with every weight; `split`: replicas share the states."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        # The scheduler reads it from the parameter groups.
+        min_lr=optim.lr * optim.min_lr_ratio,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        use_distributed_optimizer=split,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+    )
+
+
+def _exceptions(
+    optim: OptimSection, settings: OptimizerConfig
+) -> dict[ParamKey, ParamGroupOverride]:
+    """What is done otherwise with some weights, by what their names match.
+
+    Vectors have no weight decay. A scalar head may have a learning rate of its own.
+    """
+    exceptions = get_standard_config_overrides(settings)
+    if isinstance(optim, ScalarOptimSection) and optim.head_lr is not None:
+        exceptions[ParamKey(name=_SCALAR_HEAD)] = {
+            "max_lr": optim.head_lr,
+            "min_lr": optim.head_lr * optim.min_lr_ratio,
+        }
+    return exceptions
 
 
 def learning_rate_schedule(

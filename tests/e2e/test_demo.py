@@ -46,7 +46,7 @@ def test_it_learns(demo: dict[str, Any]) -> None:
     assert 0.4 <= summary["start_sampled_accuracy"] <= 0.65
     assert summary["final_sampled_accuracy"] >= 0.95
     assert summary["final_accuracy"] >= 0.95
-    assert summary["steps"] == 50
+    assert summary["steps"] == 60
     assert summary["seconds"] > 0
 
 
@@ -65,7 +65,7 @@ def test_it_tells_what_it_did(demo: dict[str, Any]) -> None:
 
     log = demo["log"]
     assert "validation before training: val/arithmetic/acc@1 0." in log
-    assert [number for number in range(1, 51) if f"step {number}/50, reward" in log] == [20, 40, 50]
+    assert [number for number in range(1, 61) if f"step {number}/60, reward" in log] == [20, 40, 60]
     assert log.count("samples of held-out prompts") == log.count(": validation ")
 
     file = root / "rollouts" / "step_000020.parquet"
@@ -85,9 +85,9 @@ def test_the_report_shows_the_run(demo: dict[str, Any]) -> None:
     found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page)
     assert found is not None
     (run,) = json.loads(found.group(1))["runs"]
-    assert run["steps"] == list(range(51))
-    assert sorted(set(run["samples"]["step"])) == [10, 20, 30, 40, 50]
-    assert len(run["samples"]["step"]) == 5 * 256
+    assert run["steps"] == list(range(61))
+    assert sorted(set(run["samples"]["step"])) == [10, 20, 30, 40, 50, 60]
+    assert len(run["samples"]["step"]) == 6 * 256
     assert {"advantage", "value", "entropy", "ratio after update"} <= set(run["quantities"])
     assert [process["ranks"] for process in run["processes"].values()] == [4] * 4
 

@@ -129,13 +129,14 @@ def test_make_runs_what_the_page_says() -> None:
 
 
 def test_few_rows_train_long_enough(followed: Path) -> None:
-    """Epochs alone would be 8 steps of fine-tuning and about 12 of the reward model."""
+    """Epochs alone would be 8 steps of fine-tuning and 3 of the reward model."""
     runs = followed / "runs" / "gsm8k"
     sft = read_lines(runs / "sft" / "metrics.jsonl")
     reward_model = read_lines(runs / "rm" / "metrics.jsonl")
     assert (sft[-1]["step"], reward_model[-1]["step"]) == (100, 60)
     assert sft[-1]["sft/loss"] < 2.0
     assert reward_model[-1]["val/accuracy"] > 0.75
+    assert reward_model[-1]["rm/head_lr"] == pytest.approx(50 * reward_model[-1]["rm/lr"])
     assert "train/bubble/rm" in reward_model[-1]
 
 

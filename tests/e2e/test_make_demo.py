@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,38 +26,71 @@ from tools.demo import STAGES, Stage, run
 pytestmark = pytest.mark.timeout(1000)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A copy of the repository in which the two trainings take two steps."""
+# This environment stands for the one that `make` would install.
+VARIABLES = [f"VENV={sys.prefix}", "READY=ready", "DEV_READY=dev-ready"]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """`make demo` in a copy of the repository in which the two trainings take two steps.
+
+    Attributes:
+        place: the copy.
+        code: the exit code.
+        screen: what the terminal has got.
+    """
+
+    place: Path
+    code: int
+    screen: str
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    place = tmp_path_factory.mktemp("demo")
     for name in ("Makefile", "constraints-cpu.txt", "launch", "setup.py", "tools"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+        (place / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "configs", place / "configs")
     for name in ("demo_sft_cpu.yaml", "demo_cpu.yaml"):
-        file = tmp_path / "configs" / name
+        file = place / "configs" / name
         text = re.sub(r"total_steps: \d+", "total_steps: 2", file.read_text(encoding="utf-8"))
-        file.write_text(text.replace("lr_warmup_steps: 30", "lr_warmup_steps: 1"), "utf-8")
-    return tmp_path
+        for many, few in (("lr_warmup_steps: 30", "lr_warmup_steps: 1"), ("freq: 10", "freq: 1")):
+            text = text.replace(many, few)
+        file.write_text(text, encoding="utf-8")
 
-
-def test_it_is_short_and_shows_what_it_does(place: Path) -> None:
     (command,) = commands_of("README.md", "^make demo$")
-    # This environment stands for the one that it would install.
-    (place / "ready").touch()
-    variables = [f"VENV={sys.prefix}", "READY=ready"]
-    code, screen = _on_a_terminal([*command.split(), *variables], place)
-    assert code == 0, screen
+    for name in ("ready", "dev-ready"):
+        (place / name).touch()
+    return Demo(place, *_on_a_terminal([*command.split(), *VARIABLES], place))
+
+
+def test_it_is_short_and_shows_what_it_does(demo: Demo) -> None:
+    screen = demo.screen
+    assert demo.code == 0, screen
 
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
     for number, stage in enumerate(STAGES, start=1):
         assert f"{number}/4 {stage.title}" in plain
         assert f"$ {stage.command}" in plain
     assert "\x1b[1m1/4" in screen  # bold
-    assert "1/2 steps" in plain and "generating" in plain  # the view
+    # The view. It is drawn four times a second, so that a quick machine may skip any one phase.
+    assert re.search(r"[01]/2 steps", plain)
+    assert re.search("generating|validating|updating the policy", plain)
     assert re.search(r"learned: \d+% -> \d+% right answers", plain)
     # Two steps teach nothing, and the run says so.
     lines = [line for line in plain.splitlines() if "alarm" not in line]
     assert not [line for line in lines if re.search("WARNING|INFO|Warning", line)]
-    assert (place / "runs/demo/report.html").is_file()
+    assert (demo.place / "runs/demo/report.html").is_file()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_its_pictures_are_taken(demo: Demo) -> None:
+    code, screen = _on_a_terminal(["make", "screenshots", *VARIABLES], demo.place)
+    assert code == 0, screen
+    for name in ("report", "rollouts", "terminal"):
+        picture = (demo.place / f"docs/images/{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000, name
+    assert not (demo.place / "runs/demo-again").exists()
 
 
 def test_a_stage_that_fails_shows_its_output(capfd: pytest.CaptureFixture[str]) -> None:

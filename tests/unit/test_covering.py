@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.covering import Row, Rule, covering_rows
-from tests.dist.invariance_axes import AXES, RULES
+from tests.dist.invariance_axes import AXES, RULES, matrix_rows
 
 SWITCHES = {"a": (False, True), "b": (False, True), "c": (False, True)}
 SIZES = {"ranks": (4, 8), "tp": (1, 2, 4), "pp": (1, 2, 4), "dp": (1, 2, 4), "deep": (False, True)}
@@ -60,15 +60,23 @@ def test_three_switches_need_four_rows() -> None:
     ]
 
 
+def test_rows_that_cost_less_come_instead_of_dearer_ones() -> None:
+    rows = covering_rows(SIZES, [FILLS, DEEP])
+    cheap = covering_rows(SIZES, [FILLS, DEEP], cost="ranks")
+    assert _pairs(cheap) == _pairs(rows)
+    assert sum(row["ranks"] for row in cheap) < sum(row["ranks"] for row in rows)
+
+
 def test_the_same_rows_each_time() -> None:
     assert covering_rows(SIZES, [FILLS, DEEP]) == covering_rows(SIZES, [FILLS, DEEP])
 
 
 def test_the_rows_of_the_invariance_matrix_are_few() -> None:
-    rows = covering_rows(AXES, RULES)
+    rows = matrix_rows()
     assert all(
         _keeps(row, [rule for rule in RULES if set(rule.axes) <= AXES.keys()]) for row in rows
     )
     for axis, values in AXES.items():
         assert {row[axis] for row in rows} == set(values), axis
     assert len(rows) < 60
+    assert sum(row["ranks"] for row in rows) < 300

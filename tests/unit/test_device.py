@@ -1,15 +1,9 @@
-"""Device choice, the launcher's environment, and the CPU stand-ins.
-
-The stand-ins leave torch unchanged and import nothing early.
-"""
+"""Device choice, and the launcher's environment."""
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +12,6 @@ import torch
 
 from mrlhf.device import (
     Device,
-    _Rewrite,
     ask_for_huge_pages,
     peak_tflops,
     pick_device,
@@ -31,109 +24,6 @@ from mrlhf.job import read_launch
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")
 GPU = Device("cuda", torch.device("cuda", 0), "nccl")
-
-LAZY = """
-import sys
-import mrlhf
-assert not [name for name in sys.modules if name.startswith("megatron")], "megatron was imported"
-assert "torch._dynamo" not in sys.modules, "a compiler was imported"
-"""
-
-UNTOUCHED = """
-import torch
-import torch.cuda, torch.distributed, torch.nn.functional, torch.utils.checkpoint
-watched = [torch, torch.cuda, torch.Tensor, torch.nn.Module, torch.distributed]
-watched += [torch.nn.functional, torch.random]
-before = [{name: id(value) for name, value in vars(module).items()} for module in watched]
-import mrlhf
-from megatron.core.models.gpt import GPTModel
-import megatron.core.tensor_parallel.random
-import megatron.core.pipeline_parallel.schedules
-import megatron.core.optimizer
-for module, names in zip(watched, before, strict=True):
-    changed = [name for name in names if id(vars(module).get(name)) != names[name]]
-    assert not changed, (module, changed)
-assert not torch.cuda.is_available()
-import megatron.core.jit
-def function(): pass
-assert megatron.core.jit.jit_fuser(function) is function
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-model_parallel_cuda_manual_seed(5, tp_rank=1, ep_rank=0, etp_rank=0)
-outside = torch.get_rng_state()
-with get_cuda_rng_tracker().fork():
-    inside = torch.rand(3)
-assert torch.equal(torch.get_rng_state(), outside)
-torch.manual_seed(5 + 2718 + 1)  # megatron-core's seed of tensor-parallel rank 1
-assert torch.equal(inside, torch.rand(3))
-"""
-
-ROTARY = """
-import sys
-import mrlhf
-from megatron.core.models.gpt import GPTModel
-import torch, transformers
-config = transformers.LlamaConfig(
-    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, vocab_size=16, rope_theta=10000.0,
-)
-transformers.LlamaForCausalLM(config).save_pretrained(sys.argv[1])
-model = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1])
-expected = 10000.0 ** (-torch.arange(0, 16, 2).double() / 16)
-torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), expected, atol=1e-7, rtol=1e-6)
-"""
-
-
-TOO_EARLY = """
-import sys
-import types
-sys.modules["megatron.core"] = types.ModuleType("megatron.core")
-import mrlhf
-"""
-
-
-def run_python(program: str, *arguments: str) -> None:
-    """Run `program` in a new interpreter that sees no GPU."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error::UserWarning:megatron", "-c", program, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_importing_mrlhf_imports_no_megatron() -> None:
-    run_python(LAZY)
-
-
-def test_torch_is_unchanged_by_importing_megatron_and_its_random_states_work() -> None:
-    run_python(UNTOUCHED)
-
-
-def test_transformers_loads_right_rotary_frequencies_in_the_same_process(tmp_path: Path) -> None:
-    run_python(ROTARY, str(tmp_path))
-
-
-def test_megatron_imported_too_early_is_refused() -> None:
-    with pytest.raises(AssertionError, match="import mrlhf first"):
-        run_python(TOO_EARLY)
-
-
-@pytest.mark.parametrize(
-    ("source", "rewritten"),
-    [
-        ("torch.cuda.current_device()", "_mrlhf_device.CUDA_ON_CPU.current_device()"),
-        ("fuse = torch.compile", "fuse = _mrlhf_device.not_compiled"),
-        ("torch.zeros(1, device='cuda')", "torch.zeros(1, device='cpu')"),
-        ("torch.tensor(x, pin_memory=True)", "torch.tensor(x, pin_memory=False)"),
-        ("kind == 'torch.cuda.FloatTensor'", "kind == 'torch.FloatTensor'"),
-        ("weight.data.cuda(non_blocking=True)", "weight.data"),
-        ("torch.nn.Module()", "torch.nn.Module()"),
-        ("other.cuda.stream", "other.cuda.stream"),
-    ],
-)
-def test_rewriting(source: str, rewritten: str) -> None:
-    assert ast.unparse(_Rewrite().visit(ast.parse(source))) == rewritten
 
 
 def test_pick_device_on_a_machine_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

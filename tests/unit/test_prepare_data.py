@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pyarrow
@@ -34,7 +35,7 @@ SPLITS = ("sft", "train", "validation", "held_out")
 
 
 def arithmetic(out, *more):
-    sizes = ["--sft", "200", "--sft-copies", "2", "--train", "300"]
+    sizes = ["--sft", "200", "--sft-copies", "2", "--short-factor", "1", "--train", "300"]
     sizes += ["--validation", "50", "--held-out", "100"]
     assert main(["arithmetic", "--out", str(out), *sizes, *more]) == 0
     return {name: read(out / f"{name}.jsonl") for name in SPLITS}
@@ -77,6 +78,16 @@ def test_arithmetic(tmp_path, kind):
     assert {re.search("[+-]", prompt)[0] for prompt in prompts["sft"]} == {"+", "-"}
     assert arithmetic(tmp_path / "b", *options) == data
     assert arithmetic(tmp_path / "c", *options, "--seed", "1") != data
+
+
+def test_short_problems_have_more_rows(tmp_path):
+    data = arithmetic(tmp_path, "--short-factor", "3")
+    rows = Counter(row["prompt"] for row in data["sft"])
+    assert len(rows) == 200
+    # Two rows of each problem, and three times more for each operand of one digit.
+    short = {prompt: re.sub(r"\d\d", "", prompt) for prompt in rows}
+    assert {len(re.findall(r"\d", rest)) for rest in short.values()} >= {0, 1}
+    assert rows == {prompt: 2 * 3 ** len(re.findall(r"\d", short[prompt])) for prompt in rows}
 
 
 def test_arithmetic_trains(tmp_path):
@@ -232,7 +243,8 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert main(["arithmetic", "--out", str(tmp_path / "a"), "--digits", "1", "--sft", "200"]) == 2
     assert "exceed the 100 problems" in capsys.readouterr().err
 
-    for option in ("digits", "sft", "sft-copies", "train", "validation", "held-out", "vocab-size"):
+    prompts = ("sft", "sft-copies", "short-factor", "train", "validation", "held-out")
+    for option in ("digits", *prompts, "vocab-size"):
         for count in ("0", "-1"):
             assert (
                 main(["arithmetic", "--out", str(tmp_path / "empty"), f"--{option}={count}"]) == 2

@@ -41,16 +41,14 @@ class Rule:
         return f"{PAGE}#{self.name.replace('_', '-')}"
 
 
-# Of each model that trains, the section of its optimizer.
-_OPTIM = {
-    "actor": "actor.optim",
-    "critic": "critic.optim",
-    "sft": "optim",
-    "rm": "optim",
-    "dpo": "optim",
+# Of each model that trains, its own section and the one of its optimizer.
+_SECTIONS = {
+    "actor": ("actor", "actor.optim"),
+    "critic": ("critic", "critic.optim"),
+    "sft": ("model", "optim"),
+    "rm": ("model", "optim"),
+    "dpo": ("model", "optim"),
 }
-# And its own section.
-_SECTIONS = {"actor": "actor", "critic": "critic", "sft": "model", "rm": "model", "dpo": "model"}
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -122,9 +120,9 @@ RULES: tuple[Rule, ...] = (
             "warning",
             partial(signs.gradient_spike, role=role),
             "a few rows of this batch are unlike the others, or the rate is too high",
-            f"{section}.skip_grad_norm",
+            f"{optim}.skip_grad_norm",
         )
-        for role, section in _OPTIM.items()
+        for role, (_, optim) in _SECTIONS.items()
     ),
     *(
         Rule(
@@ -132,9 +130,9 @@ RULES: tuple[Rule, ...] = (
             "error",
             partial(signs.zero_learning_rate, role=role),
             "the rate is set to 0, or its decay has ended at 0",
-            f"{section}.lr",
+            f"{optim}.lr",
         )
-        for role, section in _OPTIM.items()
+        for role, (_, optim) in _SECTIONS.items()
     ),
     Rule(
         "constant_term",
@@ -158,7 +156,7 @@ RULES: tuple[Rule, ...] = (
             "a machine or device of this replica is slower or shared, and all others wait for it",
             f"{section}.micro_batch_tokens",
         )
-        for role, section in _SECTIONS.items()
+        for role, (section, _) in _SECTIONS.items()
     ),
     Rule(
         "everything_rejected",

@@ -172,12 +172,14 @@ def gradient_spike(history: History, role: str) -> str | None:
 
 
 def zero_learning_rate(history: History, role: str) -> str | None:
-    """The learning rate is 0 at the first step, or for longer than one step."""
+    """The learning rates are 0 at the first step, or for longer than one step."""
     name = f"{role}/lr"
     if history.now(name) != 0.0:
         return None
     if history.count(name) > 1 and history.recent(name, 2)[0] != 0.0:
         return None
+    if history.now(f"{role}/head_lr"):
+        return None  # the head alone is trained
     return f"{name} is 0, so the weights do not change"
 
 

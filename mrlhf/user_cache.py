@@ -1,0 +1,31 @@
+"""The folder of this user in which what was compiled is kept between runs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_directory() -> Path:
+    """A folder that only this user owns and can write to: in the home, else the temporary folder.
+
+    Raises:
+        OSError: there is none.
+    """
+    temporary = Path(tempfile.gettempdir()) / f"mrlhf-{os.getuid()}"
+    for directory in (*_home_caches(), temporary):
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(directory, os.W_OK) and directory.stat().st_uid == os.getuid():
+            return directory
+    raise OSError(f"neither the home's cache folder nor {temporary} can be written to")
+
+
+def _home_caches() -> list[Path]:
+    try:
+        return [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrlhf"]
+    except RuntimeError:  # this user has no home
+        return []
