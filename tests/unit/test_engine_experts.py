@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrlhf.inference.native import kernels
 from mrlhf.inference.native.experts import (
     ExpertStack,
     HostExperts,
@@ -18,7 +19,9 @@ from mrlhf.inference.native.experts import (
     make_experts,
     one_by_one,
 )
-from mrlhf.inference.native.router import Router, choose
+from mrlhf.inference.native.mlp import Mixture
+from mrlhf.inference.native.operators import HostOperators
+from mrlhf.inference.native.router import HostRouter, choose, make_router
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.spec import Experts, Scoring
 from tests.engine_models import hf_model, spec_of
@@ -119,6 +122,36 @@ def test_a_token_has_the_same_result_whatever_is_beside_it(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("held", [range(COUNT), range(2, 4)])
+def test_a_mixture_in_one_call_gives_what_its_parts_give(
+    weight_dtype: torch.dtype, normed: bool, held: range
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    rule = Experts(count=COUNT, per_token=PER_TOKEN, ffn_size=48, layers=(True,), normalised=True)
+    norm = 1 + 0.1 * torch.randn(64, generator=generator) if normed else None
+    router = make_router(rule, torch.randn(COUNT, 64, generator=generator), None)
+    experts = make_experts(_some(_weights(64, 48, weight_dtype), held), torch.float32)
+    assert isinstance(router, HostRouter) and isinstance(experts, HostExperts)
+    whole = experts.whole_layer(router, norm, 1e-5)
+    compiled = kernels.load(torch.float32)
+    assert compiled is not None
+    parts = Mixture(HostOperators(compiled, 1e-5, 1.0), norm, router, experts, None, None)
+
+    for tokens in (1, 9, 200):
+        hidden, delta = torch.randn(2, tokens, 64, generator=generator)
+        for added in (None, delta):
+            results = []
+            for way in (whole, parts):
+                state = hidden.clone()
+                choices: list[Tensor] = []
+                results.append((way(state, added, choices), state, *choices))
+            assert len(results[0]) == 3
+            assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+            assert bool(results[0][0].any())
+
+
 def test_weights_in_a_row_are_stacked_where_they_are() -> None:
     whole = torch.randn(5, 3, 2)
     view = stacked(list(whole[1:4]))
@@ -141,7 +174,7 @@ def test_routers_choose_as_transformers(name: str, compiled: bool) -> None:
 
     chosen, shares = choose(experts, correction, F.linear(x, weight))
     if compiled:
-        chosen, shares = Router(experts, weight, correction)(x)
+        chosen, shares = make_router(experts, weight, correction)(x)
     _, wanted_shares, wanted = gate(x)
     for own, other in ((chosen, wanted), (shares, wanted_shares)):
         assert own.shape == other.shape == (64, experts.per_token)
@@ -173,7 +206,8 @@ def test_the_compiled_choice_is_that_of_torch(
     generator = torch.Generator().manual_seed(count)
     logits = 4 * torch.randn(300, count, generator=generator)
     correction = torch.randn(count, generator=generator) if corrected else None
-    choice = Router(experts, torch.eye(count), correction)
+    choice = make_router(experts, torch.eye(count), correction)
+    assert isinstance(choice, HostRouter), "this machine has no C++ compiler"
 
     chosen, shares = choice(logits)
     wanted, wanted_shares = choose(experts, correction, logits)

@@ -4,14 +4,17 @@
 // expert, so that each weight is read once however many tokens go to its expert. Weights lie in
 // panels, in the order in which they are read. bfloat16 is widened in registers, which saves memory
 // and halves what is read. Sums are float32. The result of a token does not depend on the other
-// tokens, nor on the number of threads, to the last bit. The kernels know no router and no torch.
+// tokens, nor on the number of threads, to the last bit. The kernels call a router,
+// and know no torch.
 
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "norms.h"
 #include "panels.h"
+#include "products.h"
 
 namespace {
 
@@ -137,7 +140,47 @@ void mixture(const T* x, const int64_t* chosen, const float* shares, const W* fc
     }
 }
 
+// The mixture of one layer: its norm, null where the model has none, its router, and its experts.
+struct Layer {
+    const float* norm;
+    void (*route)(const void* router, const float* x, int64_t* chosen, float* shares, int64_t tokens, int threads);
+    const void *router, *fc1, *fc2;
+    int64_t hidden, width, per_token, first, count;
+    float eps;
+};
+
+// Adds delta to hidden, and writes the mixture of the normalised sum to out; [tokens, hidden] each.
+template <typename W>
+void whole_mixture(const Layer& layer, float* hidden, const float* delta, int64_t* chosen, float* out, int64_t tokens,
+                   int threads) {
+    const int64_t size = layer.hidden, pairs = tokens * layer.per_token;
+    const std::unique_ptr<float[]> normed(new float[layer.norm ? tokens * size : 0]);
+    const std::unique_ptr<float[]> shares(new float[pairs]);
+
+    if (layer.norm)
+        add_rms_norm(hidden, delta, layer.norm, normed.get(), tokens, size, layer.eps,
+                     threads_for(tokens * size, threads));
+    else
+        add(hidden, delta, tokens * size);
+    const float* x = layer.norm ? normed.get() : hidden;
+
+    layer.route(layer.router, x, chosen, shares.get(), tokens, threads);
+    mixture<float, W>(x, chosen, shares.get(), (const W*)layer.fc1, (const W*)layer.fc2, out, tokens, size, layer.width,
+                      layer.per_token, layer.first, layer.count,
+                      threads_for(pairs * size * layer.width / 4, threads));
+}
+
 }  // namespace
+
+extern "C" void whole_mixture_of_float32_float32(const Layer* layer, float* hidden, const float* delta, int64_t* chosen,
+                                                 float* out, int64_t tokens, int threads) {
+    whole_mixture<float>(*layer, hidden, delta, chosen, out, tokens, threads);
+}
+
+extern "C" void whole_mixture_of_bfloat16_float32(const Layer* layer, float* hidden, const float* delta,
+                                                  int64_t* chosen, float* out, int64_t tokens, int threads) {
+    whole_mixture<bfloat16>(*layer, hidden, delta, chosen, out, tokens, threads);
+}
 
 extern "C" int64_t lanes_of_a_panel() { return kLanes; }
 

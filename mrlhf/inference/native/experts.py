@@ -1,7 +1,8 @@
 """The products of a mixture of experts: each token goes through the experts that it was given.
 
 `HostExperts` use compiled kernels, on a host that can compile them. `TorchExperts` run on every
-device. Their results agree to rounding. This file knows tensors, and neither routers nor models.
+device. Their results agree to rounding. In float32 a `WholeMixture` has norm and router in the same
+compiled call. This file knows tensors, and no models.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.inference.native.host_memory import read_often
 from mrlhf.inference.native.panels import panels
+from mrlhf.inference.native.router import HostRouter
 from mrlhf.inference.stacks import stacked
 from mrlhf.models.grouped_products import has_kernel
 
 SOURCE = Path(__file__).with_name("experts.cpp")
 _SIGNATURE = "pppppp iiiiii n"
+_WHOLE = "ppppp i n"
 _MULTIPLICATIONS = 4  # so many cost as much as one number of an elementwise function
 
 
@@ -87,7 +91,9 @@ class HostExperts:
         weight = experts.fc1[0]
         name = f"mixture_of_{SUFFIXES[weight.dtype]}"
         self._mixture: Any = functions_of(library, {name: _SIGNATURE}, dtype)[name]
+        self._library = library
         self._dtype = dtype
+        self._weight_dtype = weight.dtype
         self._first = experts.first
         self._count = len(experts.fc1)
         self._width = len(weight) // 2
@@ -110,6 +116,76 @@ class HostExperts:
             self._fc1.data_ptr(), self._fc2.data_ptr(), out.data_ptr(),
             tokens, hidden, self._width, chosen.shape[1], self._first, self._count, threads,
         )  # fmt: skip
+        return out
+
+    def whole_layer(self, router: HostRouter, norm: Tensor | None, eps: float) -> WholeMixture:
+        """These experts with the router and the norm before them, in float32.
+
+        Args:
+            router: of the layer.
+            norm: its weight, [hidden]; None for no norm.
+            eps: added to the mean square in it.
+        """
+        assert self._dtype == torch.float32, self._dtype
+        name = f"whole_mixture_of_{SUFFIXES[self._weight_dtype]}"
+        function = functions_of(self._library, {name: _WHOLE}, self._dtype)[name]
+        part = MixturePart(
+            norm=None if norm is None else norm.data_ptr(),
+            route=ctypes.cast(router.route, ctypes.c_void_p),
+            router=ctypes.addressof(router.part),
+            fc1=self._fc1.data_ptr(),
+            fc2=self._fc2.data_ptr(),
+            hidden=router.part.logits.size,
+            width=self._width,
+            per_token=router.part.per_token,
+            first=self._first,
+            count=self._count,
+            eps=eps,
+        )
+        return WholeMixture(function, part, (self, router, norm))
+
+
+class MixturePart(ctypes.Structure):
+    """The mixture of one layer for compiled code, as in `experts.cpp`."""
+
+    _fields_ = (
+        ("norm", ctypes.c_void_p),
+        ("route", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("fc1", ctypes.c_void_p),
+        ("fc2", ctypes.c_void_p),
+        ("hidden", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("per_token", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+    )
+
+
+class WholeMixture:
+    """Norm, router and experts of one layer in one compiled call, in float32 on a host."""
+
+    def __init__(self, function: Any, part: MixturePart, memory: object) -> None:
+        """Keep the call; `memory` owns what `part` points at."""
+        self._function = function
+        self._part = part
+        self._memory = memory
+
+    def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
+        """Add `delta` to `hidden` in place, and return what the mixture makes of the sum.
+
+        The chosen experts, int64 [tokens, per_token], are appended to `choices`.
+        """
+        tokens = hidden.shape[0]
+        out = torch.empty_like(hidden)
+        chosen = torch.empty((tokens, self._part.per_token), dtype=torch.int64)
+        addend = None if delta is None else delta.data_ptr()
+        self._function(
+            ctypes.addressof(self._part), hidden.data_ptr(), addend, chosen.data_ptr(),
+            out.data_ptr(), tokens, torch.get_num_threads(),
+        )  # fmt: skip
+        choices.append(chosen)
         return out
 
 
@@ -205,7 +281,7 @@ def _laid_out(weights: Sequence[Tensor], arrange: Callable[[Tensor], Tensor]) ->
     for number, weight in enumerate(weights):
         arranged = arrange(weight)
         if out is None:
-            out = torch.empty((len(weights), *arranged.shape), dtype=arranged.dtype)
+            out = read_often((len(weights), *arranged.shape), arranged.dtype)
         out[number].copy_(arranged)
     assert out is not None, "a layer without experts"
     return out

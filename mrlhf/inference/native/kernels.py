@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrlhf.compiled.library import SUFFIXES, functions_of, load_library, threads_for
+from mrlhf.inference.native.linear import Product
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 _COLUMNS = 128
@@ -28,6 +29,43 @@ _SIGNATURES = {
     "pick": "p f pppppp ii n",
     "draw": "p f ppp ii n",
 }
+_ATTENTION = {"attention": "pppppp i p n"}
+
+
+class Pass(ctypes.Structure):
+    """The tokens of a pass for compiled code; see `StepInputs` for what they mean."""
+
+    _fields_ = (
+        ("positions", ctypes.c_void_p),
+        ("cache_places", ctypes.c_void_p),
+        ("query_starts", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("sequences", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+    )
+
+
+class AttentionPart(ctypes.Structure):
+    """The attention of one layer for compiled code; see `AttentionWeights` for what they mean."""
+
+    _fields_ = (
+        ("norm", ctypes.c_void_p),
+        ("qkv", Product),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("proj", Product),
+        ("kv_heads", ctypes.c_int64),
+        ("heads_per_kv_head", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("rotary_dim", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
 
 
 class Kernels:
@@ -35,6 +73,9 @@ class Kernels:
 
     All tensors are contiguous and on the host; those without a stated dtype have that of the
     kernels.
+
+    Attributes:
+        has_attention: whether `attention` can be called: in float32.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
@@ -47,6 +88,42 @@ class Kernels:
         self._logit_blocks = functions["logit_blocks"]
         self._pick = functions["pick"]
         self._draw = functions["draw"]
+        self.has_attention = dtype == torch.float32
+        if self.has_attention:
+            self._attention = functions_of(library, _ATTENTION, dtype)["attention"]
+
+    def attention(
+        self,
+        part: AttentionPart,
+        tokens: Pass,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Add `delta` to `hidden` in place, and return the attention of the norm of the sum.
+
+        One call does what `add_rms_norm`, `rotate_store`, `attend` and the products between them
+        do, with the same numbers.
+
+        Args:
+            part: the weights of the layer.
+            tokens: the tokens of the pass.
+            hidden: [tokens, hidden].
+            delta: [tokens, hidden]; None adds nothing.
+            cache: keys and values, [blocks, block_size, kv_heads, head_dim] each.
+
+        Returns:
+            [tokens, hidden].
+        """
+        keys, values = cache
+        out = torch.empty_like(hidden)
+        addend = None if delta is None else delta.data_ptr()
+        self._attention(
+            ctypes.addressof(part), ctypes.addressof(tokens), hidden.data_ptr(), addend,
+            keys.data_ptr(), values.data_ptr(), keys.shape[1], out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
     def add_rms_norm(
         self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float

@@ -5,10 +5,6 @@ It knows neither models nor which sequence has which block.
 
 from __future__ import annotations
 
-import math
-import mmap
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,6 +13,7 @@ from torch import Tensor
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
 from mrlhf.inference.cache_size import CacheShape
+from mrlhf.inference.native.host_memory import zero_pages
 from mrlhf.inference.native.operators import Layer
 from mrlhf.job import processes_on_this_machine
 
@@ -152,11 +149,4 @@ def _free_host_bytes(root: Path = Path("/")) -> int:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The system's own zero pages: blocks which are never used cost nothing, and all of it goes back
-    # when the tensor ends. An allocator might take memory again that was used before.
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
-    if sys.platform == "linux":
-        with suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return zero_pages(shape, dtype)

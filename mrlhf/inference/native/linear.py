@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.compiled.library import functions_of, load_library, threads_for
+from mrlhf.inference.native.host_memory import read_often
 from mrlhf.inference.native.panels import panels
 
 Linear = Callable[[Tensor], Tensor]
@@ -45,6 +46,18 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
+class Product(ctypes.Structure):
+    """A `HostLinear` as compiled code calls it; the same as in `mrlhf/compiled/products.h`."""
+
+    _fields_ = (
+        ("multiply", ctypes.c_void_p),
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+    )
+
+
 class HostLinear:
     """x @ weight.T + bias in float32 on a compiled kernel, with a copy of the weight."""
 
@@ -53,9 +66,21 @@ class HostLinear:
         self._multiply: Any = functions_of(library, {"multiply": _SIGNATURE}, weight.dtype)[
             "multiply"
         ]
-        self._columns = len(weight)
-        self._panels = panels(weight, library.columns_of_a_panel()).contiguous()
+        self._columns, self._size = weight.shape
+        laid_out = panels(weight, library.columns_of_a_panel())
+        self._panels = read_often(tuple(laid_out.shape), laid_out.dtype).copy_(laid_out)
         self._bias = None if bias is None else bias.contiguous()
+
+    @property
+    def product(self) -> Product:
+        """The same for compiled code, as long as this object lives."""
+        return Product(
+            ctypes.cast(self._multiply, ctypes.c_void_p),
+            self._panels.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            self._size,
+            self._columns,
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product of x [rows, in]: [rows, out]."""

@@ -12,16 +12,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mrlhf.inference.native.experts import Experts, LocalExperts, make_experts
+from mrlhf.inference.native.experts import Experts, HostExperts, LocalExperts, make_experts
 from mrlhf.inference.native.linear import Linear, linear
-from mrlhf.inference.native.operators import Operators
+from mrlhf.inference.native.operators import Operators, enter
 from mrlhf.inference.native.parameters import Parameters
-from mrlhf.inference.native.router import Router
+from mrlhf.inference.native.router import HostRouter, Router, make_router
 from mrlhf.models.parameters import experts_of
 from mrlhf.models.spec import ModelSpec
 
-Mlp = Callable[[Tensor, list[Tensor]], Tensor]
-"""This rank's share of the MLP of x [tokens, hidden]: [tokens, hidden].
+Mlp = Callable[[Tensor, Tensor | None, list[Tensor]], Tensor]
+"""Adds the second tensor, if there is one, to the first in place, and returns the MLP of the norm
+of the sum: this rank's share of it, [tokens, hidden] all.
 
 A mixture appends the experts that it chooses to the list, int64 [tokens, per_token].
 """
@@ -30,14 +31,19 @@ A mixture appends the experts that it chooses to the list, int64 [tokens, per_to
 class DenseMlp:
     """fc2(silu(gate) * up)."""
 
-    def __init__(self, operators: Operators, fc1: Linear, fc2: Linear) -> None:
-        """Keep the products: `fc1` gives gate and up, `fc2` takes what they become."""
+    def __init__(self, operators: Operators, norm: Tensor | None, fc1: Linear, fc2: Linear) -> None:
+        """Keep the products: `fc1` gives gate and up, `fc2` takes what they become.
+
+        `norm` is the weight of the norm before them, if there is one.
+        """
         self._operators = operators
+        self._norm = norm
         self._fc1 = fc1
         self._fc2 = fc2
 
-    def __call__(self, x: Tensor, choices: list[Tensor]) -> Tensor:
-        """This rank's share of the output; it has no experts."""
+    def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
+        """This rank's share, as `Mlp` says; it has no experts."""
+        x = enter(self._operators, hidden, delta, self._norm)
         return self._fc2(self._operators.gated(self._fc1(x)))
 
 
@@ -45,30 +51,41 @@ class Mixture:
     """A router with its experts, and the expert that all tokens go to, if there is one."""
 
     def __init__(
-        self, router: Router, experts: Experts, shared: Mlp | None, shared_gate: Linear | None
+        self,
+        operators: Operators,
+        norm: Tensor | None,
+        router: Router,
+        experts: Experts,
+        shared: Mlp | None,
+        shared_gate: Linear | None,
     ) -> None:
         """Keep the parts.
 
         Args:
+            operators: the steps of a layer besides its matrix products.
+            norm: the weight of the norm before the MLP, if there is one.
             router: all of it, on every rank.
             experts: this rank's.
             shared: the expert that all tokens go to, this rank's columns of it.
             shared_gate: x -> [tokens, 1]; its sigmoid is what that expert's output counts.
         """
+        self._operators = operators
+        self._norm = norm
         self._router = router
         self._experts = experts
         self._shared = shared
         self._shared_gate = shared_gate
 
-    def __call__(self, x: Tensor, choices: list[Tensor]) -> Tensor:
-        """This rank's share of the output; the chosen experts are appended to `choices`."""
+    def __call__(self, hidden: Tensor, delta: Tensor | None, choices: list[Tensor]) -> Tensor:
+        """This rank's share, as `Mlp` says."""
+        x = enter(self._operators, hidden, delta, self._norm)
         chosen, shares = self._router(x)
         choices.append(chosen)
         out = self._experts(x, chosen, shares)
         if self._shared is None:
             return out
 
-        shared = self._shared(x, choices)
+        shared = self._shared(x, None, choices)
         if self._shared_gate is not None:
             shared = shared * self._shared_gate(x).sigmoid()
         return out + shared
@@ -77,17 +94,22 @@ class Mixture:
 def mlp_of_layer(
     spec: ModelSpec, number: int, parameters: Parameters, operators: Operators, dtype: torch.dtype
 ) -> Mlp:
-    """The MLP of layer `number`, computed in `dtype`."""
-    prefix = f"decoder.layers.{number}.mlp."
+    """The MLP of layer `number` with the norm before it, computed in `dtype`."""
+    layer = f"decoder.layers.{number}."
+    prefix = layer + "mlp."
+    norm = None
+    if not spec.norms_after:
+        norm = parameters[layer + "pre_mlp_layernorm.weight"].to(dtype)
 
-    def dense(prefix: str, biased: bool) -> DenseMlp:
+    def dense(prefix: str, norm: Tensor | None, biased: bool) -> DenseMlp:
         bias = parameters[prefix + "linear_fc1.bias"].to(dtype) if biased else None
         fc1 = linear(parameters[prefix + "linear_fc1.weight"].to(dtype), bias)
-        return DenseMlp(operators, fc1, linear(parameters[prefix + "linear_fc2.weight"].to(dtype)))
+        fc2 = linear(parameters[prefix + "linear_fc2.weight"].to(dtype))
+        return DenseMlp(operators, norm, fc1, fc2)
 
     experts = spec.experts
     if experts is None or not experts.layers[number]:
-        return dense(prefix, spec.mlp_bias)
+        return dense(prefix, norm, spec.mlp_bias)
 
     place = parameters.place
     here = experts_of(spec, place.ep, place.ep_rank)
@@ -98,15 +120,16 @@ def mlp_of_layer(
     )
 
     correction = parameters[prefix + "router.correction"] if experts.has_correction else None
+    router = make_router(experts, parameters[prefix + "router.weight"], correction)
+    computed = make_experts(local, dtype)
+    is_plain = dtype == torch.float32 and not experts.shared_ffn_size
+    if is_plain and isinstance(computed, HostExperts) and isinstance(router, HostRouter):
+        return computed.whole_layer(router, norm, spec.norm_eps)
+
     shared = None
     shared_gate = None
     if experts.shared_ffn_size:
-        shared = dense(prefix + "shared.", biased=False)
+        shared = dense(prefix + "shared.", None, biased=False)
     if experts.shared_gate:
         shared_gate = linear(parameters[prefix + "shared_gate.weight"].to(dtype))
-    return Mixture(
-        Router(experts, parameters[prefix + "router.weight"], correction),
-        make_experts(local, dtype),
-        shared,
-        shared_gate,
-    )
+    return Mixture(operators, norm, router, computed, shared, shared_gate)

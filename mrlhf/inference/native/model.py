@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mrlhf.inference.cache_size import kv_heads_on_rank
 from mrlhf.inference.native import kernels
-from mrlhf.inference.native.linear import Linear, linear
+from mrlhf.inference.native.attention import Attention, AttentionWeights, make_attention
+from mrlhf.inference.native.linear import linear
 from mrlhf.inference.native.mlp import Mlp, mlp_of_layer
 from mrlhf.inference.native.operators import (
     HostOperators,
@@ -33,21 +34,14 @@ from mrlhf.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer: norms and biases as tensors, where the model has them; products as functions.
+    """One layer: norms and biases as tensors, where the model has them; the rest as functions.
 
     A bias is added, and an output normalised, after the ranks' shares have been summed.
     """
 
-    input_norm: Tensor | None
-    qkv: Linear
-    head_norms: tuple[Tensor, Tensor] | None
-    projection_norms: tuple[Tensor, Tensor] | None
-    tables: Tables
-    window: int | None
-    proj: Linear
+    attention: Attention
     proj_bias: Tensor | None
     proj_norm: Tensor | None
-    mlp_norm: Tensor | None
     mlp: Mlp
     mlp_bias: Tensor | None
     mlp_output_norm: Tensor | None
@@ -79,10 +73,6 @@ class Decoder:
         """
         self._parallel = parallel
         self._operators = operators
-        self._head_dim = spec.head_dim
-        self._kv_heads = kv_heads_on_rank(spec, parallel.size)
-        self._heads_per_kv_head = spec.num_heads // parallel.size // self._kv_heads
-        self._norm_eps = spec.norm_eps
         self._embedding_multiplier = spec.embedding_multiplier
         self._residual_multiplier = spec.residual_multiplier
         self._logits_divisor = spec.logits_divisor
@@ -94,7 +84,9 @@ class Decoder:
         self._layers: list[DecoderLayer] = []
         for number in range(spec.num_layers):
             mlp = mlp_of_layer(spec, number, parameters, operators, dtype)
-            self._layers.append(_layer(spec, number, tables[number], tensor, mlp))
+            weights = _attention(spec, number, tables[number], tensor, parallel.size)
+            attention = make_attention(weights, operators, parallel, spec.norm_eps)
+            self._layers.append(_layer(spec, number, tensor, attention, mlp))
 
         self._final_norm = tensor("decoder.final_layernorm.weight")
         self._output = linear(
@@ -121,24 +113,19 @@ class Decoder:
             [rows, vocab_shard]: this rank's columns, without those of padding.
         """
         operators = self._operators
-        shape = (len(inputs.tokens), self._kv_heads, self._heads_per_kv_head + 2, self._head_dim)
-
         hidden = self._embed(inputs.tokens)
         delta: Tensor | None = None
         choices: list[Tensor] = []
         for layer, store in zip(self._layers, cache, strict=True):
-            qkv = layer.qkv(self._enter(hidden, delta, layer.input_norm)).view(shape)
-            if layer.projection_norms is not None:
-                self._norm_projections(qkv, layer.projection_norms)
-            q = operators.rotate_store(qkv, layer.head_norms, layer.tables, inputs, store)
-            context = operators.attend(q, store, inputs, layer.window)
-            delta = self._leave(layer.proj(context.flatten(1)), layer.proj_bias, layer.proj_norm)
+            share = layer.attention(hidden, delta, inputs, store)
+            delta = self._leave(share, layer.proj_bias, layer.proj_norm)
 
-            share = layer.mlp(self._enter(hidden, delta, layer.mlp_norm), choices)
+            share = layer.mlp(hidden, delta, choices)
             delta = self._leave(share, layer.mlp_bias, layer.mlp_output_norm)
 
         if record is not None:
-            record[inputs.cache_places] = torch.stack(choices, dim=1).to(record.dtype)
+            chosen = torch.stack(choices, dim=1).to(record.dtype)
+            record.index_copy_(0, inputs.cache_places, chosen)
         assert delta is not None
         if len(inputs.last) < len(hidden):
             hidden = hidden[inputs.last]
@@ -150,14 +137,6 @@ class Decoder:
             return logits
         return logits[:, : self._vocab_rows].contiguous()
 
-    def _enter(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        """Add `delta` to `hidden` in place, and return what attention or the MLP takes."""
-        if norm is not None:
-            return self._operators.add_norm(hidden, delta, norm)
-        if delta is not None:
-            hidden += delta
-        return hidden
-
     def _leave(self, share: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
         """What is added to the residual stream, of this rank's share of a product."""
         delta = self._parallel.sum(share)
@@ -168,23 +147,6 @@ class Decoder:
         if self._residual_multiplier != 1.0:
             delta = delta * self._residual_multiplier
         return delta
-
-    def _norm_projections(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> None:
-        """Normalise the q of all heads of all ranks together, and their k, in place.
-
-        Args:
-            qkv: [tokens, kv_heads, heads per KV head + 2, head_dim].
-            norms: this rank's part of the weights.
-        """
-        q = qkv[:, :, :-2]
-        k = qkv[:, :, -2:-1]
-        squares = [part.float().square().sum(dim=(1, 2, 3)) for part in (q, k)]
-        sums = self._parallel.sum(torch.stack(squares, dim=-1))
-
-        for part, weight, total in zip((q, k), norms, sums.unbind(-1), strict=True):
-            mean = total / (part[0].numel() * self._parallel.size)
-            scale = torch.rsqrt(mean + self._norm_eps)[:, None, None, None]
-            part.copy_(part.float() * scale * weight.float().view(part.shape[1:]))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """The embeddings of `tokens` [tokens], [tokens, hidden]; each rank looks up its rows."""
@@ -201,14 +163,13 @@ class Decoder:
         return embeddings * self._embedding_multiplier
 
 
-def _layer(
-    spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor], mlp: Mlp
-) -> DecoderLayer:
+def _attention(
+    spec: ModelSpec, number: int, tables: Tables, tensor: Callable[[str], Tensor], ranks: int
+) -> AttentionWeights:
+    """The attention of layer `number` on one of `ranks` tensor-parallel ranks."""
     prefix = f"decoder.layers.{number}."
     attention = prefix + "self_attention."
-
-    def optional(exists: bool, name: str) -> Tensor | None:
-        return tensor(name) if exists else None
+    kv_heads = kv_heads_on_rank(spec, ranks)
 
     norms = None
     if spec.qk_norm != "none":
@@ -216,25 +177,37 @@ def _layer(
             tensor(attention + "q_layernorm.weight"),
             tensor(attention + "k_layernorm.weight"),
         )
-    before = not spec.norms_after
-    after = spec.norms_after
-    return DecoderLayer(
-        input_norm=optional(before, prefix + "input_layernorm.weight"),
-        qkv=linear(
-            tensor(attention + "linear_qkv.weight"),
-            optional(spec.qkv_bias, attention + "linear_qkv.bias"),
-        ),
+    bias = tensor(attention + "linear_qkv.bias") if spec.qkv_bias else None
+    return AttentionWeights(
+        kv_heads=kv_heads,
+        heads_per_kv_head=spec.num_heads // ranks // kv_heads,
+        head_dim=spec.head_dim,
+        norm=None if spec.norms_after else tensor(prefix + "input_layernorm.weight"),
+        qkv=linear(tensor(attention + "linear_qkv.weight"), bias),
         head_norms=norms if spec.qk_norm == "head" else None,
         projection_norms=norms if spec.qk_norm == "projection" else None,
         tables=tables,
         window=spec.windows[number],
         proj=linear(tensor(attention + "linear_proj.weight")),
-        proj_bias=optional(spec.o_bias, attention + "linear_proj.bias"),
-        proj_norm=optional(after, attention + "linear_proj.output_norm.weight"),
-        mlp_norm=optional(before, prefix + "pre_mlp_layernorm.weight"),
+    )
+
+
+def _layer(
+    spec: ModelSpec, number: int, tensor: Callable[[str], Tensor], attention: Attention, mlp: Mlp
+) -> DecoderLayer:
+    prefix = f"decoder.layers.{number}."
+
+    def optional(exists: bool, name: str) -> Tensor | None:
+        return tensor(prefix + name) if exists else None
+
+    after = spec.norms_after
+    return DecoderLayer(
+        attention=attention,
+        proj_bias=optional(spec.o_bias, "self_attention.linear_proj.bias"),
+        proj_norm=optional(after, "self_attention.linear_proj.output_norm.weight"),
         mlp=mlp,
-        mlp_bias=optional(spec.mlp_bias, prefix + "mlp.linear_fc2.bias"),
-        mlp_output_norm=optional(after, prefix + "mlp.linear_fc2.output_norm.weight"),
+        mlp_bias=optional(spec.mlp_bias, "mlp.linear_fc2.bias"),
+        mlp_output_norm=optional(after, "mlp.linear_fc2.output_norm.weight"),
     )
 
 

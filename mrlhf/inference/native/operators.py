@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Protocol, cast
 
 import torch
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrlhf.inference.cache_size import NATIVE_GPU_BLOCK
-from mrlhf.inference.native.kernels import Kernels
+from mrlhf.inference.native.kernels import Kernels, Pass
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each."""
@@ -58,6 +58,20 @@ class StepInputs:
     most_queries: int
     longest: int
 
+    @cached_property
+    def on_host(self) -> Pass:
+        """The same for compiled code, as long as this object lives; the tensors are on the host."""
+        return Pass(
+            self.positions.data_ptr(),
+            self.cache_places.data_ptr(),
+            self.query_starts.data_ptr(),
+            self.lengths.data_ptr(),
+            self.block_tables.data_ptr(),
+            len(self.tokens),
+            len(self.lengths),
+            self.block_tables.stride(0),
+        )
+
 
 class Operators(Protocol):
     """The steps of a layer; see `TorchOperators`."""
@@ -75,6 +89,17 @@ class Operators(Protocol):
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up."""
+
+
+def enter(
+    operators: Operators, hidden: Tensor, delta: Tensor | None, norm: Tensor | None
+) -> Tensor:
+    """Add `delta` to `hidden` in place, and return what attention or the MLP takes."""
+    if norm is not None:
+        return operators.add_norm(hidden, delta, norm)
+    if delta is not None:
+        hidden += delta
+    return hidden
 
 
 def _paged_attention(q: Tensor, block_size: int) -> Callable[..., Tensor] | None:
@@ -274,38 +299,44 @@ def _rotate(x: Tensor, tables: Tables, positions: Tensor) -> Tensor:
 
 
 class HostOperators:
-    """The same as `TorchOperators` on compiled kernels; tensors are contiguous, on the host."""
+    """The same as `TorchOperators` on compiled kernels; tensors are contiguous, on the host.
+
+    Attributes:
+        kernels: compiled for the model's dtype.
+        eps: added to the mean square in every norm.
+        scale: products of q and k are multiplied by it.
+    """
 
     def __init__(self, kernels: Kernels, eps: float, scale: float) -> None:
         """Keep the model's constants, as `TorchOperators`; `kernels` are for the model's dtype."""
-        self._kernels = kernels
-        self._eps = eps
-        self._scale = scale
+        self.kernels = kernels
+        self.eps = eps
+        self.scale = scale
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add `delta` to `hidden` [tokens, hidden] in place, and return its RMSNorm."""
-        return self._kernels.add_rms_norm(hidden, delta, weight, self._eps)
+        return self.kernels.add_rms_norm(hidden, delta, weight, self.eps)
 
     def rotate_store(
         self, qkv: Tensor, norms: Layer | None, tables: Tables, inputs: StepInputs, layer: Layer
     ) -> Tensor:
         """Write rotated k and plain v into the cache, and return rotated q [tokens, heads, dim]."""
-        return self._kernels.rotate_store(
-            qkv, norms, self._eps, tables, inputs.positions, inputs.cache_places, layer
+        return self.kernels.rotate_store(
+            qkv, norms, self.eps, tables, inputs.positions, inputs.cache_places, layer
         )
 
     def attend(self, q: Tensor, layer: Layer, inputs: StepInputs, window: int | None) -> Tensor:
         """Causal attention of `q` [tokens, heads, head_dim] to the cache; shaped as `q`."""
-        return self._kernels.attend(
+        return self.kernels.attend(
             q,
             layer,
             inputs.block_tables,
             inputs.query_starts,
             inputs.lengths,
             window,
-            self._scale,
+            self.scale,
         )
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [tokens, ffn], for `gate_up` [tokens, 2 * ffn]."""
-        return self._kernels.gated(gate_up)
+        return self.kernels.gated(gate_up)

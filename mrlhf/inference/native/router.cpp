@@ -1,20 +1,22 @@
-// The choice of a router on a host: which experts each token goes to, and what their outputs count.
+// A router on a host: which experts each token goes to, and what their outputs count.
 //
 // It is compiled on the machine that runs it, by mrlhf/compiled/library.py. All numbers are float32.
 // What a token gets does not depend on the other tokens. The kernel knows no experts and no torch.
 
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "numbers.h"
+#include "products.h"
 
 namespace {
 
 // How experts are chosen; see the Experts of mrlhf/models/spec.py.
 struct Rule {
     int64_t experts, per_token, groups, groups_per_token;
-    bool sigmoid, normalised;
+    int sigmoid, normalised;
     float scale, smallest_sum;
 };
 
@@ -89,10 +91,18 @@ void route(const float* logits, const float* correction, int64_t* chosen, float*
 
 }  // namespace
 
-extern "C" void route_float32(const float* logits, const float* correction, int64_t* chosen, float* shares,
-                              int64_t tokens, int64_t experts, int64_t per_token, int64_t groups,
-                              int64_t groups_per_token, int sigmoid, int normalised, float scale, float smallest_sum,
+// The router of one layer; `correction` is null where the choice has none.
+struct Router {
+    Product logits;
+    const float* correction;
+    Rule rule;
+};
+
+extern "C" void route_float32(const Router* router, const float* x, int64_t* chosen, float* shares, int64_t tokens,
                               int threads) {
-    const Rule rule = {experts, per_token, groups, groups_per_token, sigmoid != 0, normalised != 0, scale, smallest_sum};
-    route(logits, correction, chosen, shares, tokens, rule, threads);
+    const int64_t experts = router->rule.experts;
+    const std::unique_ptr<float[]> logits(new float[tokens * experts]);
+    router->logits(x, logits.get(), tokens, threads);
+    route(logits.get(), router->correction, chosen, shares, tokens, router->rule,
+          threads_for(tokens * experts, threads));
 }

@@ -1,92 +1,109 @@
 """The router of a mixture: which experts each token goes to, and what their outputs count.
 
 It computes in float32 whatever the model's dtype is: rounded scores would choose other experts. On
-a host the choice is compiled (`router.cpp`). This file knows no experts and no ranks.
+a host it is one compiled call (`router.cpp`). This file knows no experts and no ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrlhf.compiled.library import functions_of, load_library, threads_for
-from mrlhf.inference.native.linear import linear
+from mrlhf.compiled.library import functions_of, load_library
+from mrlhf.inference.native.linear import HostLinear, Product, linear
 from mrlhf.models.spec import Experts
 
 SOURCE = Path(__file__).with_name("router.cpp")
-_SIGNATURE = "pppp iiiii nn ff n"
+_SIGNATURE = "pppp i n"
 _SMALLEST_SUM = 1e-20  # scores that are all 0 must not become NaN
 
-
-Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The experts and shares that `Router` returns, for logits float32 [tokens, experts]."""
-
-
-class Router:
-    """The router of one layer."""
-
-    def __init__(self, experts: Experts, weight: Tensor, correction: Tensor | None) -> None:
-        """Lay the weight out.
-
-        Args:
-            experts: how experts are chosen.
-            weight: [experts, hidden].
-            correction: what is added to the scores for the choice, [experts], if anything is.
-        """
-        self._logits = linear(weight.float())
-        correction = None if correction is None else correction.float()
-        library = _library() if weight.device.type == "cpu" else None
-        self._choose: Choose = partial(choose, experts, correction)
-        if library is not None:
-            self._choose = HostChoice(library, experts, correction)
-
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and their shares.
-
-        Args:
-            hidden: [tokens, hidden].
-
-        Returns:
-            The numbers of the experts, int64 [tokens, per_token], and what the output of each is
-            multiplied by, float32 [tokens, per_token].
-        """
-        return self._choose(self._logits(hidden.float()))
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""The experts of each of x [tokens, hidden] and their shares: the numbers of the experts, int64
+[tokens, per_token], and what the output of each is multiplied by, float32 [tokens, per_token]."""
 
 
-class HostChoice:
-    """The choice of experts on a compiled kernel."""
+class RouterPart(ctypes.Structure):
+    """The router of one layer for compiled code, as in `router.cpp`."""
 
-    def __init__(self, library: ctypes.CDLL, experts: Experts, correction: Tensor | None) -> None:
-        """Keep the rule; `library` is `router.cpp`."""
-        self._route: Any = functions_of(library, {"route": _SIGNATURE}, torch.float32)["route"]
-        self._experts = experts
-        self._correction = correction
+    _fields_ = (
+        ("logits", Product),
+        ("correction", ctypes.c_void_p),
+        ("experts", ctypes.c_int64),
+        ("per_token", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("groups_per_token", ctypes.c_int64),
+        ("sigmoid", ctypes.c_int),
+        ("normalised", ctypes.c_int),
+        ("scale", ctypes.c_float),
+        ("smallest_sum", ctypes.c_float),
+    )
 
-    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What `choose` returns."""
-        experts = self._experts
-        tokens = logits.shape[0]
-        chosen = torch.empty((tokens, experts.per_token), dtype=torch.int64)
-        shares = torch.empty((tokens, experts.per_token), dtype=torch.float32)
-        correction = None if self._correction is None else self._correction.data_ptr()
 
-        self._route(
-            logits.data_ptr(), correction, chosen.data_ptr(), shares.data_ptr(),
-            tokens, experts.count, experts.per_token, experts.groups, experts.groups_per_token,
-            experts.scoring == "sigmoid", experts.normalised, experts.scale, _SMALLEST_SUM,
-            threads_for(logits.numel()),
+class HostRouter:
+    """The router of one layer in one compiled call.
+
+    Attributes:
+        route: the compiled function.
+        part: its first argument, as long as this object lives.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, experts: Experts, logits: HostLinear, correction: Tensor | None
+    ) -> None:
+        """Write down where everything is, as `make_router`; `library` is `router.cpp`."""
+        self.route: Any = functions_of(library, {"route": _SIGNATURE}, torch.float32)["route"]
+        self._per_token = experts.per_token
+        self._memory = (logits, correction)  # what is pointed at lives as long
+        self.part = RouterPart(
+            logits=logits.product,
+            correction=None if correction is None else correction.data_ptr(),
+            experts=experts.count,
+            per_token=experts.per_token,
+            groups=experts.groups,
+            groups_per_token=experts.groups_per_token,
+            sigmoid=experts.scoring == "sigmoid",
+            normalised=experts.normalised,
+            scale=experts.scale,
+            smallest_sum=_SMALLEST_SUM,
+        )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts and their shares, as `Router` says."""
+        x = x.float().contiguous()
+        tokens = x.shape[0]
+        chosen = torch.empty((tokens, self._per_token), dtype=torch.int64)
+        shares = torch.empty((tokens, self._per_token), dtype=torch.float32)
+        self.route(
+            ctypes.addressof(self.part), x.data_ptr(), chosen.data_ptr(), shares.data_ptr(),
+            tokens, torch.get_num_threads(),
         )  # fmt: skip
         return chosen, shares
 
 
+def make_router(experts: Experts, weight: Tensor, correction: Tensor | None) -> Router:
+    """The fastest router that this machine has for one layer.
+
+    Args:
+        experts: how experts are chosen.
+        weight: [experts, hidden].
+        correction: what is added to the scores for the choice, [experts], if anything is.
+    """
+    logits = linear(weight.float())
+    correction = None if correction is None else correction.float()
+    library = _library() if weight.device.type == "cpu" else None
+    if library is not None and isinstance(logits, HostLinear):
+        return HostRouter(library, experts, logits, correction)
+    return lambda x: choose(experts, correction, logits(x.float()))
+
+
 def choose(experts: Experts, correction: Tensor | None, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """What `Router` returns for the logits, on torch's operators."""
+    """What a `Router` returns for the logits, float32 [tokens, experts], on torch's operators."""
     scores = logits.softmax(dim=-1) if experts.scoring == "softmax" else logits.sigmoid()
 
     rank_by = scores if correction is None else scores + correction

@@ -153,17 +153,16 @@ class Sampler:
         if sampling.temperature > 0 and (sampling.top_k != -1 or sampling.top_p < 1):
             return sample_truncated(self._parallel.all_columns(logits), uniform, sampling)
 
-        rows = len(logits)
-        if self._kernels is None:
-            rows = max(1, _ELEMENTS // max(1, logits.shape[-1]))
+        rows = max(1, _ELEMENTS // max(1, logits.shape[-1]))
+        if self._kernels is not None or len(logits) <= rows:
+            return self._draw_rows(logits, uniform, vocab_start, sampling)
+
         all_tokens = []
         all_logprobs = []
         for some, numbers in zip(logits.split(rows), uniform.split(rows), strict=True):
             tokens, logprobs = self._draw_rows(some, numbers, vocab_start, sampling)
             all_tokens.append(tokens)
             all_logprobs.append(logprobs)
-        if len(all_tokens) == 1:
-            return all_tokens[0], all_logprobs[0]
         return torch.cat(all_tokens), torch.cat(all_logprobs)
 
     def _draw_rows(

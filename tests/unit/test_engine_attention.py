@@ -1,0 +1,133 @@
+"""The attention of a layer in one compiled call against the same step by step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrlhf.inference.native import kernels
+from mrlhf.inference.native.attention import (
+    AttentionWeights,
+    HostAttention,
+    StepwiseAttention,
+    make_attention,
+)
+from mrlhf.inference.native.linear import linear
+from mrlhf.inference.native.operators import HostOperators, StepInputs, TorchOperators
+from mrlhf.inference.native.tensor_parallel import TensorParallel
+
+EPS = 1e-5
+HIDDEN = 48
+KV_HEADS = 2
+PER_KV_HEAD = 3
+DIM = 32
+BLOCK = 16
+ALONE = TensorParallel(None)
+
+
+def _passes() -> list[StepInputs]:
+    """Three sequences: their prompts, and then one token of each."""
+    lengths = torch.tensor([19, 5, 1], dtype=torch.int32)
+    tables = torch.tensor([[4, 1], [0, 3], [2, 5]], dtype=torch.int32)
+    passes = []
+    for starts, counts in (([0, 0, 0], lengths.tolist()), (lengths.tolist(), [1, 1, 1])):
+        positions = torch.cat(
+            [torch.arange(s, s + count) for s, count in zip(starts, counts, strict=True)]
+        )
+        sequence = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+        blocks = tables[sequence, positions // BLOCK].long()
+        ends = [0, *itertools.accumulate(counts)]
+        passes.append(
+            StepInputs(
+                tokens=positions,
+                positions=positions,
+                cache_places=blocks * BLOCK + positions % BLOCK,
+                query_starts=torch.tensor(ends, dtype=torch.int32),
+                lengths=torch.tensor(starts, dtype=torch.int32)
+                + torch.tensor(counts, dtype=torch.int32),
+                block_tables=tables,
+                last=torch.tensor(ends[1:]) - 1,
+                most_queries=max(counts),
+                longest=20,
+            )
+        )
+    return passes
+
+
+def _weights(normed: bool, head_normed: bool, biased: bool, window: int | None) -> AttentionWeights:
+    generator = torch.Generator().manual_seed(3)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.3
+
+    angles = torch.outer(torch.arange(32.0), 1.0 / 100 ** (torch.arange(0, DIM, 2) / DIM))
+    columns = KV_HEADS * (PER_KV_HEAD + 2) * DIM
+    return AttentionWeights(
+        kv_heads=KV_HEADS,
+        heads_per_kv_head=PER_KV_HEAD,
+        head_dim=DIM,
+        norm=1 + some(HIDDEN) if normed else None,
+        qkv=linear(some(columns, HIDDEN), some(columns) if biased else None),
+        head_norms=(1 + some(DIM), 1 + some(DIM)) if head_normed else None,
+        projection_norms=None,
+        tables=(angles.cos(), angles.sin()),
+        window=window,
+        proj=linear(some(HIDDEN, KV_HEADS * PER_KV_HEAD * DIM)),
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("normed", "head_normed", "biased", "window"),
+    [(True, True, False, None), (True, False, True, 7), (False, True, True, None)],
+)
+def test_one_call_gives_what_the_steps_give(
+    normed: bool, head_normed: bool, biased: bool, window: int | None, threads: int
+) -> None:
+    weights = _weights(normed, head_normed, biased, window)
+    compiled = kernels.load(torch.float32)
+    assert compiled is not None, "this machine has no C++ compiler"
+    host = HostOperators(compiled, EPS, 0.2)
+    at_once = make_attention(weights, host, ALONE, EPS)
+    assert isinstance(at_once, HostAttention)
+    ways = (
+        at_once,
+        StepwiseAttention(weights, host, ALONE, EPS),
+        StepwiseAttention(weights, TorchOperators(EPS, 0.2), ALONE, EPS),
+    )
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        results = []
+        for way in ways:
+            generator = torch.Generator().manual_seed(5)
+            cache = (torch.zeros(6, BLOCK, KV_HEADS, DIM), torch.zeros(6, BLOCK, KV_HEADS, DIM))
+            own = []
+            for inputs in _passes():
+                hidden = torch.randn(len(inputs.tokens), HIDDEN, generator=generator)
+                delta = torch.randn(len(inputs.tokens), HIDDEN, generator=generator)
+                for added in (None, delta):
+                    own += [way(hidden, added, inputs, cache), hidden.clone()]
+            results.append(own)
+    finally:
+        torch.set_num_threads(before)
+
+    for one, stepwise, torchs in zip(*results, strict=True):
+        assert torch.equal(one, stepwise)
+        torch.testing.assert_close(one, torchs, rtol=1e-4, atol=1e-5)
+        assert bool(one.abs().sum() > 1)
+
+
+def test_what_one_call_cannot_do_is_done_step_by_step() -> None:
+    weights = _weights(True, True, False, None)
+    assert isinstance(
+        make_attention(weights, TorchOperators(EPS, 0.2), ALONE, EPS), StepwiseAttention
+    )
+    compiled = kernels.load(torch.bfloat16)
+    assert compiled is not None
+    half = HostOperators(compiled, EPS, 0.2)
+    assert isinstance(make_attention(weights, half, ALONE, EPS), StepwiseAttention)
