@@ -4,8 +4,7 @@
 // expert, so that each weight is read once however many tokens go to its expert. Weights lie in
 // panels, in the order in which they are read. bfloat16 is widened in registers, which saves memory
 // and halves what is read. Sums are float32. The result of a token does not depend on the other
-// tokens, nor on the number of threads, to the last bit. The kernels call a router,
-// and know no torch.
+// tokens, nor on the number of threads, to the last bit. The kernels call a router, and know no torch.
 
 #include <algorithm>
 #include <cstdint>
