@@ -23,6 +23,7 @@ from mrlhf.config.sections import (
     OptimSection,
     PolicyLossSection,
     ReferenceSection,
+    ScalarOptimSection,
 )
 from mrlhf.device import Device
 from mrlhf.models.families import load_spec
@@ -312,7 +313,7 @@ def build_critic(setting: Setting, case: Case) -> Critic:
         cliprange_value=plain_ppo.CLIP_VALUE,
         loss_agg_mode=case.agg,
         loss_scale_factor=plain_ppo.SCALE,
-        optim=_optim(OptimSection, setting, case),
+        optim=_optim(ScalarOptimSection, setting, case),
         **_form_keys(setting),
         **_router_keys(case),
     )
