@@ -94,7 +94,7 @@ def test_the_report_shows_the_run(demo: dict[str, Any]) -> None:
     found = re.search(r'id="phases-0">(.*?)</script>', page)
     assert found is not None
     phases = json.loads(found.group(1))
-    assert list(phases) == [str(step) for step in range(1, 51)]
+    assert list(phases) == [str(step) for step in range(1, 61)]
     for spans in phases["10"].values():
         names = [span[0] for span in spans]
         assert {"step", "gen", "update_actor", "testing", "dump"} <= set(names)
@@ -102,7 +102,7 @@ def test_the_report_shows_the_run(demo: dict[str, Any]) -> None:
 
 def test_metrics_of_every_step(demo: dict[str, Any]) -> None:
     steps = [record for record in demo["records"] if record["step"] > 0]
-    assert [record["step"] for record in steps] == list(range(1, 51))
+    assert [record["step"] for record in steps] == list(range(1, 61))
 
     for record in steps:
         assert record["training/rollout_probs_diff_max"] < 5e-5
