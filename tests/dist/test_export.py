@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -62,7 +62,7 @@ def test_exports_that_succeed_and_that_fail(tmp_path: Path) -> None:
 
 
 def _in_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    os.environ["TMPDIR"] = str(root / "temporary")
+    tempfile.tempdir = str(root / "temporary")
     if rank == 0:
         (root / "temporary").mkdir()
     dist.barrier()

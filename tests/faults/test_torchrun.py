@@ -54,12 +54,10 @@ def torchrun(run: Sequel, launcher: list[str], *sequence: Fault) -> subprocess.P
     )
 
 
-def signal_after(
-    job: subprocess.Popen[str], checkpoint: Path, which: signal.Signals
-) -> tuple[int, str]:
-    """Send a signal to the launcher once there is this checkpoint; returns its code and output."""
+def signal_after(job: subprocess.Popen[str], file: Path, which: signal.Signals) -> tuple[int, str]:
+    """Send a signal to the launcher once there is this file; returns its code and output."""
     deadline = time.monotonic() + LIMIT_S
-    while not checkpoint.is_dir() and job.poll() is None and time.monotonic() < deadline:
+    while not file.exists() and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     job.send_signal(which)
     output, _ = job.communicate(timeout=LIMIT_S)
@@ -71,7 +69,7 @@ def test_killed_ranks_are_started_again_and_a_signal_saves(
     inputs: Path, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     run = Sequel(settings.ppo(inputs), tmp_path / "run")
-    checkpoints = run.directory / "checkpoints"
+    held, held_again = tmp_path / "held", tmp_path / "held_again"
 
     plain = ["-m", "torch.distributed.run", "--max-restarts=2"]
     job = torchrun(
@@ -79,17 +77,18 @@ def test_killed_ranks_are_started_again_and_a_signal_saves(
         plain,
         Fault(faults.SCORING, 2, "SIGKILL", rank=1, attempt=0),  # before the first checkpoint
         Fault(faults.ACTOR_LOSS, 16, "SIGKILL", rank=0, attempt=1),
-        Fault(faults.VALUES, 2, "HOLD", rank=1, attempt=2),  # of step 3
+        Fault(faults.VALUES, 2, f"TOUCH={held} HOLD", rank=1, attempt=2),  # of step 3
     )
-    code, output = signal_after(job, checkpoints / "step_000002", signal.SIGTERM)
+    code, output = signal_after(job, held, signal.SIGTERM)
     assert code != 0
     assert output.count("going on from") == 1, "it was killed twice, and had a checkpoint once"
     assert "step_000002_interrupted" in run.checkpoints, output
     assert_nothing_is_left(tmp_path)
 
     # The validation ends step 4.
-    job = torchrun(run, ["launch/torchrun.py"], Fault(faults.VALIDATION, 1, "HOLD", rank=0))
-    code, output = signal_after(job, checkpoints / "step_000003", signal.SIGUSR1)
+    fault = Fault(faults.VALIDATION, 1, f"TOUCH={held_again} HOLD", rank=0)
+    job = torchrun(run, ["launch/torchrun.py"], fault)
+    code, output = signal_after(job, held_again, signal.SIGUSR1)
     assert code == QUEUE_AGAIN, output
     assert "step_000003_interrupted" in run.checkpoints, output
     assert_nothing_is_left(tmp_path)
