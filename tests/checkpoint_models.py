@@ -18,6 +18,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
     "bos_token_id": None,
     "eos_token_id": 1,
 }
@@ -48,8 +49,53 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 6},
     "qwen3-tied": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 6},
+    "mixtral": {
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "norm_topk_prob": False,
+    },
+    "qwen3_moe-tied": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": True,
+        "head_dim": 6,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "tie_word_embeddings": False,
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
 }
-"""Every family, with tied and untied embeddings."""
+"""Every family that Megatron-LM has, with tied and untied embeddings."""
 
 
 def save_model(
@@ -71,6 +117,9 @@ def save_model(
     for parameter in model.parameters():
         values = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.3 * values + (1.0 if parameter.dim() == 1 else 0.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
 

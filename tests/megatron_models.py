@@ -64,8 +64,8 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         kv_channels=model.get("head_dim", 4),
         max_position_embeddings=model.get("max_positions", 64),
         position_embedding_type="rope",
-        rotary_base=10000,
-        rotary_percent=1.0,
+        rotary_base=model.get("rotary_base", 10000),
+        rotary_percent=model.get("rotary_percent", 1.0),
         rotary_interleaved=False,
         use_rope_scaling=scaling is not None,
         rope_scaling_factor=scaling or 8.0,
@@ -80,7 +80,7 @@ def arguments(job: dict[str, Any]) -> argparse.Namespace:
         untie_embeddings_and_output_weights=not model["tied"],
         make_vocab_size_divisible_by=8,
         padded_vocab_size=40,
-        num_experts=None,
+        **{"num_experts": None, **model.get("mixtures", {})},
         tensor_model_parallel_size=int(os.environ.get("WORLD_SIZE", "1")),
         pipeline_model_parallel_size=1,
         data_parallel_size=1,
@@ -95,10 +95,16 @@ def build(job: dict[str, Any]) -> Any:
     """megatron-core's GPTModel with its local layers."""
     import torch
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     args = arguments(job)
+    mixtures = dict(job["model"].get("mixtures", {}))
+    if mixtures:
+        mixtures["num_moe_experts"] = mixtures.pop("num_experts")
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -125,8 +131,12 @@ def build(job: dict[str, Any]) -> Any:
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],
+        **mixtures,
     )
-    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
+    if mixtures:
+        spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization="RMSNorm")
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -135,6 +145,7 @@ def build(job: dict[str, Any]) -> Any:
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=args.rotary_base,
+        rotary_percent=args.rotary_percent,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         parallel_output=False,
@@ -143,7 +154,15 @@ def build(job: dict[str, Any]) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
+    for correction in corrections(model):
+        correction.normal_(std=0.1)
+    # megatron-core refuses to train mixtures with tensor but without sequence parallelism.
+    return model.eval() if mixtures else model
+
+
+def corrections(model: Any) -> list[Any]:
+    """What routers add to their scores for the choice."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
 
 
 def sharded_model(job: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -155,11 +174,25 @@ def sharded_model(job: dict[str, Any], model: Any) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     sharded = model.sharded_state_dict(metadata=metadata)
+    if job["model"].get("mixtures"):
+        name_norms_of_mixtures(sharded)
     if job.get("names") == "own":
         for entry in sharded.values():
             key = entry.key.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
             entry.key = key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     return dict(sharded)
+
+
+def name_norms_of_mixtures(sharded: dict[str, Any]) -> None:
+    """Give norms before mixtures the names that megatron-core's layers with TransformerEngine use.
+
+    Its own layers, which run here, name them like those before a dense MLP.
+    """
+    keys = {entry.key for entry in sharded.values()}
+    for entry in sharded.values():
+        layer, found, rest = entry.key.partition("mlp.linear_fc1.layer_norm_")
+        if found and f"{layer}mlp.router.weight" in keys:
+            entry.key = f"{layer}pre_mlp_layernorm.{rest}"
 
 
 def train_one_step(model: Any, args: argparse.Namespace) -> tuple[Any, Any]:
@@ -227,6 +260,8 @@ def load(job: dict[str, Any], model: Any) -> None:
 
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
+    for correction in corrections(model):
+        correction.fill_(float("nan"))
     folder = str(Path(job["checkpoint"]) / "release")
     common = dist_checkpointing.load_common_state_dict(folder)
     stated = vars(common["args"])
@@ -260,8 +295,11 @@ def main() -> None:
     from megatron.core import parallel_state
     from megatron.core.safe_globals import register_safe_globals
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
     from safetensors.torch import save_file
 
+    # megatron-core's router asks for it, but has no such name without TransformerEngine.
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
     register_safe_globals()
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])

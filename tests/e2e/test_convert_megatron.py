@@ -36,6 +36,63 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"layers": 4, "tied": True, "qkv_bias": True},
     "qwen3": {"layers": 4, "tied": False, "qk_norm": True, "head_dim": 6},
     "qwen3-tied": {"layers": 4, "tied": True, "qk_norm": True, "head_dim": 6},
+    "mixtral": {
+        "layers": 4,
+        "tied": False,
+        "rotary_base": 1000000,
+        "mixtures": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": 1,
+        },
+    },
+    "qwen2_moe": {
+        "layers": 4,
+        "tied": False,
+        "qkv_bias": True,
+        "mixtures": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_router_pre_softmax": True,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_shared_expert_gate": True,
+            "moe_layer_freq": 1,
+        },
+    },
+    "qwen3_moe-tied": {
+        "layers": 4,
+        "tied": True,
+        "qk_norm": True,
+        "head_dim": 6,
+        "mixtures": {
+            "num_experts": 8,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 12,
+            "moe_layer_freq": [1, 0, 1, 1],
+        },
+    },
+    "glm4_moe": {
+        "layers": 4,
+        "tied": False,
+        "qkv_bias": True,
+        "qk_norm": True,
+        "head_dim": 8,
+        "rotary_percent": 0.5,
+        "mixtures": {
+            "num_experts": 8,
+            "moe_router_topk": 4,
+            "moe_ffn_hidden_size": 12,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": 1.5,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_layer_freq": [0, 1, 1, 1],
+        },
+    },
 }
 """What Megatron-LM is told of the models of `tests/checkpoint_models.py`."""
 
@@ -54,8 +111,15 @@ SAVED: dict[str, dict[str, Any]] = {
     "own-norms-separate": {"model": MODELS["qwen3"], "names": "own", "separate": True},
     "separate": {"model": MODELS["qwen2-tied"], "separate": True},
     "tied": {"model": MODELS["llama-tied-llama3"]},
+    "mixtral": {"model": MODELS["mixtral"]},
+    "mixtral-separate": {"model": MODELS["mixtral"], "separate": True},
+    "qwen2_moe": {"model": MODELS["qwen2_moe"]},
+    "qwen3_moe-own-norms": {"model": MODELS["qwen3_moe-tied"], "names": "own"},
+    "glm4_moe": {"model": MODELS["glm4_moe"]},
+    "glm4_moe-separate": {"model": MODELS["glm4_moe"], "separate": True},
     "two-ranks": {"model": MODELS["qwen3-tied"], "optimizer": True},
     "two-ranks-separate": {"model": MODELS["qwen2"], "separate": True},
+    "two-ranks-experts": {"model": MODELS["qwen2_moe"]},
 }
 """What Megatron-LM saves: with optimizer or not, layers stacked or not, norms under either name."""
 
@@ -74,8 +138,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for ranks in (1, 2):
         jobs = []
         for name, model in MODELS.items():
-            if ranks == 1 or name in ("qwen3-tied", "llama"):
-                same = SAME_ARGUMENTS if ranks == 1 else []
+            if ranks == 1 or name in ("qwen3-tied", "llama", "qwen2_moe", "glm4_moe"):
+                same = [*SAME_ARGUMENTS, *model.get("mixtures", {})] if ranks == 1 else []
                 jobs.append(_job(path, "load", path / "megatron" / name, ranks, same, model=model))
         for name, saved in SAVED.items():
             if name.startswith("two-ranks") == (ranks == 2):

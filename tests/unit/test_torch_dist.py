@@ -164,7 +164,7 @@ def test_a_weight_cannot_be_there_twice_or_in_another_shape() -> None:
         find_homes(spec, stored, "it")
 
     for shape, message in (
-        ((5, 32), "has 5 layers and the model 4"),
+        ((5, 32), r"stacks \[5\] layers or experts and the model has \[4\]"),
         ((4, 31), r"is \[31\] and must be \[32\] in this model"),
     ):
         stored = {"decoder.layers.input_layernorm.weight": TensorForm(shape, torch.float32)}
@@ -172,11 +172,23 @@ def test_a_weight_cannot_be_there_twice_or_in_another_shape() -> None:
             find_homes(spec, stored, "it")
 
 
+def test_experts_that_the_model_has_not_are_refused() -> None:
+    experts = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    for model, key, shape, message in (
+        ("llama", experts, (4, 8, 16, 32), "the model has no place for "),
+        ("qwen3_moe", experts, (4, 9, 16, 32), r"stacks \[4, 9\] layers or experts"),
+        ("qwen3_moe", "decoder.layers.mlp.router.expert_bias", (4, 8), "has no place for "),
+    ):
+        spec = tiny_spec(model)
+        with pytest.raises(CheckpointError, match=message):
+            find_homes(spec, {key: TensorForm(shape, torch.float32)}, "it")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"normalization": "LayerNorm"}, "normalization is 'LayerNorm'; only 'RMSNorm' has a Hugg"),
-        ({"num_experts": 8}, "num_experts is 8; only None"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers is 1; only None"),
         ({"swiglu": False}, "swiglu is False; only True"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "has features of qwen2 and qwen3 at once"),
         ({"hidden_size": None}, "do not state hidden_size; give the directory of a Hugging Face"),

@@ -182,7 +182,9 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
     if common.iteration is not None:
         finding.facts.append(("step", str(common.iteration)))
     arguments = common.arguments or {}
-    stated = [f"{name} {arguments[name]}" for name in SHAPE_ARGUMENTS if name in arguments]
+    stated = [
+        f"{name} {arguments[name]}" for name in SHAPE_ARGUMENTS if arguments.get(name) is not None
+    ]
     finding.facts.append(("model", ", ".join(stated) or "not stated in common.pt"))
     layout = [
         f"{short} {arguments[name]}"

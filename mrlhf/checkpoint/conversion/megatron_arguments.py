@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mrlhf.checkpoint.conversion.megatron_experts import (
+    MIXTURE_FAMILIES,
+    beyond_router,
+    expert_arguments,
+    expert_config,
+    expert_options,
+    mixture_family,
+    stated_experts,
+)
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MEGATRON_FAMILIES = (*DENSE_FAMILIES, *MIXTURE_FAMILIES)
 """The families that a checkpoint of Megatron-LM alone can be said to be of."""
 
 SHAPE_ARGUMENTS = (
@@ -24,6 +34,7 @@ SHAPE_ARGUMENTS = (
     "num_query_groups",
     "kv_channels",
     "padded_vocab_size",
+    "num_experts",
 )
 """Those that say how large the model is."""
 
@@ -33,7 +44,6 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "position_embedding_type": ("learned_absolute", "rope"),
     "add_bias_linear": (True, False),
-    "rotary_percent": (1.0, 1.0),
     "rotary_interleaved": (False, False),
     "apply_layernorm_1p": (False, False),
     "layernorm_zero_centered_gamma": (False, False),
@@ -41,7 +51,6 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "multi_latent_attention": (False, False),
     "qk_l2_norm": (False, False),
     "attention_output_gate": (False, False),
-    "num_experts": (None, None),
     "mtp_num_layers": (None, None),
     "window_attn_skip_freq": (None, None),
     "no_rope_freq": (None, None),
@@ -88,7 +97,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "use_rotary_position_embeddings": False,
         "add_position_embedding": True,
         "rotary_base": rotary_base,
-        "rotary_percent": 1.0,
+        "rotary_percent": spec.rotary_dim / spec.head_dim,
         "rotary_interleaved": False,
         **_rope_arguments(spec),
         "window_size": window,
@@ -108,7 +117,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "make_vocab_size_divisible_by": vocab_divisible_by,
         "padded_vocab_size": padded_vocab(spec, vocab_divisible_by),
-        "num_experts": None,
+        **expert_arguments(spec),
     }
 
 
@@ -127,12 +136,13 @@ def _beyond_megatron(spec: ModelSpec) -> str | None:
         "biases on o_proj or the MLP": spec.o_bias or spec.mlp_bias,
         "q, k and v in one tensor": spec.fused_tensors,
         "layers that do not rotate": None in spec.ropes,
-        "heads that rotate in part": spec.rotary_dim != spec.head_dim,
         "a window on some layers only": len(set(spec.windows)) > 1,
-        "a mixture of experts": spec.experts is not None,
     }
 
-    return next((feature for feature, is_there in features.items() if is_there), None)
+    feature = next((feature for feature, is_there in features.items() if is_there), None)
+    if feature is None and spec.experts is not None:
+        feature = beyond_router(spec.experts)
+    return feature
 
 
 def padded_vocab(spec: ModelSpec, divisor: int) -> int:
@@ -173,6 +183,9 @@ def command_line(arguments: Mapping[str, Any]) -> str:
         options.append(f"--rope-scaling-factor {arguments['rope_scaling_factor']}")
     if arguments["window_size"] is not None:
         options.append(f"--window-size {','.join(map(str, arguments['window_size']))}")
+    if arguments["rotary_percent"] != 1.0:
+        options.append(f"--rotary-percent {arguments['rotary_percent']}")
+    options += expert_options(arguments)
     return "\n".join(options) + "\n"
 
 
@@ -180,6 +193,8 @@ def config_of(
     arguments: Mapping[str, Any], vocab_size: int, model_type: str | None
 ) -> dict[str, Any]:
     """The `config.json` of the model that Megatron-LM's arguments describe.
+
+    The family may have no key for something that they say, which `differences` then tells.
 
     Args:
         arguments: of the run that wrote the checkpoint.
@@ -222,15 +237,17 @@ def config_of(
         "head_dim": arguments.get("kv_channels") or hidden // heads,
         "max_position_embeddings": _stated(arguments, "max_position_embeddings"),
         "rms_norm_eps": _epsilon(arguments),
-        "rope_parameters": _rope_parameters(arguments),
+        "rope_parameters": _rope_parameters(arguments, family),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         # transformers has numbers of its own for what is not stated.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         config["sliding_window"] = None if window is None else window[0] + 1
+    if family in MIXTURE_FAMILIES:
+        config |= expert_config(arguments, family)
     return config
 
 
@@ -244,11 +261,18 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
     for name in (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
         *("rotary_base", "add_qkv_bias", "qk_layernorm", "untie_embeddings_and_output_weights"),
-        *("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+        *("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_percent"),
     ):
         stated = arguments.get(name)
-        if stated is not None and stated != expected[name]:
+        is_used = name != "ffn_hidden_size" or spec.has_dense_layers
+        if is_used and stated is not None and stated != expected[name]:
             found.append(f"{name} is {stated!r} in the checkpoint and {expected[name]!r} there")
+    if "num_experts" in arguments:
+        given, wanted = stated_experts(arguments), expert_arguments(spec)
+        for name in given | wanted:
+            one, other = given.get(name), wanted.get(name)
+            if one != other:
+                found.append(f"{name} is {one!r} in the checkpoint and {other!r} there")
     for name, (_, needed) in _NEEDED.items():
         if arguments.get(name, needed) != needed:
             found.append(f"{name} is {arguments[name]!r} in the checkpoint and {needed!r} there")
@@ -257,6 +281,8 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
 
 def _family_of(arguments: Mapping[str, Any]) -> str:
     """The family with exactly the features that the arguments turn on."""
+    if arguments.get("num_experts") is not None:
+        return mixture_family(arguments)
     features = {
         "qwen2": bool(arguments.get("add_qkv_bias")),
         "qwen3": bool(arguments.get("qk_layernorm")),
@@ -310,8 +336,11 @@ def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
     return options
 
 
-def _rope_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
     theta = float(_stated(arguments, "rotary_base"))
+    if family == "glm4_moe":
+        share = arguments.get("rotary_percent", 1.0)
+        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
     linear = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
         factor = float(arguments.get("rope_scaling_factor") or 8.0)

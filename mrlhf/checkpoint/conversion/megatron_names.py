@@ -19,21 +19,24 @@ from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Piece, Rule, Shape, local_shape, pieces_of
 
 LAYERS = "decoder.layers."
-FUSED_NORMS = {
+_FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
 """TransformerEngine's names of a layer's norms, which recent Megatron-LM writes in any case."""
 
-STATEFUL_MODULES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""The modules of a layer for which a checkpoint has an `_extra_state`, empty but for 8-bit runs."""
+_OF_MIXTURES = {
+    "mlp.router.correction": "mlp.router.expert_bias",
+    "mlp.shared.linear_fc1.weight": "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared.linear_fc2.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_gate.weight": "mlp.shared_experts.gate_weight",
+}
+"""Megatron-LM's names of what a mixture of experts has beside router and experts, by ours."""
+_OUR_NAMES = {theirs: ours for ours, theirs in _OF_MIXTURES.items()}
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_OUR_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
+_THEIR_EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALVES = {"_w": 0, "_v": 1}  # gate and up, where each is a tensor of its own
 
 _LEFT_OUT = (
@@ -54,22 +57,86 @@ class Home:
 
     Attributes:
         key: the checkpoint's tensor that holds it.
-        layer: the place along the first dimension of that tensor; None if it is no stack.
+        place: the numbers along the first dimensions of that tensor, which stack parameters: of
+            the layer, of the expert, both or none.
         rows: first dimension of the parameter, vocabulary padding left out.
         piece: where in the parameter the named tensor is.
         is_shared: whether the parameter holds other named tensors too.
     """
 
     key: str
-    layer: int | None
+    place: tuple[int, ...]
     rows: int
     piece: Piece
     is_shared: bool
 
 
+@dataclass(frozen=True)
+class StackedName:
+    """The tensor of a checkpoint in which a layer's parameter is.
+
+    Attributes:
+        key: its name.
+        place: as in `Home`.
+        sizes: how many parameters are stacked along each of these dimensions.
+    """
+
+    key: str
+    place: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 def whole_model(spec: ModelSpec) -> Chunk:
-    """All layers, the embedding and the output layer."""
-    return Chunk(range(spec.num_layers), is_first=True, is_last=True)
+    """All layers and experts, the embedding and the output layer."""
+    experts = range(0 if spec.experts is None else spec.experts.count)
+    return Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
+
+
+def stacked_name(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StackedName:
+    """Where Megatron-LM's writer puts a parameter of a layer.
+
+    It stacks layers only if all are alike, and experts in any case.
+
+    Args:
+        spec: the model.
+        layer: its number.
+        name: of the parameter or module, below the layer.
+        fused_norms: whether norms have the names of TransformerEngine's fused layers.
+    """
+    expert = _OUR_EXPERT.fullmatch(name)
+    if expert is not None:
+        name = f"mlp.experts.experts.{expert[2]}"
+    elif fused_norms and not (name.startswith("pre_mlp") and spec.has_experts(layer)):
+        name = _FUSED_NORMS.get(name, name)  # no layer follows the norm of a mixture at once
+    name = _OF_MIXTURES.get(name, name)
+
+    place: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    if spec.experts is None or all(spec.experts.layers):
+        place, sizes = (layer,), (spec.num_layers,)
+    else:
+        name = f"{layer}.{name}"
+    if expert is not None:
+        assert spec.experts is not None, f"an expert in a dense model: {name}"
+        place, sizes = (*place, int(expert[1])), (*sizes, spec.experts.count)
+    return StackedName(LAYERS + name, place, sizes)
+
+
+def extra_states(spec: ModelSpec) -> Iterator[str]:
+    """The names of the objects that a checkpoint has for modules, empty but for 8-bit runs."""
+    for layer in range(spec.num_layers):
+        modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+        blocks = ["mlp"]
+        if spec.experts is not None and spec.has_experts(layer):
+            blocks = [f"mlp.experts.{number}" for number in range(spec.experts.count)]
+            blocks += ["mlp.shared_experts"] * bool(spec.experts.shared_ffn_size)
+        modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
+
+        for module in modules:
+            home = stacked_name(spec, layer, f"{module}._extra_state", fused_norms=False)
+            place = ".".join(map(str, home.place or (0,)))
+            sizes = ".".join(map(str, home.sizes or (1,)))
+            yield f"{home.key}/shard_{place}_{sizes}"
 
 
 def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
@@ -125,7 +192,7 @@ def _homes_in(
     spec: ModelSpec, shapes: Mapping[str, Shape], key: str, tensor: TensorForm, where: str
 ) -> Iterator[Home]:
     """The homes of all named tensors in one tensor of the checkpoint."""
-    for parameter, layer, half in _parameters(key, spec.num_layers):
+    for parameter, stacked, half in _parameters(spec, key):
         rule = _rule(spec, shapes, parameter)
         if rule is None or (half is not None and len(rule.names) != 2):
             raise CheckpointError(
@@ -134,39 +201,56 @@ def _homes_in(
         if half is not None:
             rule = Rule((rule.names[half],), dim=0)
 
+        depth = len(stacked.sizes)
+        if tensor.shape[:depth] != stacked.sizes:
+            raise CheckpointError(
+                f"{where}: {key} stacks {list(tensor.shape[:depth])} layers or experts and the "
+                f"model has {list(stacked.sizes)}"
+            )
         expected = local_shape(rule, shapes, tp_size=1)
-        found = tensor.shape
-        if layer is not None:
-            if found[0] != spec.num_layers:
-                raise CheckpointError(
-                    f"{where}: {key} has {found[0]} layers and the model {spec.num_layers}"
-                )
-            found = found[1:]
-        is_vocabulary = layer is None and len(rule.names) == 1 and rule.dim == 0
-        enough = found[0] >= expected[0] if is_vocabulary else found[0] == expected[0]
+        found = tensor.shape[depth:]
+        is_vocabulary = not parameter.startswith(LAYERS) and rule.dim == 0
+        enough = found[:1] >= expected[:1] if is_vocabulary else found[:1] == expected[:1]
         if not enough or found[1:] != expected[1:]:
             raise CheckpointError(
                 f"{where}: {key} is {list(found)} and must be {list(expected)} in this model"
             )
 
         for piece in pieces_of(parameter, rule, shapes, tp_rank=0, tp_size=1):
-            yield Home(key, layer, expected[0], piece, is_shared=len(rule.names) > 1)
+            yield Home(key, stacked.place, expected[0], piece, is_shared=len(rule.names) > 1)
 
 
-def _parameters(key: str, num_layers: int) -> Iterator[tuple[str, int | None, int | None]]:
+def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StackedName, int | None]]:
     """The parameters that a tensor of the checkpoint holds.
 
     Yields:
-        The parameter's name, its place in a stack of layers, and which half of it the tensor is.
+        The parameter's name, where it is in the tensor, and which half of it the tensor is.
     """
     half = _HALVES.get(key[-2:])
     base = key if half is None else key[:-2]
     match = _LAYER.fullmatch(base)
-    if match is None or match[1] is not None:
-        yield base, None, half
+    if match is None:
+        yield base, StackedName(key, (), ()), half
         return
-    for layer in range(num_layers):
-        yield f"{LAYERS}{layer}.{match[2]}", layer, half
+
+    name = _OUR_NAMES.get(match[2], match[2])
+    # Of each, the numbers that the tensor stacks, or the one that its name states.
+    layers = range(spec.num_layers) if match[1] is None else [int(match[1])]
+    for layer in layers:
+        place, sizes = ((layer,), (spec.num_layers,)) if match[1] is None else ((), ())
+        expert = _THEIR_EXPERT.fullmatch(name)
+        if expert is None:
+            yield f"{LAYERS}{layer}.{name}", StackedName(key, place, sizes), half
+            continue
+
+        # A dense model has no place for the first expert either, and so it is refused.
+        count = 1 if spec.experts is None else spec.experts.count
+        numbers = range(count) if expert[1] is None else [int(expert[1])]
+        for number in numbers:
+            stacked = StackedName(key, place, sizes)
+            if expert[1] is None:
+                stacked = StackedName(key, (*place, number), (*sizes, count))
+            yield f"{LAYERS}{layer}.mlp.experts.{number}.{expert[2]}", stacked, half
 
 
 def _rule(spec: ModelSpec, shapes: Mapping[str, Shape], parameter: str) -> Rule | None:

@@ -167,7 +167,7 @@ class MegatronSource:
         self.tensors: dict[str, TensorForm] = {}
         for name, shape in family_of(self.spec).tensor_shapes(self.spec).items():
             self.tensors[name] = TensorForm(shape, stored[self._homes[name].key].dtype)
-        self._parameters: dict[tuple[str, int | None], Tensor] = {}
+        self._parameters: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -216,9 +216,16 @@ class MegatronSource:
         rows = self._vocabulary_rows(stored)
         vocab_size = vocab_size or self._stated_vocabulary(arguments, rows)
         try:
-            return spec_of(config_of(arguments, vocab_size, model_type), "lm")
+            spec = spec_of(config_of(arguments, vocab_size, model_type), "lm")
+            found = differences(spec, arguments)
         except (CheckpointError, ConfigError) as error:
             raise CheckpointError(f"{self._place.folder}: {error}") from None
+        if found:
+            raise CheckpointError(
+                f"{self._place.folder}: not a {spec.family} model: {found[0]}; name its family "
+                "with --model-type, if it has one here"
+            )
+        return spec
 
     def _vocabulary_rows(self, stored: Mapping[str, TensorForm]) -> int:
         embedding = stored.get("embedding.word_embeddings.weight")
@@ -241,21 +248,18 @@ class MegatronSource:
 
     def _parameter(self, home: Home) -> Tensor:
         """The parameter in which a tensor lies, vocabulary padding left out."""
-        place = (home.key, home.layer)
-        if place in self._parameters:
-            return self._parameters[place]
+        known_as = (home.key, home.place)
+        if known_as in self._parameters:
+            return self._parameters[known_as]
 
+        stacked = len(home.place)
         shape = self._reader.tensors[home.key].shape
-        if home.layer is None:
-            box = Box(home.key, (0,) * len(shape), (home.rows, *shape[1:]))
-            parameter = self._reader.read(box)
-        else:
-            starts = (home.layer,) + (0,) * (len(shape) - 1)
-            box = Box(home.key, starts, (home.layer + 1, *shape[1:]))
-            parameter = self._reader.read(box)[0]
+        starts = (*home.place, *(0 for _ in shape[stacked:]))
+        stops = (*(number + 1 for number in home.place), home.rows, *shape[stacked + 1 :])
+        parameter = self._reader.read(Box(home.key, starts, stops)).squeeze(tuple(range(stacked)))
         if home.is_shared:
             # A layer's q, k and v follow each other, each with its bias: two parameters in turn.
             while len(self._parameters) > 1:
                 del self._parameters[next(iter(self._parameters))]
-            self._parameters[place] = parameter
+            self._parameters[known_as] = parameter
         return parameter

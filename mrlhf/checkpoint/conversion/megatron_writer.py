@@ -16,9 +16,9 @@ import torch
 
 from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command_line
 from mrlhf.checkpoint.conversion.megatron_names import (
-    FUSED_NORMS,
     LAYERS,
-    STATEFUL_MODULES,
+    extra_states,
+    stacked_name,
     whole_model,
 )
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
@@ -70,10 +70,8 @@ def write_megatron(source: ModelSource, directory: Path, options: MegatronOption
     folder.mkdir(parents=True)
     writer = TorchDistWriter(folder, options.max_file_bytes)
     _write_weights(source, writer, arguments["padded_vocab_size"], options.fused_norms)
-    for layer in range(spec.num_layers):
-        for module in STATEFUL_MODULES:
-            key = f"{LAYERS}{module}._extra_state/shard_{layer}_{spec.num_layers}"
-            writer.write_object(key, None)
+    for key in extra_states(spec):
+        writer.write_object(key, None)
 
     step = source.describe().step or 0
     run = _run_arguments(source.dtype, step)
@@ -113,10 +111,11 @@ def _write_weights(
             Slot(piece, values).store(source.read(piece.name))
 
         if parameter.startswith(LAYERS):
-            layer, _, rest = parameter.removeprefix(LAYERS).partition(".")
-            key = LAYERS + (FUSED_NORMS.get(rest, rest) if fused_norms else rest)
-            offsets = (int(layer),) + (0,) * values.dim()
-            writer.write_box(key, (spec.num_layers, *shape), offsets, values.unsqueeze(0))
+            layer, _, name = parameter.removeprefix(LAYERS).partition(".")
+            home = stacked_name(spec, int(layer), name, fused_norms)
+            offsets = home.place + (0,) * values.dim()
+            stacked = values.view(*(1 for _ in home.place), *shape)
+            writer.write_box(home.key, (*home.sizes, *shape), offsets, stacked)
         elif rule.dim is None:
             writer.write_box(parameter, shape, (0,) * values.dim(), values)
         else:

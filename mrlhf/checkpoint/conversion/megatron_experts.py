@@ -1,0 +1,180 @@
+"""Mixtures of experts as Megatron-LM's command line names them, and as a `config.json` does.
+
+`megatron_arguments` knows the rest of the model. Pure: this file knows no files and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mrlhf.errors import CheckpointError
+from mrlhf.models.spec import Experts, ModelSpec
+
+MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+"""The families with mixtures that Megatron-LM's arguments can describe."""
+
+# What Megatron-LM has if an argument is not stated.
+_DEFAULTS: dict[str, Any] = {
+    "num_experts": None,
+    "moe_layer_freq": 1,
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+}
+
+
+def expert_arguments(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of Megatron-LM that describe the mixtures of a model; it may be dense."""
+    experts = spec.experts
+    if experts is None:
+        return {"num_experts": None}
+    has_groups = experts.groups > 1
+    return {
+        "num_experts": experts.count,
+        # A list of ones would mean the same, but Megatron-LM would look for layers one by one.
+        "moe_layer_freq": 1 if all(experts.layers) else [int(sparse) for sparse in experts.layers],
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.per_token,
+        "moe_router_score_function": experts.scoring,
+        # The softmax over the chosen experts alone is that over all, divided by their sum.
+        "moe_router_pre_softmax": experts.scoring == "softmax" and not experts.normalised,
+        "moe_router_topk_scaling_factor": None if experts.scale == 1.0 else experts.scale,
+        "moe_router_num_groups": experts.groups if has_groups else None,
+        "moe_router_group_topk": experts.groups_per_token if has_groups else None,
+        "moe_router_enable_expert_bias": experts.has_correction,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+    }
+
+
+def stated_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's arguments say of mixtures, in the form of `expert_arguments`.
+
+    Raises:
+        CheckpointError: as for `sparse_layers`.
+    """
+    stated = {name: arguments.get(name, default) for name, default in _DEFAULTS.items()}
+    if stated["num_experts"] is None:
+        return {"num_experts": None}
+
+    num_layers = arguments.get("num_layers") or 0
+    layers = sparse_layers(stated["moe_layer_freq"], num_layers)
+    stated["moe_layer_freq"] = 1 if layers == [1] * num_layers else layers
+    if stated["moe_ffn_hidden_size"] is None:
+        stated["moe_ffn_hidden_size"] = arguments.get("ffn_hidden_size")
+    if stated["moe_router_score_function"] == "sigmoid":
+        stated["moe_router_pre_softmax"] = False  # there is no softmax
+    for name in ("moe_router_topk_scaling_factor", "moe_router_num_groups"):
+        if stated[name] == 1:
+            stated[name] = None
+    if stated["moe_router_num_groups"] is None:
+        stated["moe_router_group_topk"] = None
+    return stated
+
+
+def sparse_layers(frequency: Any, num_layers: int) -> list[int]:
+    """For each layer 1 if Megatron-LM gives it a mixture by this `moe_layer_freq`, else 0.
+
+    Raises:
+        CheckpointError: it is neither a positive number nor a list.
+    """
+    if isinstance(frequency, list):
+        return frequency
+    if not isinstance(frequency, int) or frequency < 1:
+        raise CheckpointError(
+            f"the checkpoint's moe_layer_freq is {frequency!r}; it must be a positive integer, or "
+            "a list of 0 and 1"
+        )
+    return [int(layer % frequency == 0) for layer in range(num_layers)]
+
+
+def beyond_router(experts: Experts) -> str | None:
+    """What the mixtures do that Megatron-LM's router does not, in words, or None."""
+    is_sigmoid = experts.scoring == "sigmoid"
+    features = {
+        "weights of experts that are not divided by their sum": is_sigmoid
+        and not experts.normalised
+        and experts.per_token > 1,
+        "one expert a token, whose weight is always the same": experts.normalised
+        and experts.per_token == 1,
+        # It scores a group by its best moe_router_topk / moe_router_group_topk experts.
+        "groups that are chosen by their two best experts": experts.groups > 1
+        and experts.per_token // experts.groups_per_token != 2,
+    }
+    return next((feature for feature, is_there in features.items() if is_there), None)
+
+
+def mixture_family(arguments: Mapping[str, Any]) -> str:
+    """The family that has the most notable feature of a checkpoint's mixtures."""
+    stated = stated_experts(arguments)
+    if stated["moe_router_score_function"] == "sigmoid":
+        return "glm4_moe"
+    if stated["moe_shared_expert_intermediate_size"] is not None:
+        return "qwen2_moe"
+    return "qwen3_moe" if arguments.get("qk_layernorm") else "mixtral"
+
+
+def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The keys that the `config.json` of a family with mixtures has beside those of a dense model.
+
+    They may lack what the family has no key for.
+    """
+    stated = stated_experts(arguments)
+    width = stated["moe_ffn_hidden_size"]
+    config = {"num_experts_per_tok": stated["moe_router_topk"]}
+    if family == "mixtral":
+        config |= {"num_local_experts": stated["num_experts"], "intermediate_size": width}
+        return config
+
+    num_layers = arguments["num_layers"]
+    sparse = sparse_layers(stated["moe_layer_freq"], num_layers)
+    dense = [layer for layer, is_sparse in enumerate(sparse) if not is_sparse]
+    shared = stated["moe_shared_expert_intermediate_size"] or 0
+    config["moe_intermediate_size"] = width
+    if family == "glm4_moe":
+        return config | {
+            "n_routed_experts": stated["num_experts"],
+            "n_shared_experts": shared // width if width else 0,
+            "first_k_dense_replace": len(dense),
+            "norm_topk_prob": True,
+            "routed_scaling_factor": stated["moe_router_topk_scaling_factor"] or 1.0,
+            "n_group": stated["moe_router_num_groups"] or 1,
+            "topk_group": stated["moe_router_group_topk"] or 1,
+            "attention_bias": bool(arguments.get("add_qkv_bias")),
+            "use_qk_norm": bool(arguments.get("qk_layernorm")),
+        }
+
+    config |= {
+        "num_experts": stated["num_experts"],
+        "norm_topk_prob": not stated["moe_router_pre_softmax"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
+    if family == "qwen2_moe":
+        config["shared_expert_intermediate_size"] = shared
+        config["qkv_bias"] = bool(arguments.get("add_qkv_bias"))
+    return config
+
+
+def expert_options(arguments: Mapping[str, Any]) -> list[str]:
+    """The options of `pretrain_gpt.py` that make the mixtures of `expert_arguments`."""
+    if arguments["num_experts"] is None:
+        return []
+    options = ["--moe-router-dtype fp32"]
+    for name, default in _DEFAULTS.items():
+        value = arguments[name]
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            options.append(option)
+        elif value != default:
+            written = str(value).replace(" ", "")
+            options.append(f"{option} {written}")
+    return options
