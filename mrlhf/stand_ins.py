@@ -15,7 +15,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import marshal
-import os
 import sys
 import tempfile
 import warnings
@@ -215,10 +214,10 @@ def _bytecode_directory() -> Path:
 
 def _write_whole(file: Path, content: bytes) -> None:
     """Write a file so that other processes see all of it or nothing."""
-    descriptor, unfinished = tempfile.mkstemp(dir=file.parent)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
-    os.replace(unfinished, file)
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        unfinished = Path(scratch) / file.name
+        unfinished.write_bytes(content)
+        unfinished.replace(file)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -73,6 +73,7 @@ def _main(
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     file = (Path(stacks) / str(rank)).open("w")
+    faulthandler.enable(file)
     faulthandler.dump_traceback_later(max(1.0, timeout - _BEFORE), file=file)
 
     # A fork has the random numbers of its server; a rank that forgets to seed must have its own.
@@ -105,8 +106,9 @@ def run_ranks(
         What each rank returned (picklable, no tensors that share memory), by rank.
 
     Raises:
-        AssertionError: a rank failed, and the message is the traceback of the first one to fail; or
-            a rank was killed; or ranks were not done in time, and it says where they were.
+        AssertionError: a rank failed, and the message is the traceback of the first one to fail,
+            and where others crashed; or a rank was killed; or ranks were not done in time, and it
+            says where they were.
     """
     # This process keeps the store: a port that is chosen here and opened by rank 0 could be taken
     # in between.
@@ -140,10 +142,11 @@ def _results(ranks: list[Any], received: Any, timeout: float, stacks: Path) -> l
             rank, succeeded, value = received.get(timeout=_ASKS)
         except queue.Empty:
             gone = [rank for rank in ended if rank not in results]
-            assert not gone, f"ranks {gone} have ended and returned nothing"
-            assert time.monotonic() < late, f"not done after {timeout:.0f} s:\n{_written(stacks)}"
+            where = _written(stacks)
+            assert not gone, f"ranks {gone} have ended and returned nothing\n{where}"
+            assert time.monotonic() < late, f"not done after {timeout:.0f} s:\n{where}"
             continue
-        assert succeeded, f"rank {rank} failed:\n{value}"
+        assert succeeded, f"rank {rank} failed:\n{value}\n{_written(stacks)}"
         results[rank] = value
 
     for rank, process in enumerate(ranks):
@@ -153,6 +156,6 @@ def _results(ranks: list[Any], received: Any, timeout: float, stacks: Path) -> l
 
 
 def _written(stacks: Path) -> str:
-    """Where each rank was shortly before its time was over."""
-    files = sorted(stacks.iterdir())
-    return "\n".join(f"rank {file.name}\n{file.read_text()}" for file in files)
+    """Where ranks crashed, or where they were shortly before their time was over."""
+    texts = {file.name: file.read_text() for file in sorted(stacks.iterdir())}
+    return "\n".join(f"rank {rank}\n{text}" for rank, text in texts.items() if text)

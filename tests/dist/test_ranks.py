@@ -49,6 +49,14 @@ def _ends(rank: int, world_size: int) -> None:
     os._exit(3)
 
 
+def _crashes(rank: int, world_size: int) -> None:
+    os.abort()
+
+
 def test_a_rank_that_is_killed_is_not_waited_for() -> None:
     with pytest.raises(AssertionError, match=r"ranks \[0\] have ended and returned nothing"):
         run_ranks(1, _ends)
+    with pytest.raises(
+        AssertionError, match=r"returned nothing\nrank 0\nFatal.* Aborted[^$]* in _cr"
+    ):
+        run_ranks(1, _crashes)

@@ -120,7 +120,11 @@ def _ppo(root: Path) -> dict[str, Any]:
     return {
         "seed": 3,
         "actor": {"path": str(root / "llama"), "tp": 2, **trained},
-        "critic": {"path": str(root / "llama-critic"), **trained},
+        "critic": {
+            "path": str(root / "llama-critic"),
+            **trained,
+            "optim": {**trained["optim"], "head_lr": 5e-3},
+        },
         "reference": {"path": str(root / "llama-ref")},
         "reward": {"terms": [{"name": f"{root}/rewards.py:digits"}]},
         "rollout": {"n": 2},
@@ -161,6 +165,7 @@ def _sft(root: Path) -> dict[str, Any]:
 def _rm(root: Path) -> dict[str, Any]:
     content = _sft(root)
     content["model"]["tp"] = 2
+    content["optim"]["head_lr"] = 5e-3
     del content["data"]["val_files"]
     content["data"]["train_files"] = str(root / "data" / "preferences.jsonl")
     content["data"]["held_out_fraction"] = 0.2
@@ -168,4 +173,6 @@ def _rm(root: Path) -> dict[str, Any]:
 
 
 def _dpo(root: Path) -> dict[str, Any]:
-    return {**_rm(root), "reference": {"path": str(root / "llama-ref")}}
+    content = _rm(root)
+    del content["optim"]["head_lr"]  # a policy has no scalar head
+    return {**content, "reference": {"path": str(root / "llama-ref")}}
