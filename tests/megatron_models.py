@@ -174,7 +174,7 @@ def sharded_model(job: dict[str, Any], model: Any) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     sharded = model.sharded_state_dict(metadata=metadata)
-    if job["model"].get("mixtures"):
+    if job["model"].get("mixtures") and job.get("names") != "local":
         name_norms_of_mixtures(sharded)
     if job.get("names") == "own":
         for entry in sharded.values():

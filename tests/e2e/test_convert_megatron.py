@@ -113,7 +113,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "tied": {"model": MODELS["llama-tied-llama3"]},
     "mixtral": {"model": MODELS["mixtral"]},
     "mixtral-separate": {"model": MODELS["mixtral"], "separate": True},
-    "qwen2_moe": {"model": MODELS["qwen2_moe"]},
+    "qwen2_moe-local": {"model": MODELS["qwen2_moe"], "names": "local"},
     "qwen3_moe-own-norms": {"model": MODELS["qwen3_moe-tied"], "names": "own"},
     "glm4_moe": {"model": MODELS["glm4_moe"]},
     "glm4_moe-separate": {"model": MODELS["glm4_moe"], "separate": True},
@@ -121,7 +121,7 @@ SAVED: dict[str, dict[str, Any]] = {
     "two-ranks-separate": {"model": MODELS["qwen2"], "separate": True},
     "two-ranks-experts": {"model": MODELS["qwen2_moe"]},
 }
-"""What Megatron-LM saves: with optimizer or not, layers stacked or not, norms under either name."""
+"""What Megatron-LM saves: with optimizer or not, layers stacked or not, norms under any name."""
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -153,6 +153,34 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
+def test_a_correction_of_scores_stays_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 it would choose other experts."""
+    save_model("glm4_moe", tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "ours", "training", dtype=torch.bfloat16)
+    wanted = read_tensors(tmp_path / "hf")
+    for source, to in (("hf", "huggingface"), ("ours", "huggingface")):
+        target = tmp_path / f"from {source}"
+        _convert(tmp_path / source, target, to, dtype=torch.bfloat16)
+        found = read_tensors(target)
+        for name, tensor in wanted.items():
+            is_correction = name.endswith("e_score_correction_bias")
+            dtype = torch.float32 if is_correction else torch.bfloat16
+            assert torch.equal(found[name], tensor.to(dtype)) and found[name].dtype == dtype, name
+
+
+def test_a_draft_model_is_left_out_and_said(tmp_path: Path) -> None:
+    """Published GLM models have one; its layers follow those of the model."""
+    save_model("glm4_moe", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    draft = {"model.layers.4.eh_proj.weight": torch.zeros(32, 64)}
+    save_file({**tensors, **draft}, file)
+    told = _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    assert "tensors of a draft model: 1" in told
+    _convert(tmp_path / "megatron", tmp_path / "back", "huggingface")
+    assert read_tensors(tmp_path / "back").keys() == tensors.keys()
+
+
 def test_a_copy_of_the_embedding_is_left_out_and_said(tmp_path: Path) -> None:
     save_model("qwen2-tied", tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"

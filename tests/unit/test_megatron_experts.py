@@ -87,6 +87,7 @@ def test_the_arguments_of_glm_4_5_describe_its_published_configuration() -> None
         "routed_scaling_factor": 2.5,
         "attention_bias": True,
         "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
         "head_dim": 128,
         "num_key_value_heads": 8,
     }
@@ -144,12 +145,29 @@ def test_the_options_say_what_the_arguments_say() -> None:
         ({"moe_router_topk_scaling_factor": 2.0}, "moe_router_topk_scaling_factor is 2.0 in the"),
         (
             {"moe_router_score_function": "sigmoid", "moe_shared_expert_intermediate_size": 768},
+            None,  # it does not say whether there is a bias
+        ),
+        (
+            {
+                "moe_router_score_function": "sigmoid",
+                "moe_shared_expert_intermediate_size": 768,
+                "moe_router_enable_expert_bias": False,
+            },
             "moe_router_enable_expert_bias is False",
         ),
-        ({"moe_shared_expert_intermediate_size": 9}, "moe_shared_expert_gate is False in the ch"),
+        (
+            {"moe_shared_expert_intermediate_size": 9, "moe_shared_expert_gate": False},
+            "moe_shared_expert_gate is False in the checkpoint and True there",
+        ),
+        # Older versions of Megatron-LM have no such argument, and a gate where the model has one.
+        ({"moe_shared_expert_intermediate_size": 9, "qk_layernorm": False}, None),
         ({"moe_layer_freq": [1] * 47}, "moe_layer_freq is [1, 1,"),
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5 in the checkpoint and 1.0 there"),
         ({"qk_layernorm": False, "moe_layer_freq": 2}, "moe_layer_freq is [1, 0, 1, 0,"),
+        ({"window_size": (4095, 0)}, "window_size is (4095, 0) in the checkpoint and None there"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "moe_router_load_balanci"),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, None),
+        ({"moe_router_num_groups": 4}, None),  # which mean nothing without the other number
     ],
 )
 def test_what_no_family_has_is_told(changes: dict[str, Any], message: str | None) -> None:
@@ -159,6 +177,33 @@ def test_what_no_family_has_is_told(changes: dict[str, Any], message: str | None
         assert found == []
     else:
         assert any(text.startswith(message) for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "message"),
+    [
+        ({"num_experts": None}, "mixtral", "the checkpoint has no experts, and so is no mixtral"),
+        ({}, "qwen2_moe", "moe_shared_expert_intermediate_size is None; a qwen2_moe model has a"),
+        ({"moe_expert_capacity_factor": 1.5}, None, "moe_expert_capacity_factor is 1.5; only None"),
+        ({"moe_router_topk_limited_devices": 2}, None, "moe_router_topk_limited_devices is 2; onl"),
+    ],
+)
+def test_what_a_family_always_has_is_needed(
+    changes: dict[str, Any], family: str | None, message: str
+) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        config_of({**QWEN3_30B, **changes}, 151936, family)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_model_that_is_given_is_compared_with_what_is_stated() -> None:
+    spec = _spec(GLM_4_5)
+    assert differences(spec, {"num_layers": 92, "moe_router_topk": 8}) == []
+    (found,) = differences(spec, {**GLM_4_5, "moe_router_topk_scaling_factor": 1.0})
+    assert found == "moe_router_topk_scaling_factor is None in the checkpoint and 2.5 there"
+    assert differences(spec, {"num_experts": None})[0] == (
+        "num_experts is None in the checkpoint and 160 there"
+    )
 
 
 @pytest.mark.parametrize("frequency", [0, -1, "[1]*48", None, 1.5])

@@ -11,19 +11,24 @@ from typing import Any
 
 from mrlhf.checkpoint.conversion.megatron_experts import (
     MIXTURE_FAMILIES,
+    ROUTER_NEEDS,
     beyond_router,
+    contradictions,
     expert_arguments,
     expert_config,
     expert_options,
-    mixture_family,
-    stated_experts,
+    family_of_mixtures,
+)
+from mrlhf.checkpoint.conversion.megatron_rope import (
+    rope_arguments,
+    rope_parameters,
+    stated_argument,
 )
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
 
-DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-MEGATRON_FAMILIES = (*DENSE_FAMILIES, *MIXTURE_FAMILIES)
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURE_FAMILIES)
 """The families that a checkpoint of Megatron-LM alone can be said to be of."""
 
 SHAPE_ARGUMENTS = (
@@ -54,12 +59,7 @@ _NEEDED: dict[str, tuple[Any, Any]] = {
     "mtp_num_layers": (None, None),
     "window_attn_skip_freq": (None, None),
     "no_rope_freq": (None, None),
-}
-# Llama 3's numbers, which Megatron-LM has in its code.
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    **ROUTER_NEEDS,
 }
 
 
@@ -99,7 +99,7 @@ def arguments_of(spec: ModelSpec, vocab_divisible_by: int) -> dict[str, Any]:
         "rotary_base": rotary_base,
         "rotary_percent": spec.rotary_dim / spec.head_dim,
         "rotary_interleaved": False,
-        **_rope_arguments(spec),
+        **rope_arguments(spec),
         "window_size": window,
         "swiglu": True,
         "squared_relu": False,
@@ -216,8 +216,8 @@ def config_of(
                 f"a Hugging Face family here"
             )
 
-    heads = _stated(arguments, "num_attention_heads")
-    hidden = _stated(arguments, "hidden_size")
+    heads = stated_argument(arguments, "num_attention_heads")
+    hidden = stated_argument(arguments, "hidden_size")
     # Without grouped queries, num_query_groups is a default that means nothing.
     groups = arguments.get("num_query_groups")
     if not arguments.get("group_query_attention", groups is not None):
@@ -230,14 +230,14 @@ def config_of(
         "architectures": [FAMILIES[family].class_name("lm")],
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": _stated(arguments, "ffn_hidden_size"),
-        "num_hidden_layers": _stated(arguments, "num_layers"),
+        "intermediate_size": stated_argument(arguments, "ffn_hidden_size"),
+        "num_hidden_layers": stated_argument(arguments, "num_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": arguments.get("kv_channels") or hidden // heads,
-        "max_position_embeddings": _stated(arguments, "max_position_embeddings"),
+        "max_position_embeddings": stated_argument(arguments, "max_position_embeddings"),
         "rms_norm_eps": _epsilon(arguments),
-        "rope_parameters": _rope_parameters(arguments, family),
+        "rope_parameters": rope_parameters(arguments, family),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         # transformers has numbers of its own for what is not stated.
         "bos_token_id": None,
@@ -267,12 +267,13 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
         is_used = name != "ffn_hidden_size" or spec.has_dense_layers
         if is_used and stated is not None and stated != expected[name]:
             found.append(f"{name} is {stated!r} in the checkpoint and {expected[name]!r} there")
-    if "num_experts" in arguments:
-        given, wanted = stated_experts(arguments), expert_arguments(spec)
-        for name in given | wanted:
-            one, other = given.get(name), wanted.get(name)
-            if one != other:
-                found.append(f"{name} is {one!r} in the checkpoint and {other!r} there")
+    if "window_size" in arguments:
+        window = arguments["window_size"] and tuple(arguments["window_size"])
+        if window != expected["window_size"]:
+            found.append(
+                f"window_size is {window} in the checkpoint and {expected['window_size']} there"
+            )
+    found += contradictions(spec, arguments)
     for name, (_, needed) in _NEEDED.items():
         if arguments.get(name, needed) != needed:
             found.append(f"{name} is {arguments[name]!r} in the checkpoint and {needed!r} there")
@@ -282,7 +283,7 @@ def differences(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
 def _family_of(arguments: Mapping[str, Any]) -> str:
     """The family with exactly the features that the arguments turn on."""
     if arguments.get("num_experts") is not None:
-        return mixture_family(arguments)
+        return family_of_mixtures(arguments)
     features = {
         "qwen2": bool(arguments.get("add_qkv_bias")),
         "qwen3": bool(arguments.get("qk_layernorm")),
@@ -297,54 +298,8 @@ def _family_of(arguments: Mapping[str, Any]) -> str:
     return families[0] if families else "llama"
 
 
-def _stated(arguments: Mapping[str, Any], name: str) -> Any:
-    value = arguments.get(name)
-    if value is None:
-        raise CheckpointError(
-            f"the checkpoint's arguments do not state {name}; give the directory of a Hugging Face "
-            f"model of the same shape with --like"
-        )
-    return value
-
-
 def _epsilon(arguments: Mapping[str, Any]) -> float:
     for name in ("norm_epsilon", "layernorm_epsilon"):
         if arguments.get(name) is not None:
             return float(arguments[name])
-    return float(_stated(arguments, "norm_epsilon"))
-
-
-def _rope_arguments(spec: ModelSpec) -> dict[str, Any]:
-    rope = dict(spec.hf_config["rope_parameters"])
-    kind = rope.get("rope_type", "default")
-    options: dict[str, Any] = {
-        "use_rope_scaling": False,
-        "rope_scaling_factor": 8.0,
-        "rotary_seq_len_interpolation_factor": None,
-    }
-
-    if kind == "llama3" and all(rope.get(key) == value for key, value in _LLAMA3.items()):
-        options["use_rope_scaling"] = True
-        options["rope_scaling_factor"] = float(rope["factor"])
-    elif kind == "linear" and float(rope["factor"]).is_integer():
-        options["rotary_seq_len_interpolation_factor"] = int(rope["factor"])
-    elif kind != "default":
-        raise CheckpointError(
-            f"the model rotates with {rope}; Megatron-LM has arguments for Llama 3's "
-            f"{_LLAMA3} and for a linear factor that is an integer only"
-        )
-    return options
-
-
-def _rope_parameters(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
-    theta = float(_stated(arguments, "rotary_base"))
-    if family == "glm4_moe":
-        share = arguments.get("rotary_percent", 1.0)
-        return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
-    linear = arguments.get("rotary_seq_len_interpolation_factor")
-    if arguments.get("use_rope_scaling"):
-        factor = float(arguments.get("rope_scaling_factor") or 8.0)
-        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
-    if linear is not None:
-        return {"rope_type": "linear", "rope_theta": theta, "factor": float(linear)}
-    return {"rope_type": "default", "rope_theta": theta}
+    return float(stated_argument(arguments, "norm_epsilon"))

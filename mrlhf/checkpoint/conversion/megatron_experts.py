@@ -14,6 +14,14 @@ from mrlhf.models.spec import Experts, ModelSpec
 MIXTURE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 """The families with mixtures that Megatron-LM's arguments can describe."""
 
+ROUTER_NEEDS: dict[str, tuple[Any, Any]] = {
+    "moe_router_topk_limited_devices": (None, None),
+    "moe_apply_probs_on_input": (False, False),
+    "moe_expert_capacity_factor": (None, None),
+    "moe_latent_size": (None, None),
+}
+"""What Megatron-LM has if an argument is not stated, and what all our families need."""
+
 # What Megatron-LM has if an argument is not stated.
 _DEFAULTS: dict[str, Any] = {
     "num_experts": None,
@@ -59,28 +67,49 @@ def stated_experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint's arguments say of mixtures, in the form of `expert_arguments`.
 
     Raises:
-        CheckpointError: as for `sparse_layers`.
+        CheckpointError: as for `layers_with_experts`.
     """
     stated = {name: arguments.get(name, default) for name, default in _DEFAULTS.items()}
     if stated["num_experts"] is None:
         return {"num_experts": None}
 
     num_layers = arguments.get("num_layers") or 0
-    layers = sparse_layers(stated["moe_layer_freq"], num_layers)
+    layers = layers_with_experts(stated["moe_layer_freq"], num_layers)
     stated["moe_layer_freq"] = 1 if layers == [1] * num_layers else layers
     if stated["moe_ffn_hidden_size"] is None:
         stated["moe_ffn_hidden_size"] = arguments.get("ffn_hidden_size")
     if stated["moe_router_score_function"] == "sigmoid":
         stated["moe_router_pre_softmax"] = False  # there is no softmax
-    for name in ("moe_router_topk_scaling_factor", "moe_router_num_groups"):
-        if stated[name] == 1:
-            stated[name] = None
-    if stated["moe_router_num_groups"] is None:
-        stated["moe_router_group_topk"] = None
+    if stated["moe_router_topk_scaling_factor"] == 1:
+        stated["moe_router_topk_scaling_factor"] = None
+    groups = (stated["moe_router_num_groups"], stated["moe_router_group_topk"])
+    if None in groups or groups == (1, 1):
+        stated["moe_router_num_groups"] = stated["moe_router_group_topk"] = None
     return stated
 
 
-def sparse_layers(frequency: Any, num_layers: int) -> list[int]:
+def contradictions(spec: ModelSpec, arguments: Mapping[str, Any]) -> list[str]:
+    """Where the arguments of a checkpoint say something else of mixtures than the model has.
+
+    An argument that is not there contradicts nothing.
+    """
+    if "num_experts" not in arguments:
+        return []
+    found = []
+    stated = stated_experts(arguments)
+    expected = expert_arguments(spec)
+    for name in stated | expected:
+        if name in arguments and stated.get(name) != expected.get(name):
+            found.append(
+                f"{name} is {stated.get(name)!r} in the checkpoint and {expected.get(name)!r} there"
+            )
+    balancing = arguments.get("moe_router_load_balancing_type") or ""
+    if stated["num_experts"] is not None and "sinkhorn" in balancing:
+        found.append("moe_router_load_balancing_type is sinkhorn in the checkpoint, and not there")
+    return found
+
+
+def layers_with_experts(frequency: Any, num_layers: int) -> list[int]:
     """For each layer 1 if Megatron-LM gives it a mixture by this `moe_layer_freq`, else 0.
 
     Raises:
@@ -112,7 +141,7 @@ def beyond_router(experts: Experts) -> str | None:
     return next((feature for feature, is_there in features.items() if is_there), None)
 
 
-def mixture_family(arguments: Mapping[str, Any]) -> str:
+def family_of_mixtures(arguments: Mapping[str, Any]) -> str:
     """The family that has the most notable feature of a checkpoint's mixtures."""
     stated = stated_experts(arguments)
     if stated["moe_router_score_function"] == "sigmoid":
@@ -126,8 +155,13 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The keys that the `config.json` of a family with mixtures has beside those of a dense model.
 
     They may lack what the family has no key for.
+
+    Raises:
+        CheckpointError: the checkpoint has no experts, or the family always has more.
     """
     stated = stated_experts(arguments)
+    if stated["num_experts"] is None:
+        raise CheckpointError(f"the checkpoint has no experts, and so is no {family} model")
     width = stated["moe_ffn_hidden_size"]
     config = {"num_experts_per_tok": stated["moe_router_topk"]}
     if family == "mixtral":
@@ -135,21 +169,27 @@ def expert_config(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
         return config
 
     num_layers = arguments["num_layers"]
-    sparse = sparse_layers(stated["moe_layer_freq"], num_layers)
+    sparse = layers_with_experts(stated["moe_layer_freq"], num_layers)
     dense = [layer for layer, is_sparse in enumerate(sparse) if not is_sparse]
-    shared = stated["moe_shared_expert_intermediate_size"] or 0
+    shared = stated["moe_shared_expert_intermediate_size"]
+    if shared is None and family in ("qwen2_moe", "glm4_moe"):
+        raise CheckpointError(
+            f"the checkpoint's moe_shared_expert_intermediate_size is None; a {family} model has a "
+            "shared expert"
+        )
     config["moe_intermediate_size"] = width
     if family == "glm4_moe":
         return config | {
             "n_routed_experts": stated["num_experts"],
-            "n_shared_experts": shared // width if width else 0,
+            "n_shared_experts": shared // width,
             "first_k_dense_replace": len(dense),
-            "norm_topk_prob": True,
+            "norm_topk_prob": stated["moe_router_topk"] > 1,
             "routed_scaling_factor": stated["moe_router_topk_scaling_factor"] or 1.0,
             "n_group": stated["moe_router_num_groups"] or 1,
             "topk_group": stated["moe_router_group_topk"] or 1,
             "attention_bias": bool(arguments.get("add_qkv_bias")),
             "use_qk_norm": bool(arguments.get("qk_layernorm")),
+            "num_nextn_predict_layers": 0,
         }
 
     config |= {

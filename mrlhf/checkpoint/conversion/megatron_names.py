@@ -23,7 +23,8 @@ _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""TransformerEngine's names of a layer's norms, which recent Megatron-LM writes in any case."""
+"""TransformerEngine's names of norms that a linear layer follows. Recent Megatron-LM writes them in
+any case, and without TransformerEngine for the norm before a mixture of experts too."""
 
 _OF_MIXTURES = {
     "mlp.router.correction": "mlp.router.expert_bias",
@@ -57,33 +58,37 @@ class Home:
 
     Attributes:
         key: the checkpoint's tensor that holds it.
-        place: the numbers along the first dimensions of that tensor, which stack parameters: of
-            the layer, of the expert, both or none.
+        numbers: where along the first dimensions of that tensor, if they stack parameters: the
+            number of the layer, of the expert, both or none.
         rows: first dimension of the parameter, vocabulary padding left out.
         piece: where in the parameter the named tensor is.
         is_shared: whether the parameter holds other named tensors too.
     """
 
     key: str
-    place: tuple[int, ...]
+    numbers: tuple[int, ...]
     rows: int
     piece: Piece
     is_shared: bool
 
 
 @dataclass(frozen=True)
-class StackedName:
-    """The tensor of a checkpoint in which a layer's parameter is.
+class StoredAt:
+    """The tensor of a checkpoint in which a parameter is.
 
     Attributes:
         key: its name.
-        place: as in `Home`.
+        numbers: as in `Home`.
         sizes: how many parameters are stacked along each of these dimensions.
     """
 
     key: str
-    place: tuple[int, ...]
+    numbers: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def within(self, number: int, size: int) -> StoredAt:
+        """The same, if a further dimension stacks `size` parameters."""
+        return StoredAt(self.key, (*self.numbers, number), (*self.sizes, size))
 
 
 def whole_model(spec: ModelSpec) -> Chunk:
@@ -92,7 +97,7 @@ def whole_model(spec: ModelSpec) -> Chunk:
     return Chunk(range(spec.num_layers), is_first=True, is_last=True, experts=experts)
 
 
-def stacked_name(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StackedName:
+def stored_at(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> StoredAt:
     """Where Megatron-LM's writer puts a parameter of a layer.
 
     It stacks layers only if all are alike, and experts in any case.
@@ -110,33 +115,32 @@ def stacked_name(spec: ModelSpec, layer: int, name: str, fused_norms: bool) -> S
         name = _FUSED_NORMS.get(name, name)  # no layer follows the norm of a mixture at once
     name = _OF_MIXTURES.get(name, name)
 
-    place: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
     if spec.experts is None or all(spec.experts.layers):
-        place, sizes = (layer,), (spec.num_layers,)
+        home = StoredAt(LAYERS + name, (layer,), (spec.num_layers,))
     else:
-        name = f"{layer}.{name}"
-    if expert is not None:
-        assert spec.experts is not None, f"an expert in a dense model: {name}"
-        place, sizes = (*place, int(expert[1])), (*sizes, spec.experts.count)
-    return StackedName(LAYERS + name, place, sizes)
+        home = StoredAt(f"{LAYERS}{layer}.{name}", (), ())
+    if expert is None:
+        return home
+    assert spec.experts is not None, f"an expert in a dense model: {name}"
+    return home.within(int(expert[1]), spec.experts.count)
 
 
 def extra_states(spec: ModelSpec) -> Iterator[str]:
     """The names of the objects that a checkpoint has for modules, empty but for 8-bit runs."""
     for layer in range(spec.num_layers):
-        modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
         blocks = ["mlp"]
         if spec.experts is not None and spec.has_experts(layer):
             blocks = [f"mlp.experts.{number}" for number in range(spec.experts.count)]
-            blocks += ["mlp.shared_experts"] * bool(spec.experts.shared_ffn_size)
+            if spec.experts.shared_ffn_size:
+                blocks.append("mlp.shared_experts")
+        modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
         modules += [f"{block}.linear_fc{part}" for block in blocks for part in (1, 2)]
 
         for module in modules:
-            home = stacked_name(spec, layer, f"{module}._extra_state", fused_norms=False)
-            place = ".".join(map(str, home.place or (0,)))
+            home = stored_at(spec, layer, f"{module}._extra_state", fused_norms=False)
+            numbers = ".".join(map(str, home.numbers or (0,)))
             sizes = ".".join(map(str, home.sizes or (1,)))
-            yield f"{home.key}/shard_{place}_{sizes}"
+            yield f"{home.key}/shard_{numbers}_{sizes}"
 
 
 def split_names(names: Iterable[str]) -> tuple[list[str], dict[str, int]]:
@@ -217,10 +221,10 @@ def _homes_in(
             )
 
         for piece in pieces_of(parameter, rule, shapes, tp_rank=0, tp_size=1):
-            yield Home(key, stacked.place, expected[0], piece, is_shared=len(rule.names) > 1)
+            yield Home(key, stacked.numbers, expected[0], piece, is_shared=len(rule.names) > 1)
 
 
-def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StackedName, int | None]]:
+def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StoredAt, int | None]]:
     """The parameters that a tensor of the checkpoint holds.
 
     Yields:
@@ -230,27 +234,28 @@ def _parameters(spec: ModelSpec, key: str) -> Iterator[tuple[str, StackedName, i
     base = key if half is None else key[:-2]
     match = _LAYER.fullmatch(base)
     if match is None:
-        yield base, StackedName(key, (), ()), half
+        yield base, StoredAt(key, (), ()), half
         return
 
     name = _OUR_NAMES.get(match[2], match[2])
+    expert = _THEIR_EXPERT.fullmatch(name)
+    # A dense model has no place for the first expert either, and so it is refused.
+    count = 1 if spec.experts is None else spec.experts.count
+
     # Of each, the numbers that the tensor stacks, or the one that its name states.
     layers = range(spec.num_layers) if match[1] is None else [int(match[1])]
     for layer in layers:
-        place, sizes = ((layer,), (spec.num_layers,)) if match[1] is None else ((), ())
-        expert = _THEIR_EXPERT.fullmatch(name)
+        outer = StoredAt(key, (), ())
+        if match[1] is None:
+            outer = outer.within(layer, spec.num_layers)
         if expert is None:
-            yield f"{LAYERS}{layer}.{name}", StackedName(key, place, sizes), half
+            yield f"{LAYERS}{layer}.{name}", outer, half
             continue
 
-        # A dense model has no place for the first expert either, and so it is refused.
-        count = 1 if spec.experts is None else spec.experts.count
-        numbers = range(count) if expert[1] is None else [int(expert[1])]
-        for number in numbers:
-            stacked = StackedName(key, place, sizes)
-            if expert[1] is None:
-                stacked = StackedName(key, (*place, number), (*sizes, count))
-            yield f"{LAYERS}{layer}.mlp.experts.{number}.{expert[2]}", stacked, half
+        experts = range(count) if expert[1] is None else [int(expert[1])]
+        for number in experts:
+            inner = outer.within(number, count) if expert[1] is None else outer
+            yield f"{LAYERS}{layer}.mlp.experts.{number}.{expert[2]}", inner, half
 
 
 def _rule(spec: ModelSpec, shapes: Mapping[str, Shape], parameter: str) -> Rule | None:

@@ -221,9 +221,9 @@ class MegatronSource:
         except (CheckpointError, ConfigError) as error:
             raise CheckpointError(f"{self._place.folder}: {error}") from None
         if found:
+            hint = "" if model_type else "; name its family with --model-type, if it has one here"
             raise CheckpointError(
-                f"{self._place.folder}: not a {spec.family} model: {found[0]}; name its family "
-                "with --model-type, if it has one here"
+                f"{self._place.folder}: not a {spec.family} model: {found[0]}{hint}"
             )
         return spec
 
@@ -248,14 +248,14 @@ class MegatronSource:
 
     def _parameter(self, home: Home) -> Tensor:
         """The parameter in which a tensor lies, vocabulary padding left out."""
-        known_as = (home.key, home.place)
+        known_as = (home.key, home.numbers)
         if known_as in self._parameters:
             return self._parameters[known_as]
 
-        stacked = len(home.place)
+        stacked = len(home.numbers)
         shape = self._reader.tensors[home.key].shape
-        starts = (*home.place, *(0 for _ in shape[stacked:]))
-        stops = (*(number + 1 for number in home.place), home.rows, *shape[stacked + 1 :])
+        starts = (*home.numbers, *(0 for _ in shape[stacked:]))
+        stops = (*(number + 1 for number in home.numbers), home.rows, *shape[stacked + 1 :])
         parameter = self._reader.read(Box(home.key, starts, stops)).squeeze(tuple(range(stacked)))
         if home.is_shared:
             # A layer's q, k and v follow each other, each with its bias: two parameters in turn.

@@ -18,7 +18,7 @@ from mrlhf.checkpoint.conversion.megatron_arguments import arguments_of, command
 from mrlhf.checkpoint.conversion.megatron_names import (
     LAYERS,
     extra_states,
-    stacked_name,
+    stored_at,
     whole_model,
 )
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, RELEASE, TRACKER_FILE
@@ -39,8 +39,8 @@ class MegatronOptions:
 
     Attributes:
         vocab_divisible_by: the vocabulary gets rows of zeros until this divides them.
-        fused_norms: name norms as TransformerEngine's fused layers do; Megatron-LM does so in any
-            case, only older or special models do not.
+        fused_norms: name norms as TransformerEngine's layers do; Megatron-LM does so in any case,
+            except that its own layers name the norm before a mixture of experts otherwise.
         max_file_bytes: a file ends once it has this many bytes.
     """
 
@@ -112,9 +112,9 @@ def _write_weights(
 
         if parameter.startswith(LAYERS):
             layer, _, name = parameter.removeprefix(LAYERS).partition(".")
-            home = stacked_name(spec, int(layer), name, fused_norms)
-            offsets = home.place + (0,) * values.dim()
-            stacked = values.view(*(1 for _ in home.place), *shape)
+            home = stored_at(spec, int(layer), name, fused_norms)
+            offsets = home.numbers + (0,) * values.dim()
+            stacked = values.view(*(1 for _ in home.numbers), *shape)
             writer.write_box(home.key, (*home.sizes, *shape), offsets, stacked)
         elif rule.dim is None:
             writer.write_box(parameter, shape, (0,) * values.dim(), values)

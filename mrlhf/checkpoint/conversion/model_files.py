@@ -136,10 +136,13 @@ class HuggingFaceSource:
                 f"tie_word_embeddings in {CONFIG_FILE}: {family.language_head} differs from the "
                 "embedding, so they are kept apart, as in transformers"
             )
+        unneeded = 0
         for name in self._files:
             if name in shapes:
                 continue
-            if name.endswith(_INV_FREQ):
+            if name.startswith(family.ignored_prefixes(self.spec)):
+                unneeded += 1
+            elif name.endswith(_INV_FREQ):
                 left_out.append(f"{name}: follows from {CONFIG_FILE}")
             elif name == family.language_head and self.spec.output_is_embedding:
                 left_out.append(f"{name}: a copy of the embedding, which the model shares")
@@ -148,6 +151,8 @@ class HuggingFaceSource:
                     f"{self._directory}: the model has no place for tensor {name}; check "
                     f"{CONFIG_FILE} beside it"
                 )
+        if unneeded:
+            left_out.append(f"tensors of a draft model: {unneeded}")
         return left_out
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mrlhf.models.families import family_of
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Shape
 
@@ -77,6 +78,12 @@ class ModelSource(Protocol):
         """Close its files."""
 
 
+def dtype_within(spec: ModelSpec, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor in a model of this dtype."""
+    is_float32 = name.endswith(family_of(spec).float32_endings)
+    return torch.float32 if is_float32 else dtype
+
+
 class TrackedSource:
     """A source in another dtype, which remembers what has been read.
 
@@ -91,7 +98,7 @@ class TrackedSource:
 
         Args:
             source: the checkpoint.
-            dtype: of all tensors; None for that of each tensor.
+            dtype: of the model; None for that of each tensor.
             progress: is told the bytes of each tensor when it is first read.
         """
         self._source = source
@@ -102,7 +109,8 @@ class TrackedSource:
         self.unread = set(source.tensors)
         self.tensors: dict[str, TensorForm] = {}
         for name, form in source.tensors.items():
-            self.tensors[name] = TensorForm(form.shape, dtype or form.dtype)
+            wanted = form.dtype if dtype is None else dtype_within(self.spec, name, dtype)
+            self.tensors[name] = TensorForm(form.shape, wanted)
 
     def read(self, name: str) -> Tensor:
         """One tensor."""

@@ -20,6 +20,7 @@ from mrlhf.checkpoint.conversion.model_source import (
     Description,
     ModelSource,
     TensorForm,
+    dtype_within,
     equal_bits,
 )
 from mrlhf.checkpoint.manifest import (
@@ -76,13 +77,16 @@ class TrainingSource:
         shapes = family_of(self.spec).tensor_shapes(self.spec)
         check_shapes(directory, self._role, self._model, shapes)
         # Main weights are stored in float32; a model is used in the dtype of its parameters.
-        self.tensors = {name: TensorForm(shape, self.dtype) for name, shape in shapes.items()}
+        self.tensors: dict[str, TensorForm] = {}
+        for name, shape in shapes.items():
+            self.tensors[name] = TensorForm(shape, dtype_within(self.spec, name, self.dtype))
         self._reader = SliceReader(directory, self._manifest)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the dtype of the model's parameters."""
-        box = whole(name, self.tensors[name].shape)
-        return self._reader.read(self._role, WEIGHT, box).to(self.dtype).contiguous()
+        """One tensor, in its dtype in the model."""
+        form = self.tensors[name]
+        box = whole(name, form.shape)
+        return self._reader.read(self._role, WEIGHT, box).to(form.dtype).contiguous()
 
     def describe(self) -> Description:
         """What of the checkpoint is not converted."""

@@ -64,6 +64,7 @@ class Family:
             of `tensor_shapes`.
         ignored_prefixes: (spec) -> what the names of tensors begin with that a checkpoint may hold
             although the model has no place for them, such as the layers of a draft model.
+        float32_endings: how the names of tensors end that are float32 whatever the others are.
     """
 
     model_type: str
@@ -80,6 +81,7 @@ class Family:
     rule_of: Callable[[ModelSpec, Chunk, str], Rule]
     other_forms: Callable[[ModelSpec], dict[str, OtherForm]] = lambda spec: {}
     ignored_prefixes: Callable[[ModelSpec], tuple[str, ...]] = lambda spec: ()
+    float32_endings: tuple[str, ...] = ()
 
     def class_name(self, head: Head) -> str:
         """The transformers class that loads an exported model with this head."""

@@ -77,4 +77,5 @@ GLM4_MOE = replace(
         ("n_routed_experts or num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     ignored_prefixes=draft_layers,
+    float32_endings=(ExpertNames().correction,),
 )
