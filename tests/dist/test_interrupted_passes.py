@@ -99,7 +99,7 @@ class AskingStops:
         return phase.may_begin(unit)
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.002):
+        while not self._ended.wait(0.01):
             self._stops.look()
 
 
