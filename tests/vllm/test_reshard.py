@@ -33,7 +33,7 @@ from tests.vllm.models import (
     tensors_of,
 )
 
-pytestmark = [needs_vllm, pytest.mark.timeout(300)]
+pytestmark = [needs_vllm, pytest.mark.timeout(900)]
 
 LIMITS = EngineLimits(max_num_seqs=8, max_length=64, max_prefill_tokens=64)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0)
