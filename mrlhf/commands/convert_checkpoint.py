@@ -109,8 +109,8 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
         "--norm-names",
         choices=("fused", "own"),
         default="fused",
-        help="megatron: names of the layers' norms, as TransformerEngine's fused layers have them "
-        "and recent Megatron-LM writes them in any case, or input_layernorm and pre_mlp_layernorm",
+        help="megatron: names of the layers' norms, as TransformerEngine's layers have them and "
+        "recent Megatron-LM writes them, or input_layernorm and pre_mlp_layernorm",
     )
 
     for axis, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):

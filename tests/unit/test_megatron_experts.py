@@ -66,51 +66,56 @@ QWEN3_30B = {
 }
 
 
+GLM_4_5_CONFIG = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 92,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+}
+QWEN3_30B_CONFIG = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 128,
+}
+
+
 def _spec(arguments: dict[str, Any]) -> ModelSpec:
     return spec_of(config_of(arguments, 151552, None), "lm")
 
 
-def test_the_arguments_of_glm_4_5_describe_its_published_configuration() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "published"), [(GLM_4_5, GLM_4_5_CONFIG), (QWEN3_30B, QWEN3_30B_CONFIG)]
+)
+def test_the_arguments_describe_the_published_configuration(
+    arguments: dict[str, Any], published: dict[str, Any]
+) -> None:
+    config = config_of(arguments, 151552, None)
+    assert {key: config[key] for key in published} == published
+    assert differences(_spec(arguments), arguments) == []
+
+
+def test_a_part_of_each_head_rotates_and_there_is_no_draft_model() -> None:
     config = config_of(GLM_4_5, 151552, None)
-    published = {
-        "model_type": "glm4_moe",
-        "num_hidden_layers": 92,
-        "first_k_dense_replace": 3,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "num_nextn_predict_layers": 0,
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-    }
-    assert {key: config[key] for key in published} == published
     assert config["rope_parameters"]["partial_rotary_factor"] == 0.5
-    assert differences(_spec(GLM_4_5), GLM_4_5) == []
-
-
-def test_the_arguments_of_qwen3_30b_describe_its_published_configuration() -> None:
-    config = config_of(QWEN3_30B, 151936, None)
-    published = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 48,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "head_dim": 128,
-    }
-    assert {key: config[key] for key in published} == published
-    assert differences(_spec(QWEN3_30B), QWEN3_30B) == []
+    assert config["num_nextn_predict_layers"] == 0  # the published checkpoint has one
 
 
 def test_the_options_say_what_the_arguments_say() -> None:

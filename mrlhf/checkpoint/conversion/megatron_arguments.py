@@ -19,11 +19,7 @@ from mrlhf.checkpoint.conversion.megatron_experts import (
     expert_options,
     family_of_mixtures,
 )
-from mrlhf.checkpoint.conversion.megatron_rope import (
-    rope_arguments,
-    rope_parameters,
-    stated_argument,
-)
+from mrlhf.checkpoint.conversion.megatron_rope import rope_arguments, rope_parameters
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.spec import ModelSpec
@@ -216,8 +212,9 @@ def config_of(
                 f"a Hugging Face family here"
             )
 
-    heads = stated_argument(arguments, "num_attention_heads")
-    hidden = stated_argument(arguments, "hidden_size")
+    heads = _stated(arguments, "num_attention_heads")
+    hidden = _stated(arguments, "hidden_size")
+    theta = float(_stated(arguments, "rotary_base"))
     # Without grouped queries, num_query_groups is a default that means nothing.
     groups = arguments.get("num_query_groups")
     if not arguments.get("group_query_attention", groups is not None):
@@ -230,14 +227,14 @@ def config_of(
         "architectures": [FAMILIES[family].class_name("lm")],
         "vocab_size": vocab_size,
         "hidden_size": hidden,
-        "intermediate_size": stated_argument(arguments, "ffn_hidden_size"),
-        "num_hidden_layers": stated_argument(arguments, "num_layers"),
+        "intermediate_size": _stated(arguments, "ffn_hidden_size"),
+        "num_hidden_layers": _stated(arguments, "num_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "head_dim": arguments.get("kv_channels") or hidden // heads,
-        "max_position_embeddings": stated_argument(arguments, "max_position_embeddings"),
+        "max_position_embeddings": _stated(arguments, "max_position_embeddings"),
         "rms_norm_eps": _epsilon(arguments),
-        "rope_parameters": rope_parameters(arguments, family),
+        "rope_parameters": rope_parameters(arguments, theta, family),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
         # transformers has numbers of its own for what is not stated.
         "bos_token_id": None,
@@ -298,8 +295,18 @@ def _family_of(arguments: Mapping[str, Any]) -> str:
     return families[0] if families else "llama"
 
 
+def _stated(arguments: Mapping[str, Any], name: str) -> Any:
+    value = arguments.get(name)
+    if value is None:
+        raise CheckpointError(
+            f"the checkpoint's arguments do not state {name}; give the directory of a Hugging Face "
+            f"model of the same shape with --like"
+        )
+    return value
+
+
 def _epsilon(arguments: Mapping[str, Any]) -> float:
     for name in ("norm_epsilon", "layernorm_epsilon"):
         if arguments.get(name) is not None:
             return float(arguments[name])
-    return float(stated_argument(arguments, "norm_epsilon"))
+    return float(_stated(arguments, "norm_epsilon"))

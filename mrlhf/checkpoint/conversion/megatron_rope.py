@@ -46,13 +46,14 @@ def rope_arguments(spec: ModelSpec) -> dict[str, Any]:
     return options
 
 
-def rope_parameters(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
+def rope_parameters(arguments: Mapping[str, Any], theta: float, family: str) -> dict[str, Any]:
     """The `rope_parameters` of the `config.json` of a checkpoint's model.
 
-    Raises:
-        CheckpointError: the arguments do not state the base.
+    Args:
+        arguments: of the run that wrote the checkpoint.
+        theta: the base, which is one of them.
+        family: of the model.
     """
-    theta = float(stated_argument(arguments, "rotary_base"))
     if family == "glm4_moe":
         share = arguments.get("rotary_percent", 1.0)
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
@@ -63,18 +64,3 @@ def rope_parameters(arguments: Mapping[str, Any], family: str) -> dict[str, Any]
     if linear is not None:
         return {"rope_type": "linear", "rope_theta": theta, "factor": float(linear)}
     return {"rope_type": "default", "rope_theta": theta}
-
-
-def stated_argument(arguments: Mapping[str, Any], name: str) -> Any:
-    """The argument, which must be stated.
-
-    Raises:
-        CheckpointError: it is not.
-    """
-    value = arguments.get(name)
-    if value is None:
-        raise CheckpointError(
-            f"the checkpoint's arguments do not state {name}; give the directory of a Hugging Face "
-            f"model of the same shape with --like"
-        )
-    return value
