@@ -52,6 +52,10 @@ def test_vllm_is_refused_for_a_model_that_it_was_not_tested_with(tmp_path):
         check_models(ppo(actor__path=str(tmp_path), rollout__engine="vllm"))
     assert message in str(refusal.value).splitlines()
 
+    of_llama = ppo(actor__path=model_dir(tmp_path, head_dim=48), rollout__engine="vllm")
+    with pytest.raises(ConfigError, match="a model with head_dim 48 on a CPU, where vLLM has"):
+        check_models(of_llama)
+
 
 def test_check_models_reads_config_json(tmp_path):
     path = model_dir(tmp_path)

@@ -193,12 +193,15 @@ def test_mixtures_with_other_features_are_refused() -> None:
     assert all(unsupported_feature(tiny_spec(name)) is None for name in WITH_EXPERTS)
 
     for name in WITH_EXPERTS:
-        spec = tiny_spec(name)
+        spec = replace(tiny_spec(name), head_dim=32)
         assert unsupported_on_cpu(spec) is None
         assert unsupported_on_cpu(replace(spec, hidden_size=48)) == (
             "experts and hidden size 48, no multiple of 32, on a CPU"
         )
-    assert unsupported_on_cpu(replace(tiny_spec("llama"), hidden_size=48)) is None
+    dense = replace(tiny_spec("llama"), hidden_size=48, head_dim=32)
+    assert unsupported_on_cpu(dense) is None
+    without = unsupported_on_cpu(replace(dense, head_dim=16))
+    assert without is not None and without.startswith("head_dim 16 on a CPU")
 
 
 @pytest.mark.parametrize("name", FEATURE_MODELS)

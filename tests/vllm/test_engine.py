@@ -21,6 +21,7 @@ from mrlhf.inference.base import (
     requests_for,
 )
 from mrlhf.inference.vllm.engine import VllmEngine
+from mrlhf.inference.vllm.pieces import CPU_HEAD_SIZES
 from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import (
@@ -315,6 +316,9 @@ def test_one_rank_against_transformers() -> None:
 
 
 def _unsupported(rank: int, world_size: int) -> str:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_SIZES
     spec = dataclasses.replace(spec_of(hf_model("llama")), head_dim=16)
     with pytest.raises(ConfigError) as caught:
         VllmEngine(spec, dist.group.WORLD, torch.device("cpu"), torch.float32, LIMITS)
@@ -334,7 +338,10 @@ def _refused(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_what_vllm_lacks_on_a_cpu_is_refused() -> None:
     ((head_size, width),) = run_ranks(1, _refused)
-    assert head_size.startswith("vLLM on a CPU has no attention for head_dim 16, only for 32, 64")
+    assert head_size.startswith(
+        "vLLM is not supported for a model with head_dim 16 on a CPU, where vLLM has attention for "
+        "32, 64"
+    )
     assert width == (
         "vLLM is not supported for a model with experts and hidden size 80, no multiple of 32, on "
         "a CPU; set rollout.engine=native"

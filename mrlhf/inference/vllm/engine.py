@@ -348,11 +348,3 @@ def _check_platform(spec: ModelSpec, device: torch.device) -> None:
             raise ConfigError(
                 f"vLLM is not supported for a model with {feature}; set rollout.engine=native"
             )
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        sizes = CPUAttentionBackend.get_supported_head_sizes()
-        if spec.head_dim not in sizes:
-            raise ConfigError(
-                f"vLLM on a CPU has no attention for head_dim {spec.head_dim}, only for "
-                f"{', '.join(map(str, sizes))}; set rollout.engine=native or take another model"
-            )
