@@ -1,7 +1,7 @@
 """Trains a policy with PPO.
 
 Usage: torchrun --nproc-per-node=N launch/train_ppo.py --config FILE [--config FILE ...]
-           [key.path=value ...] [--dry-run [--world-size N]]
+           [key.path=value ...] [--dry-run [--world-size N] [--allow-missing]]
 """
 
 import sys

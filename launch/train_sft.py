@@ -1,7 +1,7 @@
 """Fine-tunes a language model.
 
 Usage: torchrun --nproc-per-node=N launch/train_sft.py --config FILE [--config FILE ...]
-           [key.path=value ...] [--dry-run [--world-size N]]
+           [key.path=value ...] [--dry-run [--world-size N] [--allow-missing]]
 """
 
 import sys

@@ -54,8 +54,10 @@ def read_reference(reference: str) -> tuple[Path, str]:
     file = Path(path)
     if not file.is_file():
         others = [str(other) for other in file.parent.glob("*.py")]
-        near = difflib.get_close_matches(path, others, n=3)
-        hint = f"did you mean {near}?" if near else "the path is relative to the working directory"
+        near = difflib.get_close_matches(path, others, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "the path is relative to the working directory"
+        )
         raise UserCodeError(f"there is no file {path}; {hint}")
     return file, name
 
@@ -82,8 +84,8 @@ def load_function(
         functions = [
             key for key, value in members.items() if callable(value) and not key.startswith("_")
         ]
-        near = difflib.get_close_matches(name, functions, n=3)
-        hint = f"did you mean {near}?" if near else f"it has {functions}"
+        near = difflib.get_close_matches(name, functions, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(functions) or 'none'}"
         raise UserCodeError(f"{file} has no function {name!r}; {hint}")
 
     try:

@@ -1,7 +1,7 @@
 """The four programs that train, each started by torchrun on every rank.
 
 Usage: torchrun --no-python --nproc-per-node=N mrlhf-train-ppo --config FILE [--config FILE ...]
-           [key.path=value ...] [--dry-run [--world-size N]]
+           [key.path=value ...] [--dry-run [--world-size N] [--allow-missing]]
 
 What checks a run and what trains is imported once the configuration has been read: that import
 takes seconds, and neither --help nor a mistake in the configuration has to wait for it.
@@ -13,7 +13,7 @@ import sys
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.roots import AnyConfig
-from mrlhf.run.program import Program, main
+from mrlhf.run.program import Found, Program, main
 
 
 def dpo() -> int:
@@ -66,7 +66,7 @@ def _check(config: AnyConfig, world_size: int) -> str:
     return preflight(config, world_size)
 
 
-def _dry_run(config: AnyConfig, world_size: int | None) -> str:
+def _dry_run(config: AnyConfig, world_size: int | None) -> Found:
     from mrlhf.preflight import dry_run
 
     return dry_run(config, world_size)

@@ -24,9 +24,11 @@ class DryRun:
 
     Attributes:
         world_size: ranks to check for; None: the fewest on which the layouts fit.
+        allow_missing: whether all is well although files or packages are not on this machine.
     """
 
     world_size: int | None
+    allow_missing: bool = False
 
 
 def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT, DryRun | None]:
@@ -42,7 +44,7 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--config FILE] ... [key.path=value ...] [--quiet] "
-        "[--dry-run [--world-size N]]",
+        "[--dry-run [--world-size N] [--allow-missing]]",
         epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
         allow_abbrev=False,
     )
@@ -67,6 +69,11 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         help="ranks to check for (default: the fewest that fit)",
     )
     parser.add_argument(
+        "--allow-missing",
+        action="store_true",
+        help="let a dry run end with 0, not 3, if files or packages are not on this machine",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="set a key; the value is YAML"
     )
     arguments = parser.parse_intermixed_args(argv)
@@ -76,9 +83,11 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         overrides = [*overrides, "trainer.console=quiet"]
     config = load_config(root_class, arguments.config, overrides)
     if arguments.dry_run:
-        return config, DryRun(arguments.world_size)
+        return config, DryRun(arguments.world_size, arguments.allow_missing)
     if arguments.world_size is not None:
         raise ConfigError(
             "--world-size goes with --dry-run only; torchrun decides how many ranks run"
         )
+    if arguments.allow_missing:
+        raise ConfigError("--allow-missing goes with --dry-run only; a run needs all that it names")
     return config, None

@@ -150,9 +150,7 @@ def _check_differences(
             of_rows(opposite, rows),
         )
     if len(known) < len(pairs):
-        logger.info(
-            "the pair of an earlier row stands in %s", of_rows(len(pairs) - len(known), rows)
-        )
+        logger.info("%s repeat the pair of an earlier row", of_rows(len(pairs) - len(known), rows))
 
 
 def split_by_prompt(

@@ -176,7 +176,7 @@ class PromptDataset:
                 contradicting.append((first, entry))
 
         if copies:
-            logger.info("a prompt of an earlier row stands in %s", of_rows(copies, rows))
+            logger.info("%s repeat the prompt of an earlier row", of_rows(copies, rows))
         if contradicting:
             first, other = contradicting[0]
             logger.warning(

@@ -102,4 +102,4 @@ def _check_responses(rows: Sequence[Row], empty: int) -> None:
 def _report_copies(rows: Sequence[Row], examples: Sequence[SftExample]) -> None:
     copies = len(examples) - len({tuple(example.token_ids) for example in examples})
     if copies:
-        logger.info("prompt and response of an earlier row stand in %s", of_rows(copies, rows))
+        logger.info("%s repeat prompt and response of an earlier row", of_rows(copies, rows))

@@ -21,7 +21,7 @@ from mrlhf.data.subword import MODEL_FILE, check_sentencepiece, convert_sentence
 from mrlhf.errors import DataError
 from mrlhf.hub_files import read_object, refuse_pointer
 
-__all__ = ["Message", "Prompt", "Tokenizer", "load_tokenizer"]
+__all__ = ["Message", "Prompt", "Tokenizer", "holds_tokenizer", "load_tokenizer"]
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +258,15 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     return tokenizer
 
 
+def holds_tokenizer(directory: Path) -> bool:
+    """Whether there is any file of a tokenizer in `directory`."""
+    return _has_hf_files(directory) or (directory / MODEL_FILE).is_file()
+
+
+def _has_hf_files(directory: Path) -> bool:
+    return (directory / _FAST_FILE).is_file() or (directory / _CONFIG_FILE).is_file()
+
+
 def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
     """Replace the tokenizer's chat template by that in `file`.
 
@@ -289,7 +298,7 @@ def _load_backend(path: Path) -> PreTrainedTokenizerBase:
         )
 
     refuse_pointer(path / MODEL_FILE, DataError)
-    has_hf_files = (path / _FAST_FILE).is_file() or (path / _CONFIG_FILE).is_file()
+    has_hf_files = _has_hf_files(path)
     if (path / MODEL_FILE).is_file() and not has_hf_files:
         return convert_sentencepiece(path / MODEL_FILE)
 

@@ -56,6 +56,12 @@ def bubble(micro_batches: float, stages: int, chunks: int = 1) -> float:
     return (stages - 1 + (chunks - 1) * missing) / (micro_batches * chunks)
 
 
+def idle_share(micro_batches: float, stages: int, chunks: int = 1) -> float:
+    """The bubble as a share of the whole step, idle time included; the arguments are `bubble`'s."""
+    lost = bubble(micro_batches, stages, chunks)
+    return lost / (1 + lost)
+
+
 def passes(
     rank: int, stages: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> list[Pass]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mrlhf.config.preference import DPOSection
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import ActorSection, CriticSection, RoleSection
 from mrlhf.device import device_kind
+from mrlhf.errors import ConfigError
 from mrlhf.inference.installed import require_engine
 from mrlhf.models.spec import ModelSpec
 from mrlhf.parallel.layout import AxisSizes
-from mrlhf.parallel.pipeline_order import bubble
+from mrlhf.parallel.pipeline_order import idle_share
 from mrlhf.preflight.checks import check, longest_unit
 from mrlhf.preflight.inputs import check_inputs
 from mrlhf.preflight.method_description import describe_method
@@ -28,7 +30,7 @@ from mrlhf.preflight.model_checks import (
     without_weights,
 )
 from mrlhf.preflight.output import check_output
-from mrlhf.preflight.paths import absent_paths, require_paths
+from mrlhf.preflight.paths import absent_paths, require_paths, tokenizer_to_come, without
 from mrlhf.preflight.schedule_drawing import draw_schedules, micro_batches
 from mrlhf.preflight.user_methods import check_user_methods
 from mrlhf.trackers import check_trackers
@@ -44,10 +46,23 @@ def smallest_world(config: AnyConfig) -> int:
     return smallest
 
 
-def dry_run(config: AnyConfig, world_size: int | None) -> str:
+@dataclass(frozen=True)
+class DryRunResult:
+    """What a dry run has found.
+
+    Attributes:
+        missing: what the configuration names and this machine lacks, one line each.
+        text: the whole report; it begins with what is missing.
+    """
+
+    missing: tuple[str, ...]
+    text: str
+
+
+def dry_run(config: AnyConfig, world_size: int | None) -> DryRunResult:
     """Check `config` for `world_size` ranks (None: the fewest that fit) and describe the run.
 
-    What is not on this machine is listed as not checked.
+    What this machine lacks is not checked. A model needs no more than its `config.json` here.
 
     Raises:
         ConfigError, DataError, RewardError: one line a mistake.
@@ -56,24 +71,41 @@ def dry_run(config: AnyConfig, world_size: int | None) -> str:
         world_size = smallest_world(config)
     check(config, world_size)
     check_output(config)
-    check_trackers(config.trainer.trackers)
     absent = absent_paths(config)
+    missing = (*map(without, absent), *_missing_packages(config))
+    to_come = tokenizer_to_come(config)
+    if to_come is not None:
+        absent.append(to_come)
     specs = check_models(config)
     if isinstance(config, PPOConfig):
         check_user_methods(config, absent)
     steps = check_inputs(config, absent)
 
-    lines = [describe(config, world_size, steps)]
+    lines = [f"not found: {line}" for line in missing]
+    lines += [f"not checked: the weights of {name}" for name in without_weights(config)]
+    if to_come is not None:
+        lines.append(f"not checked: the data, since {to_come.path} holds no tokenizer")
+    fits = "what could be checked" if lines else "configuration"
+
+    lines.append(describe(config, world_size, steps))
     if isinstance(config, PPOConfig):
         lines += _cache(config, specs["rollout"])
     lines += draw_schedules(config, world_size)
-    lines += [f"not checked, not on this machine: {path}" for path in absent]
-    weightless = without_weights(config)
-    lines += [f"not checked, not on this machine: the weights of {name}" for name in weightless]
-    ranks = _count(world_size, "rank")
-    if absent or weightless:
-        return "\n".join([*lines, f"what could be checked fits {ranks}"])
-    return "\n".join([*lines, f"configuration fits {ranks}"])
+    lines.append(f"{fits} fits {_count(world_size, 'rank')}")
+    return DryRunResult(missing, "\n".join(lines))
+
+
+def _missing_packages(config: AnyConfig) -> Iterator[str]:
+    """The optional packages that the run needs and this machine lacks, one line each."""
+    try:
+        check_trackers(config.trainer.trackers)
+    except ConfigError as error:
+        yield str(error)
+    if isinstance(config, PPOConfig):
+        try:
+            require_engine(config.rollout.engine)
+        except ConfigError as error:
+            yield str(error)
 
 
 def preflight(config: AnyConfig, world_size: int) -> str:
@@ -158,15 +190,14 @@ def _layout(config: AnyConfig, world_size: int) -> Iterator[str]:
 def _micro_batches(role: RoleSection, units: int, longest: int) -> str:
     """The micro-batches that `units` sequences or pairs of `longest` tokens make on one rank.
 
-    With pipeline stages also the share of time that they lose.
+    With pipeline stages also the share of the step in which a rank is idle.
     """
     each = role.micro_batch_tokens // longest
     count = micro_batches(role, units, longest)
     text = f"{each} a micro-batch: {_count(count, 'micro-batch')}"
     if role.pp == 1:
         return text
-    lost = bubble(count, role.pp, role.vpp)
-    return f"{text}, in which {role.pp} stages wait for {lost:.0%} of the time that they compute"
+    return f"{text}, pipeline bubble {idle_share(count, role.pp, role.vpp):.0%}"
 
 
 def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
@@ -192,7 +223,7 @@ def _ppo_step(config: PPOConfig, world_size: int) -> Iterator[str]:
     blocks = -(-data.max_length // block)
     yield (
         f"  prompts are computed in steps of <= {rollout.max_prefill_tokens} tokens; KV cache in "
-        f"blocks of {block} tokens, <= {blocks} a sample"
+        f"blocks of {block} tokens, <= {_count(blocks, 'block')} per sample"
     )
     yield (
         f"  a sample: <= {data.max_prompt_length} prompt + {data.max_response_length} response = "

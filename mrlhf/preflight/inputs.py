@@ -25,12 +25,14 @@ from mrlhf.errors import DataError
 from mrlhf.models.families import load_spec
 from mrlhf.models.generation_config import end_token_ids, read_generation_config
 from mrlhf.preflight.model_checks import head_of
-from mrlhf.preflight.paths import InputPath
+from mrlhf.preflight.paths import TOKENIZER, InputPath
+from mrlhf.preflight.shared_rows import warn_of_files_named_twice, warn_of_shared_rows
 from mrlhf.preflight.vocabulary import (
     Endings,
     check_vocabularies,
     find_endings,
     warn_of_end_tokens,
+    warn_of_other_end,
     warn_of_undrawn,
 )
 from mrlhf.rewards.combine import RewardFunction
@@ -176,11 +178,16 @@ def _ppo_inputs(config: PPOConfig, absent: Collection[InputPath]) -> PPOInputs |
         warn_of_end_tokens(end_tokens, tokenizer)
         _check_vocabularies(config, tokenizer, absent)
         prompts = _prompts(config, "train", absent, tokenizer)
+        known: dict[str, Prompts] = {}
+        if prompts is not None:
+            known["train"] = prompts.batch(range(len(prompts)))
         splits: tuple[Split, ...] = ("val", "test")
         for split in splits:
             rows = _prompts(config, split, absent, tokenizer)
             if rows is not None:
                 held_out[split] = rows.batch(range(len(rows)))
+                _compare_prompts(split, held_out[split], known)
+                known[split] = held_out[split]
 
     if absent:
         _check_rewards(config.reward, absent)
@@ -206,6 +213,9 @@ def _sft_inputs(config: SFTConfig, absent: Collection[InputPath]) -> SFTInputs |
         _check_vocabularies(config, tokenizer, absent)
         examples = _examples(config.data, "train_files", absent, tokenizer)
         held_out = _examples(config.data, "val_files", absent, tokenizer)
+        rows = [tuple(example.token_ids) for example in held_out]
+        others = [tuple(example.token_ids) for example in examples]
+        warn_of_shared_rows("data.val_files", rows, "data.train_files", others)
 
     if absent:
         return None
@@ -225,8 +235,8 @@ def _preference_inputs(
     held_out = None
     if tokenizer is not None:
         _check_vocabularies(config, tokenizer, absent)
-        train_rows = _rows(data.train_files, absent)
-        held_out_rows = _rows(data.val_files, absent)
+        train_rows = _rows("data.train_files", data.train_files, absent)
+        held_out_rows = _rows("data.val_files", data.val_files, absent)
         if train_rows and not data.val_files:
             train_rows, held_out_rows = split_by_prompt(
                 train_rows, data.held_out_fraction, config.seed
@@ -239,6 +249,10 @@ def _preference_inputs(
                 )
         pairs = _pairs(data, train_rows, tokenizer)
         held_out = _pairs(data, held_out_rows, tokenizer)
+        if pairs is not None and held_out is not None:
+            warn_of_shared_rows(
+                "data.val_files", _sides(held_out), "data.train_files", _sides(pairs)
+            )
         for some in (pairs, held_out):
             if some is not None:
                 sides = [*some.chosen_ids, *some.rejected_ids]
@@ -277,7 +291,8 @@ def _check_rewards(section: RewardSection, absent: Collection[InputPath]) -> Non
 
 
 def _here(files: Sequence[str], absent: Collection[InputPath]) -> list[str]:
-    missing = {path.path for path in absent}
+    # A directory without a tokenizer may hold a model.
+    missing = {path.path for path in absent if path.key != TOKENIZER}
     return [file for file in files if file not in missing]
 
 
@@ -286,7 +301,7 @@ def _tokenizer(data: DataSection, absent: Collection[InputPath]) -> Tokenizer | 
     needed = [data.tokenizer]
     if data.chat_template is not None:
         needed.append(data.chat_template)
-    if _here(needed, absent) != needed:
+    if _here(needed, absent) != needed or any(path.key == TOKENIZER for path in absent):
         return None
     try:
         return load_tokenizer(data.tokenizer, data.chat_template)
@@ -309,10 +324,22 @@ def _check_vocabularies(
     check_vocabularies(sizes, tokenizer.highest_id, compared)
     if "actor" in sizes:
         warn_of_undrawn(sizes["actor"], tokenizer.ids)
+    policy = "actor" if isinstance(config, PPOConfig) else "model"
+    if policy in sizes and head_of(config, policy) == "lm":
+        warn_of_other_end(end_token_ids(config.roles()[policy].path), tokenizer)
 
 
-def _rows(files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
+def _compare_prompts(split: str, held_out: Prompts, known: Mapping[str, Prompts]) -> None:
+    """Warn of held-out prompts that other data have too."""
+    rows = [tuple(ids) for ids in held_out.token_ids]
+    for other, prompts in known.items():
+        others = {tuple(ids) for ids in prompts.token_ids}
+        warn_of_shared_rows(f"data.{split}_files", rows, f"data.{other}_files", others)
+
+
+def _rows(key: str, files: Sequence[str], absent: Collection[InputPath]) -> list[Row]:
     here = _here(files, absent)
+    warn_of_files_named_twice(key, here)
     return read_rows(here) if here else []
 
 
@@ -324,6 +351,7 @@ def _prompts(
     files = _here(named[split], absent)
     if not files:
         return None
+    warn_of_files_named_twice(f"data.{split}_files", files)
 
     prompts = PromptDataset(
         files,
@@ -343,15 +371,20 @@ def _prompts(
 def _examples(
     data: SupervisedDataSection, key: FilesKey, absent: Collection[InputPath], tokenizer: Tokenizer
 ) -> list[SftExample]:
-    files = _here(data.train_files if key == "train_files" else data.val_files, absent)
-    if not files:
+    files = data.train_files if key == "train_files" else data.val_files
+    rows = _rows(f"data.{key}", files, absent)
+    if not rows:
         return []
-    examples = encode_sft(
-        read_rows(files), tokenizer, max_length=data.max_length, overlong=data.overlong
-    )
+    examples = encode_sft(rows, tokenizer, max_length=data.max_length, overlong=data.overlong)
     tokens = [example.token_ids for example in examples]
     warn_of_unknown_tokens(tokens, tokenizer, f"data.{key}")
     return examples
+
+
+def _sides(pairs: PreferencePairs) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Both sides of each pair."""
+    both = zip(pairs.chosen_ids, pairs.rejected_ids, strict=True)
+    return [(tuple(chosen), tuple(rejected)) for chosen, rejected in both]
 
 
 def _pairs(

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import mrlhf
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.errors import ConfigError
 from mrlhf.preflight.paths import input_paths
@@ -52,11 +53,33 @@ def check_output(config: AnyConfig) -> None:
 
     problem = (
         _problem(directory)
+        or _no_place_of_its_own(config, directory)
         or _in_the_way(directory, models)
         or _overwritten(config, [directory / name for name in models])
     )
     if problem is not None:
         raise ConfigError(f"trainer.output_dir {path} {problem}; name another directory")
+
+
+def _no_place_of_its_own(config: AnyConfig, directory: Path) -> str | None:
+    """Whether other things live in the directory, among which a run's files do not belong.
+
+    `trainer.overwrite` would also delete what has the name of a run's file there.
+    """
+    place = Path(os.path.realpath(directory))
+    home = Path(os.path.realpath(os.path.expanduser("~")))
+    package = Path(mrlhf.__file__).resolve().parent
+    if place == Path("/"):
+        return "is the root of the file system"
+    if home.is_relative_to(place):
+        return "is your home directory" if place == home else "holds your home directory"
+    if place == package.parent or place.is_relative_to(package):
+        return "is where mrlhf's own files are"
+
+    for path in input_paths(config):
+        if path.holds is not None and place == Path(os.path.realpath(path.path)):
+            return f"is the directory of the model {path}"
+    return None
 
 
 def _problem(directory: Path) -> str | None:
@@ -98,7 +121,12 @@ def _refusal(directory: Path) -> str | None:
 
 
 def _overwritten(config: AnyConfig, models: Sequence[Path]) -> str | None:
-    """Which input lies where the run writes a model, whose files replace all that is there."""
+    """Which input lies where the run writes a file, or a model, which replaces all that is there."""
+    own = {os.path.realpath(os.path.join(config.trainer.output_dir, name)) for name in _FILES}
+    for read in input_paths(config):
+        if os.path.realpath(read.path) in own:
+            return f"has {read} where the run writes a file of its own"
+
     for model in models:
         place = Path(os.path.realpath(model))
         replaced = (place, place.with_name(f"{place.name}.partial"))

@@ -15,10 +15,12 @@ from typing import Literal
 
 from mrlhf.checkpoint.manifest import named_checkpoint
 from mrlhf.config.roots import AnyConfig, PPOConfig
+from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
 from mrlhf.user_code import is_reference
 
 Kind = Literal["file", "directory", "file or directory"]
+TOKENIZER = "data.tokenizer"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,26 @@ def require_paths(config: AnyConfig) -> None:
     """
     absent = absent_paths(config)
     if absent:
-        raise ConfigError("\n".join(f"{path} does not exist; {_hint(path)}" for path in absent))
+        raise ConfigError("\n".join(without(path) for path in absent))
+
+
+def without(path: InputPath) -> str:
+    """What is wrong with a path that does not exist, and what to do, in one line."""
+    return f"{path} does not exist; {_hint(path)}"
+
+
+def tokenizer_to_come(config: AnyConfig) -> InputPath | None:
+    """The tokenizer, if it is to lie in the directory of a model that has only `config.json`.
+
+    On another machine that is enough for a dry run. None if the tokenizer is here, or if the
+    directory should hold nothing else.
+    """
+    directory = Path(config.data.tokenizer)
+    of_model = any(role.path == config.data.tokenizer for role in config.roles().values())
+    is_model = of_model and (directory / "config.json").is_file()
+    if not is_model or holds_tokenizer(directory):
+        return None
+    return InputPath(TOKENIZER, config.data.tokenizer, "directory")
 
 
 def _model_paths(config: AnyConfig) -> Iterator[InputPath]:
@@ -101,7 +122,7 @@ def _model_paths(config: AnyConfig) -> Iterator[InputPath]:
 
 def _data_paths(config: AnyConfig) -> Iterator[InputPath]:
     data = config.data
-    yield InputPath("data.tokenizer", data.tokenizer, "file or directory")
+    yield InputPath(TOKENIZER, data.tokenizer, "file or directory")
     if data.chat_template is not None:
         yield InputPath("data.chat_template", data.chat_template, "file")
     for file in data.train_files:

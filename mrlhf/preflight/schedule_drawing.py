@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig
 from mrlhf.config.sections import RoleSection
 from mrlhf.parallel.layout import AxisSizes
-from mrlhf.parallel.pipeline_order import Pass, bubble, timeline
+from mrlhf.parallel.pipeline_order import Pass, idle_share, timeline
 from mrlhf.preflight.checks import longest_unit
 
 _COLUMNS = 88  # characters of the passes on a line
@@ -45,11 +45,8 @@ def draw_schedules(config: AnyConfig, world_size: int) -> Iterator[str]:
         virtual = f" x vpp {role.vpp}" if role.vpp > 1 else ""
         what = "forward and backward" if name in trained else "forward only"
         noun = "micro-batch" if count == 1 else "micro-batches"
-        share = f"{bubble(count, role.pp, role.vpp):.0%}"
-        yield (
-            f"  {name}: pp {role.pp}{virtual}, {count} {noun} {what}; a rank waits for {share} of "
-            "the time that it computes"
-        )
+        share = f"{idle_share(count, role.pp, role.vpp):.0%}"
+        yield f"  {name}: pp {role.pp}{virtual}, {count} {noun} {what}; pipeline bubble {share}"
         yield from (f"    {line}" for line in draw(role.pp, role.vpp, count, name not in trained))
 
 

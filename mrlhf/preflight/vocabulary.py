@@ -160,3 +160,21 @@ def warn_of_end_tokens(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> N
                 tokenizer.decode([number], skip_special_tokens=False),
                 file,
             )
+
+
+def warn_of_other_end(end_tokens: Mapping[int, str], tokenizer: Tokenizer) -> None:
+    """Warn if the tokenizer ends a response with a token that the model's files do not name.
+
+    Many published models have such files, and a run stops at either token. Other programs stop the
+    exported model only where its files say so.
+    """
+    if end_tokens and tokenizer.eos_id not in end_tokens:
+        logger.warning(
+            "the tokenizer's end token is %d (%r), and %s of the model names %s as eos_token_id; "
+            "other programs would not stop the exported model where it has learned to end: make "
+            "the files agree",
+            tokenizer.eos_id,
+            tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False),
+            " and ".join(dict.fromkeys(end_tokens.values())),
+            " and ".join(map(str, end_tokens)),
+        )

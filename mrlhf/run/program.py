@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
+from mrlhf.config.arguments import DryRun
 from mrlhf.errors import ConfigError, Interrupted, MrlhfError
 from mrlhf.job import read_launch
 from mrlhf.log import configure_logging, quiet_transformers
@@ -36,6 +37,19 @@ logger = logging.getLogger(__name__)
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
 QUEUE_AGAIN = 75
+NOT_FOUND = 3
+
+
+class Found(Protocol):
+    """What a dry run has found: the lines of what is missing, and the whole report."""
+
+    @property
+    def missing(self) -> Sequence[str]:
+        """One line for each thing that the configuration names and this machine lacks."""
+
+    @property
+    def text(self) -> str:
+        """The report."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +61,13 @@ class Program(Generic[ConfigT]):
         check: refuses a configuration that cannot run on this number of ranks, before anything is
             built; returns a description of the run.
         dry_run: checks for a number of ranks that need not exist (None: the fewest that fit);
-            returns a description of the run.
+            returns what it has found.
         train: runs the job; every rank calls it.
     """
 
     root: type[ConfigT]
     check: Callable[[ConfigT, int], str]
-    dry_run: Callable[[ConfigT, int | None], str]
+    dry_run: Callable[[ConfigT, int | None], Found]
     train: Callable[[ConfigT], None]
 
 
@@ -70,8 +84,9 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     try:
         config, dry = parse_args(program.root, argv)
         if dry is not None:
-            sys.stdout.write(program.dry_run(config, dry.world_size) + "\n")
-            return 0
+            found = program.dry_run(config, dry.world_size)
+            sys.stdout.write(found.text + "\n")
+            return _end_of_dry_run(found, dry)
 
         launch = read_launch()
         end_with_launcher()
@@ -102,6 +117,19 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     # A process group that is still referred to would be destroyed when the interpreter ends, and
     # gloo's threads sometimes abort then.
     leave(code)
+
+
+def _end_of_dry_run(found: Found, dry: DryRun) -> int:
+    """The exit code of a dry run; it is not 0 if it could not check all that a run needs."""
+    count = len(found.missing)
+    if dry.allow_missing or not count:
+        return 0
+    what = "1 thing was" if count == 1 else f"{count} things were"
+    sys.stderr.write(
+        f"error: {what} not found and so not checked, see 'not found' above; correct that, or add "
+        "--allow-missing if another machine has it\n"
+    )
+    return NOT_FOUND
 
 
 def _refuse(error: MrlhfError) -> int:

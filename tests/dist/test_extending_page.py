@@ -243,14 +243,14 @@ def test_the_commands_of_the_page_pass_the_dry_run(
     for command in commands:
         words = shlex.split(command.replace("configs/", f"{ROOT / 'configs'}/"))
         config, _ = parse_args(PPOConfig, words[2:])
-        assert "fits" in dry_run(config, None)
+        assert "fits" in dry_run(config, None).text
 
 
 def test_a_dry_run_finds_the_examples(root: Path, references: dict[str, str]) -> None:
     base = _configuration(root, references["reward"])
     base["actor"]["policy_loss"] = {"loss_mode": references[LOSS]}
     base["algorithm"] = {"adv_estimator": references[ESTIMATOR]}
-    text = dry_run(PPOConfig.model_validate(base), WORLD_SIZE)
+    text = dry_run(PPOConfig.model_validate(base), WORLD_SIZE).text
     assert f"policy loss: {references[LOSS]}, your own" in text
     assert f"advantages: {references[ESTIMATOR]}, your own" in text
 

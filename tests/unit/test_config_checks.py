@@ -318,12 +318,11 @@ def test_describe_ppo():
         "each training step",
         "  64 prompts x 2 = 128 samples, 32 a replica if equally long, 256 decoded at once",
         "  prompts are computed in steps of <= 8192 tokens; KV cache in blocks of 16 tokens, <= 7 "
-        "a sample",
+        "blocks per sample",
         "  a sample: <= 40 prompt + 60 response = 100 tokens; the step: <= 12800 tokens",
         "  actor: 4 mini-batches x 2 epochs = 8 optimizer steps",
         "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 16 a data-parallel rank "
-        "and 5 a micro-batch: 4 micro-batches, in which 2 stages wait for 25% of the time that "
-        "they compute",
+        "and 5 a micro-batch: 4 micro-batches, pipeline bubble 20%",
         "  critic: 4 mini-batches x 2 epochs = 8 optimizer steps",
         "    a mini-batch: 16 prompts x 2 = 32 samples, at full length 8 a data-parallel rank "
         "and 5 a micro-batch: 2 micro-batches",

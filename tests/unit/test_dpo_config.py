@@ -91,7 +91,7 @@ def test_describe():
         "  the reference is asked once about all pairs, before the first step, and then freed",
         "each optimizer step",
         "  16 pairs of <= 256 tokens, at full length 8 a data-parallel rank and 1 a micro-batch: "
-        "8 micro-batches, in which 2 stages wait for 12% of the time that they compute",
+        "8 micro-batches, pipeline bubble 11%",
     ]
     drawn = [line for line in draw_schedules(config, 8) if ": pp" in line]
     assert len(drawn) == 1 and drawn[0].startswith("  model: pp 2, 8 micro-batches forward and")

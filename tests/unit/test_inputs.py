@@ -1,13 +1,16 @@
 """What a run reads beside its models: it is checked before anything is built, and in a dry run."""
 
+import importlib.util
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+import mrlhf
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.errors import MrlhfError
@@ -19,6 +22,8 @@ from mrlhf.preflight import (
     read_sft_inputs,
 )
 from tests.unit.configurations import changed
+
+PACKAGE = Path(mrlhf.__file__).parent
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -138,6 +143,52 @@ def test_the_inputs_of_each_program():
     assert (len(pairs.pairs), len(pairs.held_out), pairs.steps) == (9, 1, 6)
 
 
+def test_data_that_are_read_twice_are_told(place, caplog):
+    shutil.copy(place / "train.jsonl", place / "copy.jsonl")
+    os.link(place / "train.jsonl", place / "linked.jsonl")
+    (place / "other.jsonl").write_text('{"prompt": "9+1=", "answer": "1"}\n' * 2)
+
+    files = {
+        "data__train_files": ["train.jsonl", "linked.jsonl"],
+        "data__val_files": ["copy.jsonl", "other.jsonl"],
+        "data__test_files": "val.jsonl",
+    }
+    read_ppo_inputs(ppo(**files)).reward.close()
+    assert [line for line in caplog.messages if "rows" in line] == [
+        "data.train_files names train.jsonl twice, also as linked.jsonl; its rows count double",
+        "8 of 10 rows of data.val_files are in data.train_files too; they do not show what the "
+        "model does with new rows",
+        "1 of 1 rows of data.test_files are in data.val_files too; they do not show what the "
+        "model does with new rows",
+    ]
+
+    for read, root, file, count in (
+        (read_sft_inputs, SFTConfig, "train.jsonl", 8),
+        (read_preference_inputs, RewardModelConfig, "pairs.jsonl", 10),
+    ):
+        caplog.clear()
+        read(supervised(root, file, data__val_files=[file, file]))
+        assert [line.partition("; ")[0] for line in caplog.messages] == [
+            f"data.val_files names {file} twice",
+            f"{2 * count} of {2 * count} rows of data.val_files are in data.train_files too",
+        ]
+
+
+def test_another_end_token_than_the_models_is_told(place, caplog):
+    shutil.copytree(place / "model", place / "ends")
+    (place / "ends" / "config.json").write_text(json.dumps(MODEL | {"eos_token_id": [3, 4]}))
+    read_sft_inputs(supervised(SFTConfig, "train.jsonl", model__path="ends"))
+    (line,) = caplog.messages
+    assert line.startswith(
+        "the tokenizer's end token is 2 ('</s>'), and config.json of the model names 3 and 4 as "
+        "eos_token_id; "
+    )
+
+    caplog.clear()
+    read_sft_inputs(supervised(SFTConfig, "train.jsonl"))
+    assert not caplog.messages
+
+
 def test_rows_need_an_answer_only_where_a_rule_compares_with_one(place):
     (place / "prompts.jsonl").write_text('{"prompt": "1+1="}\n' * 8)
     files = {f"data__{split}_files": "prompts.jsonl" for split in ("train", "val", "test")}
@@ -157,7 +208,7 @@ def test_a_dry_run_reads_all_that_is_there():
         supervised(SFTConfig, "train.jsonl"),
         supervised(RewardModelConfig, "pairs.jsonl"),
     ):
-        text = dry_run(config, 1)
+        text = dry_run(config, 1).text
         assert text.endswith("configuration fits 1 rank")
         assert "  3 epochs x (rows // 4) = 6 training steps" in text
         assert "not checked" not in text
@@ -171,22 +222,45 @@ def test_what_is_absent_is_listed_by_the_dry_run_and_refused_by_a_run(place):
         "reward__terms": [{"name": "rewards.py:score"}, {"name": "none.py:f"}],
     }
 
-    assert dry_run(ppo(**absent), 1).splitlines()[-4:] == [
-        "not checked, not on this machine: reference.path elsewhere",
-        "not checked, not on this machine: data.val_files /nowhere/x.jsonl",
-        "not checked, not on this machine: reward.terms.1.name none.py",
-        "what could be checked fits 1 rank",
-    ]
-
-    with pytest.raises(MrlhfError) as caught:
-        preflight(ppo(**absent), 1)
-    assert str(caught.value).splitlines() == [
+    found = dry_run(ppo(**absent), 1)
+    assert found.missing == (
         "reference.path elsewhere does not exist; name an existing directory, relative to the "
         f"working directory {place}",
         "data.val_files /nowhere/x.jsonl does not exist; name an existing file",
         "reward.terms.1.name none.py does not exist; name an existing file, relative to the "
         f"working directory {place}",
+    )
+    lines = found.text.splitlines()
+    assert lines[:3] == [f"not found: {line}" for line in found.missing]
+    assert lines[-1] == "what could be checked fits 1 rank"
+
+    with pytest.raises(MrlhfError) as caught:
+        preflight(ppo(**absent), 1)
+    assert str(caught.value).splitlines() == list(found.missing)
+
+
+def test_a_dry_run_lists_packages_that_are_not_here(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "trackio" else found(name)
+    )
+    (line,) = dry_run(ppo(trainer__trackers=["trackio"]), 1).missing
+    assert line.startswith("trainer.trackers names trackio, which is not installed")
+
+
+def test_a_config_json_is_enough_for_a_dry_run(place):
+    (place / "shape").mkdir()
+    (place / "shape" / "config.json").write_text(json.dumps(MODEL))
+    config = ppo(actor__path="shape", data__tokenizer=None)
+    found = dry_run(config, 1)
+    assert found.missing == ()
+    assert found.text.splitlines()[:2] == [
+        "not checked: the weights of actor",
+        "not checked: the data, since shape holds no tokenizer",
     ]
+    assert found.text.endswith("what could be checked fits 1 rank")
+    with pytest.raises(MrlhfError, match="the directory holds no tokenizer"):
+        read_ppo_inputs(config)
 
 
 def test_what_is_here_is_checked_though_other_things_are_absent():
@@ -221,8 +295,8 @@ def test_what_is_here_is_checked_though_other_things_are_absent():
             "trainer.resume train.jsonl is a file; name a directory",
         ),
         (
-            {"data__tokenizer": "model"},
-            "data.tokenizer: tokenizer model: the directory holds no tokenizer.json",
+            {"data__tokenizer": "small"},
+            "data.tokenizer: tokenizer small: the directory holds no tokenizer.json",
         ),
         ({"data__val_files": "rewards.py"}, "rewards.py: cannot read .py"),
         ({"data__train_batch_size": 16}, "data.train_files hold 8 prompts"),
@@ -245,7 +319,7 @@ def test_what_is_here_is_checked_though_other_things_are_absent():
             "vocab_size differs: actor's is 64 and reference's is 96",
         ),
         ({"reward__terms": [{"name": "broken.py:score"}]}, "nothing_of_this_name"),
-        ({"reward__terms": [{"name": "rewards.py:scores"}]}, "did you mean ['score']"),
+        ({"reward__terms": [{"name": "rewards.py:scores"}]}, "did you mean 'score'?"),
         ({"reward__terms": [{"name": "rewards.py:old"}]}, "must accept data_source, "),
     ],
 )
@@ -317,10 +391,37 @@ def test_the_exported_model_replaces_no_input(place, output_dir, changes, said):
     assert said in refusal(config)
 
 
+@pytest.mark.parametrize(
+    ("output_dir", "changes", "said"),
+    [
+        ("/", {}, "is the root of the file system"),
+        ("home", {}, "is your home directory"),
+        (".", {}, "holds your home directory"),
+        (str(PACKAGE / "runs"), {}, "is where mrlhf's own files are"),
+        (str(PACKAGE.parent), {}, "is where mrlhf's own files are"),
+        ("model/../model", {}, "is the directory of the model actor.path model"),
+        (
+            "written",
+            {"data__train_files": "written/metrics.jsonl"},
+            "has data.train_files written/metrics.jsonl where the run writes a file of its own",
+        ),
+    ],
+)
+def test_an_output_directory_in_which_other_things_live(
+    place, monkeypatch, output_dir, changes, said
+):
+    monkeypatch.setenv("HOME", str(place / "home"))
+    (place / "written").mkdir(exist_ok=True)
+    shutil.copy(place / "train.jsonl", place / "written" / "metrics.jsonl")
+    assert refusal(ppo(trainer__output_dir=output_dir, **changes)) == (
+        f"trainer.output_dir {output_dir} {said}; name another directory"
+    )
+
+
 def test_a_run_may_read_what_lies_beside_its_models(place):
     (place / "own" / "checkpoints").mkdir(parents=True)
     shutil.copytree(place / "model", place / "own" / "model")
-    assert "fits 1 rank" in dry_run(ppo(trainer__output_dir="own", actor__path="own/model"), 1)
+    assert "fits 1 rank" in dry_run(ppo(trainer__output_dir="own", actor__path="own/model"), 1).text
 
 
 def test_a_directory_without_a_checkpoint_is_nothing_to_go_on_from(place):
@@ -333,7 +434,7 @@ def test_a_directory_without_a_checkpoint_is_nothing_to_go_on_from(place):
 
     (place / "begun" / "checkpoints" / "step_000004" / "manifest.json").write_text("{}")
     for named in ("begun", "begun/checkpoints", "begun/checkpoints/step_000004"):
-        assert "fits 1 rank" in dry_run(ppo(trainer__resume=named), 1)
+        assert "fits 1 rank" in dry_run(ppo(trainer__resume=named), 1).text
 
 
 def test_a_directory_without_permission_to_write(place, monkeypatch):

@@ -201,24 +201,24 @@ def test_dry_run_checks_first(tmp_path):
         "data__tokenizer": "tokenizer",
     }
 
-    text = dry_run(ppo(**paths), 8)
-    assert text.endswith(
-        "not checked, not on this machine: critic.path none\n"
-        "not checked, not on this machine: data.tokenizer tokenizer\n"
-        "not checked, not on this machine: data.train_files a.jsonl\n"
-        "not checked, not on this machine: the weights of actor\n"
-        "what could be checked fits 8 ranks"
-    )
+    lines = dry_run(ppo(**paths), 8).text.splitlines()
+    assert [line.partition("; ")[0] for line in lines[:4]] == [
+        "not found: critic.path none does not exist",
+        "not found: data.tokenizer tokenizer does not exist",
+        "not found: data.train_files a.jsonl does not exist",
+        "not checked: the weights of actor",
+    ]
+    assert lines[-1] == "what could be checked fits 8 ranks"
     assert (
         "the KV cache of a rank on a CPU\n"
         "  a sample at full length: 2 x 6 layers x 2 KV heads x 8 x 4 bytes x 112 tokens = 86016 "
         "bytes\n  rollout.kv_cache_mb 1 = 1048576 bytes: 12 samples at full length\n"
-    ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1, distributed__device="cpu"), 8)
+    ) in dry_run(ppo(**paths, rollout__kv_cache_mb=1, distributed__device="cpu"), 8).text
 
-    on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8)
+    on_gpu = dry_run(ppo(**paths, distributed__device="cuda"), 8).text
     assert "the KV cache of a rank on a GPU\n" in on_gpu
     assert "2 KV heads x 8 x 2 bytes x 256 tokens = 98304 bytes\n" in on_gpu
-    assert "KV cache in blocks of 256 tokens, <= 1 a sample" in on_gpu
+    assert "KV cache in blocks of 256 tokens, <= 1 block per sample" in on_gpu
 
     with pytest.raises(ConfigError):
         dry_run(ppo(), 6)
@@ -229,7 +229,7 @@ def test_a_critic_that_is_not_built_is_not_checked(tmp_path):
     wrong["critic__optim"] = {"lr_warmup_steps": 10}
     assert len(problems(ppo(**wrong), 8)) == 4
     paths = {"actor__path": model_dir(tmp_path), "data__tokenizer": "tokenizer"}
-    text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8)
+    text = dry_run(ppo(**wrong, **paths, algorithm__adv_estimator="grpo"), 8).text
     assert "critic.path" not in text
     assert "  no critic: grpo needs none\n  rewards: scores\n  advantages: grpo\n" in text
     assert "  critic" not in text

@@ -148,7 +148,7 @@ def test_the_program_takes_its_arguments(command: Command, place: Path) -> None:
     ranks = started.ranks if dry is None else dry.world_size
     if not files(command.page).keys() >= set(started.arguments) & own.keys():
         ranks = None  # the page leaves open what stands in the file
-    assert " fits " in dry_run(config, ranks)
+    assert " fits " in dry_run(config, ranks).text
 
 
 def test_every_reason_is_of_a_command() -> None:

@@ -96,7 +96,7 @@ def in_its_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("world_size", "_", "said"), LAYOUTS, ids=lambda text: text[:3])
 def test_a_layout_passes_the_dry_run(world_size: str, _: str, said: str) -> None:
-    text = dry_run(load_config(PPOConfig, f"{world_size}.yaml", []), int(world_size))
+    text = dry_run(load_config(PPOConfig, f"{world_size}.yaml", []), int(world_size)).text
     lines = [line.split() for line in text.splitlines()]
     wanted = re.sub(r"\n {8}", " ", said).splitlines()
     assert len(wanted) >= 5

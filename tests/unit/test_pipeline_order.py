@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from mrlhf.parallel.pipeline_order import Pass, bubble, group_size, passes, rounds, timeline
+from mrlhf.parallel.pipeline_order import (
+    Pass,
+    bubble,
+    group_size,
+    idle_share,
+    passes,
+    rounds,
+    timeline,
+)
 
 SIZES = list(itertools.product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 5, 7, 8, 9, 11, 16, 23)))
 """Ranks, virtual stages of each, micro-batches."""
@@ -96,6 +104,7 @@ def test_the_bubble_is_the_time_that_ranks_wait(
         assert sum(each is not None for each in row) == work
     waiting = len(rows[0]) - work
     assert waiting / work == pytest.approx(bubble(micro_batches, stages, chunks))
+    assert waiting / len(rows[0]) == pytest.approx(idle_share(micro_batches, stages, chunks))
 
 
 def test_the_bubble_of_literal_sizes() -> None:

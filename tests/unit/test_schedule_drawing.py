@@ -48,10 +48,8 @@ def test_each_role_with_a_pipeline_has_its_schedule() -> None:
     )
     lines = list(draw_schedules(config, 8))
     assert [line for line in lines if line.startswith("  ") and ":" in line][1:] == [
-        "  actor: pp 2 x vpp 2, 2 micro-batches forward and backward; a rank waits for 25% of the "
-        "time that it computes",
-        "  reference: pp 2 x vpp 2, 4 micro-batches forward only; a rank waits for 12% of the time "
-        "that it computes",
+        "  actor: pp 2 x vpp 2, 2 micro-batches forward and backward; pipeline bubble 20%",
+        "  reference: pp 2 x vpp 2, 4 micro-batches forward only; pipeline bubble 11%",
     ]
     assert lines[-2:] == [
         "    stage 0  A1 A2 B1 B2 A3 A4 B3 B4 .",
@@ -62,4 +60,4 @@ def test_each_role_with_a_pipeline_has_its_schedule() -> None:
 
 def test_a_supervised_model_is_trained() -> None:
     lines = list(draw_schedules(supervised(SFTConfig, model__pp=2), 4))
-    assert lines[2].startswith("  model: pp 2, 8 micro-batches forward and backward; a rank waits ")
+    assert lines[2].startswith("  model: pp 2, 8 micro-batches forward and backward; pipeline ")

@@ -203,7 +203,7 @@ def test_what_a_users_function_raises_is_one_line_and_the_users_frames(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("methods_of_mine.py:doubbled", "has no function 'doubbled'; did you mean ['doubled']?"),
+        ("methods_of_mine.py:doubbled", "has no function 'doubbled'; did you mean 'doubled'?"),
         ("methods_of_mine.py:of_one", "of_one in {file} must accept inputs, options: too many"),
         (
             "broken.py:f",

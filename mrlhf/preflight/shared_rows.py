@@ -1,0 +1,51 @@
+"""Warns of data that are read twice: a file that a list names twice, and held-out rows that the
+training data, or other held-out data, have too.
+
+These are warnings. A file may be named twice on purpose, so that its rows count double, and a small
+set may be trained on and validated on to see whether it can be learned by heart.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Hashable, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_files_named_twice(key: str, files: Sequence[str]) -> None:
+    """Warn if `key` names a file twice, whether by its name, a link or another path."""
+    first_as: dict[tuple[int, int], str] = {}
+    for file in files:
+        status = os.stat(file)
+        identity = (status.st_dev, status.st_ino)
+        first = first_as.get(identity)
+        if first is None:
+            first_as[identity] = file
+            continue
+        other = "" if first == file else f", also as {file}"
+        logger.warning("%s names %s twice%s; its rows count double", key, first, other)
+
+
+def warn_of_shared_rows(
+    key: str, rows: Sequence[Hashable], other_key: str, others: Collection[Hashable]
+) -> None:
+    """Warn if held-out rows are in other data too.
+
+    Args:
+        key: names the files of the held-out rows.
+        rows: what a row asks for, in a form that is equal for equal rows.
+        other_key: names the files of the other rows.
+        others: the other rows, in the same form.
+    """
+    known = set(others)
+    shared = sum(row in known for row in rows)
+    if shared:
+        logger.warning(
+            "%d of %d rows of %s are in %s too; they do not show what the model does with new rows",
+            shared,
+            len(rows),
+            key,
+            other_key,
+        )
