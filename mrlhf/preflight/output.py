@@ -121,7 +121,7 @@ def _refusal(directory: Path) -> str | None:
 
 
 def _overwritten(config: AnyConfig, models: Sequence[Path]) -> str | None:
-    """Which input lies where the run writes a file, or a model, which replaces all that is there."""
+    """Which input lies where the run writes a file, or a model, which replaces all there."""
     own = {os.path.realpath(os.path.join(config.trainer.output_dir, name)) for name in _FILES}
     for read in input_paths(config):
         if os.path.realpath(read.path) in own:

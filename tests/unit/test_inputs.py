@@ -254,8 +254,9 @@ def test_a_config_json_is_enough_for_a_dry_run(place):
     config = ppo(actor__path="shape", data__tokenizer=None)
     found = dry_run(config, 1)
     assert found.missing == ()
-    assert found.text.splitlines()[:2] == [
+    assert found.text.splitlines()[:3] == [
         "not checked: the weights of actor",
+        "not checked: the weights of critic",
         "not checked: the data, since shape holds no tokenizer",
     ]
     assert found.text.endswith("what could be checked fits 1 rank")
