@@ -70,11 +70,17 @@ class Checkpoint:
             restore_random_state(load_file(file))
 
 
-def newest_checkpoint(directory: Path, world: dist.ProcessGroup, is_own: bool) -> Checkpoint | None:
+def newest_checkpoint(
+    directory: Path, world: dist.ProcessGroup, damaged: list[Path]
+) -> Checkpoint | None:
     """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
 
-    A damaged checkpoint is passed over, and a warning says so. If the directory is this run's own,
-    it also loses its name, so that it is never counted among those that are kept.
+    A damaged checkpoint is passed over, and a warning says so.
+
+    Args:
+        directory: a folder of checkpoints.
+        world: all ranks of the job.
+        damaged: gets the checkpoints that were passed over.
     """
     names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
     dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
@@ -82,10 +88,9 @@ def newest_checkpoint(directory: Path, world: dist.ProcessGroup, is_own: bool) -
         try:
             return open_checkpoint(directory / name, world)
         except CheckpointError as error:
+            damaged.append(directory / name)
             if dist.get_rank() == 0:
                 logger.warning("%s; the checkpoint before it is tried", error)
-                if is_own:
-                    _set_aside(directory / name)
     return None
 
 
@@ -114,8 +119,8 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
     return Checkpoint(path, manifest, state)
 
 
-def _set_aside(path: Path) -> None:
-    """Give a damaged checkpoint a name by which it is none."""
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that it is never counted among those that are kept."""
     number = 1
     while (aside := path.with_name(f"damaged_{number}.{path.name}")).exists():
         number += 1

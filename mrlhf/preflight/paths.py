@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mrlhf.checkpoint.manifest import named_checkpoint
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoints_in, named_checkpoint
 from mrlhf.config.roots import AnyConfig, PPOConfig
 from mrlhf.data.tokenizer import holds_tokenizer
 from mrlhf.errors import ConfigError
@@ -52,7 +52,9 @@ def input_paths(config: AnyConfig) -> list[InputPath]:
     paths += _data_paths(config)
     if isinstance(config, PPOConfig):
         paths += _function_paths(config)
-    if config.trainer.resume not in ("auto", "never"):
+    # A run with checkpoints of its own may go on without the one from which it has begun.
+    has_own = checkpoints_in(Path(config.trainer.output_dir) / CHECKPOINTS)
+    if config.trainer.resume not in ("auto", "never") and not has_own:
         paths.append(InputPath("trainer.resume", config.trainer.resume, "directory"))
 
     told = {path.key: path.path for path in paths}

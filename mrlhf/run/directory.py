@@ -1,8 +1,9 @@
 """What an output directory holds of a run, and what a new job may do with it.
 
 A run is never overwritten in silence: a new job goes on from it, sets its rows aside, deletes it
-because it was told to, or refuses. One process decides for all ranks, while it holds the lock. This
-file knows which files a run writes; it does not know what is in a checkpoint.
+because it was told to, or refuses. One process decides for all ranks, while it holds the lock.
+Nothing is changed until all other checks have passed too. This file knows which files a run writes;
+it does not know what is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mrlhf.checkpoint.manifest import (
@@ -48,6 +50,7 @@ _WRITTEN = {
     ".": (
         METRICS,
         "metrics.before_*.jsonl",
+        "metrics.damaged_*.jsonl",
         ALARMS,
         "alarms.before_*.jsonl",
         STATUS,
@@ -113,27 +116,75 @@ class Contents:
         return self.rows or self.finished or self.newest is not None
 
 
-def open_directory(directory: Path, config: Root, wishes: Wishes) -> Path | None:
-    """Make `directory` ready for a run, and write the configuration into it.
+@dataclass(frozen=True)
+class _Begun:
+    """How the run that a directory holds was begun.
 
-    Returns:
-        What to go on from: a checkpoint, or a folder of checkpoints, of which the newest whole one
-        is meant. None to begin anew.
+    Attributes:
+        started_by: names of what has started it last.
+        begun_from: the absolute path that `trainer.resume` named when it began from a checkpoint of
+            another run; else None.
+    """
+
+    started_by: tuple[str, ...]
+    begun_from: str | None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a run is going to do with its output directory.
+
+    Attributes:
+        resume_from: what to go on from: a checkpoint, or a folder of checkpoints, of which the
+            newest whole one is meant. None to begin anew.
+        begun_from: as in `_Begun`.
+        change: sets aside or deletes what lies in the way.
+    """
+
+    resume_from: Path | None
+    begun_from: str | None = None
+    change: Callable[[], None] = lambda: None
+
+
+def plan_opening(directory: Path, wishes: Wishes) -> Opening:
+    """What a run may do with `directory`; a run that lies there is not changed.
 
     Raises:
         ConfigError: the directory holds a run that must not be touched, or there is no checkpoint
             where `trainer.resume` says.
     """
     bring_back_replaced(directory / CHECKPOINTS)
-    resume_from = _open(directory, _contents(directory), wishes)
+    return _plan(directory, _contents(directory), wishes)
 
-    _write_config(directory, config)
+
+def open_directory(directory: Path, config: Root, wishes: Wishes, opening: Opening) -> None:
+    """Do with `directory` what was planned, and write the configuration into it.
+
+    Raises:
+        OSError: it cannot be written. If there is no room for the new files, nothing is changed.
+    """
+    resume_from = opening.resume_from
     begun = {
         "started_by": list(wishes.names),
         "resumed_from": str(resume_from) if resume_from else None,
+        "begun_from": opening.begun_from,
     }
-    (directory / _BEGUN).write_text(json.dumps(begun) + "\n", encoding="utf-8")
-    return resume_from
+    files = {CONFIG: dump_yaml(config), _BEGUN: json.dumps(begun) + "\n"}
+    written = []
+    try:
+        for name, text in files.items():
+            temporary = directory / f".{name}.tmp"
+            written.append(temporary)
+            temporary.write_text(text, encoding="utf-8")
+    except OSError:
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
+        raise
+
+    opening.change()
+    _keep_earlier_config(directory, config)
+    for name, temporary in zip(files, written, strict=True):
+        temporary.replace(directory / name)
 
 
 def inputs_in(config: Root) -> list[Path]:
@@ -151,16 +202,29 @@ def _contents(directory: Path) -> Contents:
     )
 
 
-def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
-    """Do with the run in `directory` what may be done; returns what to go on from."""
+def _plan(directory: Path, contents: Contents, wishes: Wishes) -> Opening:
+    """What may be done with the run in `directory`."""
     own = directory / CHECKPOINTS if contents.newest else None
-    named = _named_checkpoint(wishes.resume)
+    begun = _read_begun(directory)
+    asked = os.path.abspath(wishes.resume)
 
-    if contents.is_run and _was_started_by(directory, wishes.again):
+    is_again = any(name in begun.started_by for name in wishes.again)
+    if contents.is_run and is_again and own is not None:
         # This very job has begun the run, so what it asks for has been done to the earlier run.
-        if own is None:
-            _set_aside_rows(directory)
-        return own or named
+        return Opening(own, begun.begun_from)
+
+    # The same command again goes on with the run that it has begun from that checkpoint.
+    goes_on = wishes.resume == "auto" or begun.begun_from == asked
+    is_whole = not contents.finished or _ends_with(directory, contents.newest)
+    if goes_on and not wishes.overwrite and own is not None and is_whole:
+        # It is written anew at the end; until then the run is not finished.
+        finish_anew = partial((directory / SUMMARY).unlink, missing_ok=True)
+        return Opening(own, begun.begun_from, finish_anew)
+
+    named = _named_checkpoint(wishes.resume)
+    begun_from = None if named is None else asked
+    if contents.is_run and is_again:
+        return Opening(named, begun_from, partial(_set_aside_rows, directory))
 
     if named is not None and _is_in(named, directory):
         if wishes.overwrite:
@@ -168,22 +232,14 @@ def _open(directory: Path, contents: Contents, wishes: Wishes) -> Path | None:
                 f"trainer.overwrite would delete {named}, which trainer.resume names; leave one of "
                 "them out"
             )
-        _set_aside_checkpoints_after(named)
-        return named
+        return Opening(named, begun.begun_from, partial(_set_aside_checkpoints_after, named))
 
+    if wishes.overwrite and (contents.is_run or (directory / _BEGUN).is_file()):
+        return Opening(named, begun_from, partial(_delete_run, directory, wishes.inputs))
     if not contents.is_run:
-        return named
-    if wishes.overwrite:
-        _delete_run(directory, wishes.inputs)
-        return named
-    is_whole = not contents.finished or _ends_with(directory, contents.newest)
-    if wishes.resume == "auto" and own is not None and is_whole:
-        # It is written anew at the end; until then the run is not finished.
-        (directory / SUMMARY).unlink(missing_ok=True)
-        return own
-    if wishes.resume == "auto" and not contents.finished:
-        _set_aside_rows(directory)
-        return None
+        return Opening(named, begun_from)
+    if goes_on and own is None and not contents.finished:
+        return Opening(named, begun_from, partial(_set_aside_rows, directory))
     raise _refusal(directory, contents, wishes)
 
 
@@ -246,13 +302,13 @@ def _is_in(named: Path, directory: Path) -> bool:
     )
 
 
-def _was_started_by(directory: Path, names: Collection[str]) -> bool:
-    """Whether one of `names` has begun the run in `directory`, or gone on with it."""
+def _read_begun(directory: Path) -> _Begun:
+    """What `run.json` says of the run in `directory`."""
     try:
-        begun = json.loads((directory / _BEGUN).read_text(encoding="utf-8"))
-        return any(name in begun["started_by"] for name in names)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        read = json.loads((directory / _BEGUN).read_text(encoding="utf-8"))
+        return _Begun(tuple(read["started_by"]), read.get("begun_from"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _Begun((), None)
 
 
 def _set_aside_rows(directory: Path) -> None:
@@ -321,23 +377,22 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write_config(directory: Path, config: Root) -> None:
-    """Write `config.yaml`; an earlier one that differs is kept under a number."""
+def _keep_earlier_config(directory: Path, config: Root) -> None:
+    """Keep an earlier `config.yaml` that differs under a number."""
     path = directory / CONFIG
-    text = dump_yaml(config)
     try:
-        earlier = path.read_text(encoding="utf-8")
+        earlier = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        earlier = text
+        return
+    if earlier == dump_yaml(config):
+        return
 
-    if earlier != text:
-        number = 1
-        while (kept := directory / f"config.{number}.yaml").exists():
-            number += 1
-        path.rename(kept)
-        changed = ", ".join(changed_keys(earlier, config))
-        logger.warning("the configuration has changed: %s; the earlier is %s", changed, kept.name)
-    path.write_text(text, encoding="utf-8")
+    number = 1
+    while (kept := directory / f"config.{number}.yaml").exists():
+        number += 1
+    path.rename(kept)
+    changed = ", ".join(changed_keys(earlier, config))
+    logger.warning("the configuration has changed: %s; the earlier is %s", changed, kept.name)
 
 
 def _texts(node: object) -> Iterator[str]:

@@ -9,6 +9,8 @@ The holder touches its file again and again. A job that was killed stops doing s
 then take the directory. Ages are read from the file system's own clock, since the clocks of two
 machines differ. The lock needs no `flock`, which not every network file system has.
 
+A job that is refused withdraws: it leaves the directory as it found it.
+
 This file does not know what the directory holds, nor ranks: one process of a job holds the lock.
 """
 
@@ -103,6 +105,7 @@ class DirectoryLock:
         )
 
         self._file: Path | None = None
+        self._made: list[Path] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="output-dir-lock", daemon=True)
 
@@ -118,18 +121,25 @@ class DirectoryLock:
             OSError: the directory cannot be written.
         """
         assert self._file is None, "a lock is taken once"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folders = (self._folder, *self._folder.parents)
+        self._made = [folder for folder in folders if not folder.exists()]
+        try:
+            self._file = self._take()
+        finally:
+            if self._file is None:
+                self._remove_made()
+        self._thread.start()
 
+    def _take(self) -> Path:
+        """Create the lock file after that of the last holder, who has ended."""
         file: Path | None = None
         while file is None:
             newest = self._newest()
             if newest:
                 self._wait_for_end(newest)
-            file = self._create(newest + 1)
-
-        self._file = file
-        self._remove_below(file)
-        self._thread.start()
+            if self._newest() == newest:  # it has not withdrawn, and left its number to another
+                file = self._create(newest + 1)
+        return file
 
     def verify(self) -> None:
         """Make sure that the directory still belongs to this process.
@@ -151,19 +161,54 @@ class DirectoryLock:
             "there"
         )
 
+    def remove_earlier(self) -> None:
+        """Remove the files of earlier jobs; from then on this one cannot withdraw."""
+        assert self._file is not None, "remove_earlier() before acquire()"
+        for path in self._folder.iterdir():
+            match = _FILE.fullmatch(path.name)
+            if match and int(match[1]) < _number(self._file):
+                path.unlink(missing_ok=True)
+
+    def withdraw(self) -> None:
+        """Give the directory back as it was before `acquire`, in which nothing was done."""
+        if self._stop():
+            assert self._file is not None
+            with suppress(CheckpointError, OSError):
+                self.verify()
+                self._file.unlink()
+            self._remove_made()
+
     def release(self) -> None:
         """Give the directory back; a second call does nothing."""
-        if self._file is None or self._closing.is_set():
+        if not self._stop():
             return
-        self._closing.set()
-        self._thread.join(MISSED_BEATS * self._owner.interval_s)
-
-        with suppress(CheckpointError, OSError):
+        assert self._file is not None
+        temporary = self._folder / f"{self._owner.token}.tmp"
+        try:
             self.verify()
-            temporary = self._folder / f"{self._owner.token}.tmp"
             temporary.write_text(_text(replace(self._owner, released=True)), encoding="utf-8")
             # The file stays, so that its number is not used again.
             temporary.replace(self._file)
+        except CheckpointError:
+            return
+        except OSError:  # without room the file can still look as old as that of a dead job
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+                os.utime(self._file, (0, 0))
+
+    def _stop(self) -> bool:
+        """Touch the file no more; returns whether this lock was held until now."""
+        if self._file is None or self._closing.is_set():
+            return False
+        self._closing.set()
+        self._thread.join(MISSED_BEATS * self._owner.interval_s)
+        return True
+
+    def _remove_made(self) -> None:
+        """Remove the folders that this lock has made, if nothing lies in them."""
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
 
     def _beat(self) -> None:
         """Touch the file until the lock is released or lost."""
@@ -193,13 +238,19 @@ class DirectoryLock:
     def _create(self, number: int) -> Path | None:
         """Create the lock file of this number; None if another job was faster."""
         path = self._path(number)
+        self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            with path.open("x", encoding="utf-8") as file:
+            file = path.open("x", encoding="utf-8")
+        except FileExistsError:
+            return None
+        try:
+            with file:
                 file.write(_text(self._owner))
                 file.flush()
                 os.fsync(file.fileno())
-        except FileExistsError:
-            return None
+        except OSError:  # a file without its owner would be waited for, as if he lived
+            path.unlink(missing_ok=True)
+            raise
 
         # A newcomer that slept since it looked may find its number free again, because the jobs
         # after it have come and tidied up.
@@ -207,13 +258,6 @@ class DirectoryLock:
             path.unlink(missing_ok=True)
             return None
         return path
-
-    def _remove_below(self, own: Path) -> None:
-        """Remove the files of earlier jobs."""
-        for path in self._folder.iterdir():
-            match = _FILE.fullmatch(path.name)
-            if match and int(match[1]) < _number(own):
-                path.unlink(missing_ok=True)
 
     def _wait_for_end(self, number: int) -> None:
         """Return once the holder with this number has ended.
@@ -223,6 +267,7 @@ class DirectoryLock:
         """
         path = self._path(number)
         first_touch: int | None = None
+        began = time.monotonic()
         while True:
             touch = _touched(path)
             owner = _read(path)
@@ -236,7 +281,8 @@ class DirectoryLock:
                 return
 
             interval_s = self._owner.interval_s if owner is None else owner.interval_s
-            age_s = (self._now() - touch) / 1e9
+            # The file system's clock may be put back, and the age is then too small.
+            age_s = max((self._now() - touch) / 1e9, time.monotonic() - began)
             if age_s > MISSED_BEATS * interval_s:
                 who = owner or "another process"
                 logger.warning(
@@ -249,17 +295,19 @@ class DirectoryLock:
                 logger.info(
                     "waiting for a sign of life of %s, which holds %s", owner, self._directory
                 )
-            elif touch > first_touch:
+            elif touch != first_touch:
                 raise self._refusal(owner)
             time.sleep(interval_s / 10)
 
     def _now(self) -> int:
         """The file system's clock, nanoseconds."""
         probe = self._folder / f"{self._owner.token}.probe"
-        probe.write_bytes(b"")
-        os.utime(probe)
-        now = _touched(probe)
-        probe.unlink(missing_ok=True)
+        try:
+            probe.write_bytes(b"")
+            os.utime(probe)
+            now = _touched(probe)
+        finally:
+            probe.unlink(missing_ok=True)
         assert now is not None, f"{probe} has vanished"
         return now
 

@@ -24,16 +24,15 @@ _ALIVE_S = 10.0  # and at most, so that a reader can tell whether the run is ali
 class Monitor:
     """Shows the board from `start` to `close`."""
 
-    def __init__(self, board: Board, file: StatusFile, view: View | None) -> None:
+    def __init__(self, board: Board, view: View | None) -> None:
         """Show nothing yet.
 
         Args:
             board: what to show.
-            file: the run's `status.json`.
             view: on the terminal; None: there is none.
         """
         self._board = board
-        self._file = file
+        self._file: StatusFile | None = None
         self._view = view
         self._written = 0.0
         self._shown: tuple[object, ...] = ()
@@ -43,15 +42,21 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
-        """Write the first status, open the view, and start the thread."""
-        self.write()
+        """Open the view, and start the thread."""
         if self._view is not None:
             self._view.show()
             self._board.has_view = True
         self._thread.start()
 
+    def write_to(self, file: StatusFile) -> None:
+        """Write the first status; from then on the run's `status.json` is kept fresh."""
+        self._file = file
+        self.write()
+
     def write(self) -> None:
         """Write the status now. If that is not possible, it is said once, and the run goes on."""
+        if self._file is None:
+            return
         with self._writing:
             self._shown = self._place()
             self._written = time.monotonic()

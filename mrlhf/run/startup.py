@@ -1,5 +1,7 @@
 """How a run starts: the job is joined, seeds are set, and the output directory is taken.
 
+Nothing is written there until `Run.begin`, so that a start that is refused changes no run.
+
 It knows no algorithm and no model.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +38,7 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.board import Board
-from mrlhf.run.directory import Wishes, inputs_in, open_directory
+from mrlhf.run.directory import Opening, Wishes, inputs_in, open_directory, plan_opening
 from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
@@ -63,6 +66,7 @@ class Run:
         resume_from: a checkpoint to go on from, or a folder of checkpoints, of which the newest
             whole one is meant; None to begin anew.
         lock: keeps other jobs out of `output_dir`; the main rank holds it.
+        changes: what this rank does in `output_dir` when the run begins, in this order.
         stops: the places where all ranks may stop together.
         watcher: watches over this rank; None in a program that nobody may interrupt.
         failures: where the ranks agree on why the job fails; None if each one says it for itself.
@@ -79,6 +83,7 @@ class Run:
     output_dir: Path
     resume_from: Path | None = None
     lock: DirectoryLock | None = None
+    changes: list[Callable[[], None]] = field(default_factory=list)
     stops: StopPoints = field(default_factory=NeverStop)
     watcher: Watcher | None = None
     failures: Failures | None = None
@@ -95,6 +100,18 @@ class Run:
         """The process groups of role `name`."""
         layout = ParallelLayout.for_world(name, self.world_size, AxisSizes.of(section))
         return self.factory.role_groups(layout)
+
+    def begin(self) -> None:
+        """Change the output directory, now that all has been checked; every rank calls it once.
+
+        Raises:
+            ConfigError: the directory cannot be written.
+        """
+        try:
+            while self.changes:
+                self.changes.pop(0)()
+        except OSError as error:
+            raise _unusable(self.output_dir, error) from error
 
     def __enter__(self) -> Run:
         return self
@@ -120,7 +137,9 @@ class Run:
             reason = hang
         if reason is None and self.monitor is not None:
             self.monitor.end("finished" if error is None else "interrupted", str(error or ""))
-        if self.lock is not None:
+        if self.lock is not None and self.changes:
+            self.lock.withdraw()
+        elif self.lock is not None:
             self.lock.release()
 
         if reason is not None and self.failures is not None:
@@ -149,7 +168,7 @@ def start(
     trainer: TrainerSection,
     seed: int,
 ) -> Run:
-    """Join the job, set the seeds, take the output directory and write the configuration into it.
+    """Join the job, set the seeds, take the output directory and find out what it holds.
 
     From then on a signal is a request to stop, and so is the end of the job's time, which comes
     after `trainer.save_by_minutes` or, where that is null, when Slurm says. The run gives the
@@ -214,10 +233,18 @@ def _begin(
 
     directory = Path(trainer.output_dir)
     lock = None
+    changes: list[Callable[[], None]] = []
     outcome: list[Path | MrlhfError | None] = [None]
     if job.rank == 0:
         lock = DirectoryLock(directory, read_starts().job, partial(leave, FAILED))
-        outcome = [_take(directory, lock, config, trainer)]
+        wishes = _wishes(config, trainer)
+        opening = _take(directory, lock, wishes)
+        if isinstance(opening, Opening):
+            outcome = [opening.resume_from]
+            changes.append(partial(open_directory, directory, config, wishes, opening))
+            changes.append(lock.remove_earlier)
+        else:
+            outcome = [opening]
 
     dist.broadcast_object_list(outcome, src=0)
     resume_from = outcome[0]
@@ -225,7 +252,12 @@ def _begin(
         raise resume_from
 
     board = Board()
-    monitor = _monitor(board, trainer, joined) if job.rank == 0 else None
+    monitor = None
+    if job.rank == 0:
+        monitor = Monitor(board, View(board, directory) if is_drawn(trainer.console) else None)
+        changes.append(partial(monitor.write_to, StatusFile(directory, job.world_size)))
+    timeline = _timeline(directory, trainer.timeline_freq, joined)
+    changes.append(timeline.begin)
     if is_drawn(trainer.console):
         # The view, which is built by now and writes to the terminal itself, stands below them.
         sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
@@ -238,7 +270,7 @@ def _begin(
         _deadline(joined.began, trainer.save_by_minutes),
         joined.failures,
         board.phase,
-        None if monitor is None else partial(monitor.end, "failed"),
+        None if monitor is None else partial(_end_failed, monitor, lock, changes),
     )
     watcher.start()
     if monitor is not None:
@@ -251,28 +283,29 @@ def _begin(
         output_dir=directory,
         resume_from=resume_from,
         lock=lock,
+        changes=changes,
         stops=watcher.stops,
         watcher=watcher,
         failures=joined.failures,
-        timeline=_timeline(directory, trainer.timeline_freq, joined),
+        timeline=timeline,
         board=board,
         monitor=monitor,
     )
+
+
+def _end_failed(
+    monitor: Monitor, lock: DirectoryLock | None, changes: Collection[object], text: str
+) -> None:
+    """Say that the run has failed, or leave no trace of it if it has not begun."""
+    monitor.end("failed", text)
+    if lock is not None and changes:
+        lock.withdraw()
 
 
 def _timeline(directory: Path, every: int, joined: Joined) -> Timeline:
     """Where this rank writes down its phases, with a description of the process."""
     process = {**joined.device.describe(), "ranks": joined.job.world_size, "began": joined.began}
     return Timeline(directory, joined.job.rank, every, process)
-
-
-def _monitor(board: Board, trainer: TrainerSection, joined: Joined) -> Monitor:
-    """What shows the board to programs, and to people if there is a terminal."""
-    directory = Path(trainer.output_dir)
-    view = None
-    if is_drawn(trainer.console):
-        view = View(board, directory)
-    return Monitor(board, StatusFile(directory, joined.job.world_size), view)
 
 
 def _deadline(began: float, save_by_minutes: float | None) -> float | None:
@@ -283,22 +316,23 @@ def _deadline(began: float, save_by_minutes: float | None) -> float | None:
     return None if end is None else end - _TIME_TO_SAVE_S
 
 
-def _take(
-    directory: Path,
-    lock: DirectoryLock,
-    config: Root,
-    trainer: TrainerSection,
-) -> Path | MrlhfError | None:
-    """Lock and open the output directory; returns what to go on from, or the error."""
+def _wishes(config: Root, trainer: TrainerSection) -> Wishes:
     starts = read_starts()
-    inputs = inputs_in(config)
-    wishes = Wishes(trainer.resume, trainer.overwrite, starts.names, starts.again, inputs)
+    return Wishes(trainer.resume, trainer.overwrite, starts.names, starts.again, inputs_in(config))
+
+
+def _take(directory: Path, lock: DirectoryLock, wishes: Wishes) -> Opening | MrlhfError:
+    """Lock the output directory; returns what to do with it, or the error."""
     try:
         lock.acquire()
-        return open_directory(directory, config, wishes)
+        return plan_opening(directory, wishes)
     except MrlhfError as error:
-        lock.release()
+        lock.withdraw()
         return error
     except OSError as error:
-        lock.release()
-        return ConfigError(f"trainer.output_dir {directory} cannot be used: {error}")
+        lock.withdraw()
+        return _unusable(directory, error)
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"trainer.output_dir {directory} cannot be used: {error}")

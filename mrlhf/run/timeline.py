@@ -24,7 +24,7 @@ class Timeline:
     """Appends to the file of one rank. What cannot be written is given up; training goes on."""
 
     def __init__(self, output_dir: Path, rank: int, every: int, process: Mapping[str, Any]) -> None:
-        """Write the description of the process.
+        """Write nothing yet.
 
         Args:
             output_dir: of the run.
@@ -35,7 +35,11 @@ class Timeline:
         self._file = output_dir / TIMELINE / f"rank_{rank}.jsonl"
         self._every = every
         self._is_failing = False
-        self._append({"process": {"rank": rank, **process}})
+        self._process = {"rank": rank, **process}
+
+    def begin(self) -> None:
+        """Write the description of the process."""
+        self._append({"process": self._process})
 
     def write(self, step: int, spans: Sequence[Span]) -> None:
         """Record the phases of training step `step`, if it is one of those to record."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ import torch.distributed as dist
 
 from mrlhf.checkpoint.frozen import check_frozen, fingerprint
 from mrlhf.checkpoint.manifest import CHECKPOINTS, MANIFEST, checkpoint_name
-from mrlhf.checkpoint.restorer import Checkpoint, newest_checkpoint, open_checkpoint
+from mrlhf.checkpoint.restorer import (
+    Checkpoint,
+    newest_checkpoint,
+    open_checkpoint,
+    set_aside,
+)
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.config.roots import PPOConfig, SupervisedConfig
@@ -262,7 +268,10 @@ def find_checkpoint(run: Run) -> Checkpoint | None:
         return open_checkpoint(source, _world())
 
     is_own = source.resolve() == (run.output_dir / CHECKPOINTS).resolve()
-    checkpoint = newest_checkpoint(source, _world(), is_own)
+    damaged: list[Path] = []
+    checkpoint = newest_checkpoint(source, _world(), damaged)
+    if is_own and run.is_main_rank:
+        run.changes.extend(partial(set_aside, path) for path in damaged)
     if checkpoint is None:
         raise CheckpointError(
             f"no checkpoint in {source} is whole; restore one, or set trainer.overwrite=true to "

@@ -41,7 +41,9 @@ def train_dpo(config: DPOConfig) -> None:
         held_out = None if inputs.held_out is None else scored[1]
         task = PreferenceOptimization(config.dpo, scored[0], held_out)
         spec = load_spec(config.model.path, "lm")
-        SupervisedTrainer(config, inputs, run, spec, task).fit()
+        trainer = SupervisedTrainer(config, inputs, run, spec, task)
+        run.begin()
+        trainer.fit()
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ def train_ppo(config: PPOConfig) -> None:
     with start(config, config.distributed, config.trainer, config.seed) as run:
         checkpoint = find_checkpoint(run)
         parts = assemble(config, inputs, run, initial=checkpoint is None)
-        PPORun(config, run, parts, checkpoint).fit()
+        ppo = PPORun(config, run, parts, checkpoint)
+        run.begin()
+        ppo.fit()
 
 
 class PPORun:

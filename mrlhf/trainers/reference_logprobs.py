@@ -11,6 +11,7 @@ import logging
 import time
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,8 @@ def reference_logprobs(
     section: ReferenceSection, run: Run, data: Sequence[PreferencePairs], seed: int
 ) -> list[Tensor]:
     """The log-probabilities of all responses under the reference; every rank calls it.
+
+    They are stored when the run begins.
 
     Args:
         section: the reference and its layout.
@@ -68,7 +71,7 @@ def reference_logprobs(
     tables = _ask(section, run, data, seed)
     gc.collect()  # the modules of a model refer to each other, so its memory is not freed at once
     if run.is_main_rank:
-        _write(file, key, torch.cat(tables))
+        run.changes.append(partial(_write, file, key, torch.cat(tables)))
         logger.info(
             "reference log-probabilities of %d pairs: %.1f s", sum(sizes), time.monotonic() - began
         )

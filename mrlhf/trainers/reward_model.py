@@ -33,7 +33,9 @@ def train_reward_model(config: RewardModelConfig) -> None:
         tokenizer = inputs.tokenizer
         stored = load_spec(config.model.path, "scalar")
         spec = with_pad_token(stored, tokenizer.pad_id, tokenizer.ids)
-        SupervisedTrainer(config, inputs, run, spec, task).fit()
+        trainer = SupervisedTrainer(config, inputs, run, spec, task)
+        run.begin()
+        trainer.fit()
 
 
 class PreferenceLearning:

@@ -32,7 +32,9 @@ def train_sft(config: SFTConfig) -> None:
     with start(config, config.distributed, config.trainer, config.seed) as run:
         task = FineTuning(inputs.examples, inputs.held_out)
         spec = load_spec(config.model.path, "lm")
-        SupervisedTrainer(config, inputs, run, spec, task).fit()
+        trainer = SupervisedTrainer(config, inputs, run, spec, task)
+        run.begin()
+        trainer.fit()
 
 
 class FineTuning:

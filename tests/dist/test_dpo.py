@@ -224,6 +224,7 @@ def _ask_again(rank: int, world_size: int, root: str) -> dict[str, Any]:
         section = ReferenceSection(path=f"{root}/{model}", **keys)
         some = [plain_dpo.held_out_pairs(pairs), pairs][:rows]
         tables = references.reference_logprobs(section, run, some, seed=0)
+        run.begin()
         return [float(tables[-1][-1, -1]), len(engines) - before]
 
     with mock.patch.object(references, "ModelEngine", build):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig
 
 from mrlhf.checkpoint.manifest import checkpoints_in
-from mrlhf.checkpoint.restorer import newest_checkpoint
+from mrlhf.checkpoint.restorer import newest_checkpoint, set_aside
 from mrlhf.checkpoint.retention import delete_old
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.data.tokenizer import load_tokenizer
@@ -49,8 +49,13 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
         file = next((directory / "step_000002" / "actor").iterdir())
         os.truncate(file, file.stat().st_size // 2)
     dist.barrier()
-    checkpoint = newest_checkpoint(directory, world, is_own=True)
+    damaged: list[Path] = []
+    checkpoint = newest_checkpoint(directory, world, damaged)
     assert checkpoint is not None and checkpoint.path.name == "step_000001"
+    assert damaged == [directory / "step_000002"] and damaged[0].is_dir()
+    dist.barrier()
+    if rank == 0:
+        set_aside(damaged[0])
     dist.barrier()
     assert (directory / "damaged_1.step_000002").is_dir()
 

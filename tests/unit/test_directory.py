@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.errors import ConfigError
-from mrlhf.run.directory import Wishes, inputs_in, open_directory
+from mrlhf.run.directory import Wishes, inputs_in, open_directory, plan_opening
 from tests.unit.configurations import ppo
 
 ROWS = '{"step": 1, "loss": 0.5}\n'
@@ -34,14 +35,25 @@ def open_it(directory, resume="auto", overwrite=False, names=("a",), again=(), i
     wishes = Wishes(resume, overwrite, names, again, inputs)
     config = ppo(trainer__output_dir=str(directory), **keys)
     directory.mkdir(exist_ok=True)
-    return open_directory(directory, config, wishes)
+    before = contents(directory)
+    opening = plan_opening(directory, wishes)
+    assert contents(directory) == before, "nothing is changed before all checks have passed"
+    open_directory(directory, config, wishes, opening)
+    return opening.resume_from
 
 
-def refusal(*arguments, **keywords):
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def refusal(directory, *arguments, **keywords):
+    directory.mkdir(exist_ok=True)
+    before = contents(directory)
     with pytest.raises(ConfigError) as caught:
-        open_it(*arguments, **keywords)
+        open_it(directory, *arguments, **keywords)
     message = str(caught.value)
     assert "\n" not in message
+    assert contents(directory) == before
     return message
 
 
@@ -208,6 +220,49 @@ def test_resume_from_another_run_needs_an_empty_directory(tmp_path):
     assert open_it(run, resume=str(chosen), overwrite=True) == chosen
     assert not (run / "metrics.jsonl").exists()
     assert len(files(other)) == 4
+
+
+@pytest.mark.parametrize("saved", [[], ["step_000003"], ["step_000003", "step_000005"]])
+def test_the_same_command_again_goes_on_with_what_it_began_from_another_run(tmp_path, saved):
+    """After a kill its own checkpoints count, and without any the one that is named."""
+    other = make_run(tmp_path / "other", checkpoints=["step_000002"])
+    chosen = other / "checkpoints" / "step_000002"
+    run = tmp_path / "run"
+    assert open_it(run, resume=str(chosen)) == chosen
+    make_run(run, checkpoints=saved)
+    for _ in range(2):  # it may be killed again
+        wanted = run / "checkpoints" if saved else chosen
+        assert open_it(run, resume=str(chosen)) == wanted
+        if not saved:
+            make_run(run, rows=False)
+            (run / "metrics.jsonl").write_text(ROWS)
+    kept = sorted(path.name for path in run.glob("metrics.before_*"))
+    assert kept == ([] if saved else ["metrics.before_1.jsonl", "metrics.before_2.jsonl"])
+
+    if saved:
+        assert open_it(run) == run / "checkpoints"  # with auto in between
+        shutil.rmtree(other)
+        assert open_it(run, resume=str(chosen)) == run / "checkpoints"
+    another = make_run(tmp_path / "another", checkpoints=["step_000002"])
+    refusal(run, resume=str(another))
+
+
+def test_overwrite_after_a_start_that_came_to_nothing_tells_no_changed_keys(tmp_path, caplog):
+    run = tmp_path / "run"
+    open_it(run)
+    open_it(run, overwrite=True, rollout__n=4)
+    assert files(run) == ["config.yaml", "run.json"]
+    assert "has changed" not in caplog.text
+
+
+def test_without_room_a_start_changes_nothing(tmp_path):
+    run = make_run(tmp_path / "run", checkpoints=["step_000002"])
+    open_it(run)
+    (run / ".run.json.tmp").mkdir()  # the second of the files that are written first
+    before = contents(run)
+    with pytest.raises(OSError, match="directory"):
+        open_it(run, overwrite=True)
+    assert contents(run) == before
 
 
 def test_going_back_in_a_run_sets_the_later_checkpoints_aside(tmp_path, caplog):

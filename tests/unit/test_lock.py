@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ try:
 except ConfigError as error:
     print("refused:", error, flush=True)
 else:
+    lock.remove_earlier()
     print("held", flush=True)
     for line in sys.stdin:
         lock.release()
@@ -121,6 +123,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path):
 
         assert job.take() == "released"
         lock.acquire()
+        lock.remove_earlier()
         lock.verify()
         lock.release()
         lock.release()
@@ -246,6 +249,7 @@ def test_a_newcomer_that_slept_while_others_came_and_went_gives_way(tmp_path):
     for _ in range(2):
         earlier, _lost = lock_of(directory)
         earlier.acquire()
+        earlier.remove_earlier()
         earlier.release()
     with jobs(directory) as job:
         assert job.take() == "held"
@@ -295,7 +299,73 @@ def test_a_file_that_was_not_written_in_full_counts_as_held_until_it_is_old(tmp_
     file.write_text('{"token": "a", "ho')
     lock, _ = lock_of(tmp_path, 0.05)
     lock.acquire()  # after six intervals
+    lock.remove_earlier()
     assert [path.name for path in lock_files(tmp_path)] == ["000002.json"]
+    lock.release()
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_job_that_withdraws_leaves_no_trace(tmp_path, earlier):
+    run = tmp_path / "below" / "run"
+    if earlier:
+        with jobs(run) as job:
+            assert job.take() == "held"
+            job.kill()
+    before = {path: path.read_bytes() for path in lock_files(run)}
+    lock, lost = lock_of(run)
+    lock.acquire()
+    assert len(lock_files(run)) == 1 + earlier
+    lock.withdraw()
+    lock.withdraw()
+    lock.release()
+    assert {path: path.read_bytes() for path in lock_files(run)} == before
+    assert run.exists() == earlier and (tmp_path / "below").exists() == earlier and lost == []
+
+    following, _lost = lock_of(run)
+    following.acquire()
+    following.release()
+
+
+@contextmanager
+def files_of_at_most(size):
+    """As on a full disk: a file that would be longer cannot be written."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_start_on_a_full_disk_leaves_no_lock(tmp_path):
+    lock, _ = lock_of(tmp_path / "run")
+    with files_of_at_most(16), pytest.raises(OSError, match="too large"):
+        lock.acquire()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_that_is_given_back_on_a_full_disk_is_followed_at_once(tmp_path):
+    first, _ = lock_of(tmp_path)
+    first.acquire()
+    with files_of_at_most(16):
+        first.release()
+    assert [path.name for path in (tmp_path / ".lock").iterdir()] == ["000001.json"]
+    pretend_other_machine(tmp_path)
+    os.utime(lock_files(tmp_path)[0], (0, 0))  # which the line before has undone
+    lock, _ = lock_of(tmp_path)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_clock_that_is_put_back_does_not_keep_a_dead_job_alive(tmp_path):
+    with jobs(tmp_path, interval_s=0.05) as job:
+        assert job.take() == "held"
+        job.kill()
+    pretend_other_machine(tmp_path, silent_s=-3600)
+    lock, _ = lock_of(tmp_path, 0.05)
+    lock.acquire()
     lock.release()
 
 

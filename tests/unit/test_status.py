@@ -72,8 +72,9 @@ def test_phases_and_the_end_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
     monkeypatch.setattr(monitor_file, "_WRITE_S", 0.02)
     board = Board()
-    monitor = Monitor(board, StatusFile(tmp_path, 1), None)
+    monitor = Monitor(board, None)
     monitor.start()
+    monitor.write_to(StatusFile(tmp_path, 1))
     assert read(tmp_path)["state"] == "starting"
 
     board.state = "training"
@@ -94,8 +95,9 @@ def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, mon
     monkeypatch.setattr(monitor_file, "_LOOK_S", 0.01)
     monkeypatch.setattr(monitor_file, "_WRITE_S", 3600)
     board = Board()
-    monitor = Monitor(board, StatusFile(tmp_path, 1), None)
+    monitor = Monitor(board, None)
     monitor.start()
+    monitor.write_to(StatusFile(tmp_path, 1))
     with board.phase("gen"):
         time.sleep(0.05)
         assert read(tmp_path)["phase"] == "start"
@@ -105,8 +107,9 @@ def test_the_status_is_written_at_most_once_a_second_but_for_steps(tmp_path, mon
 
 
 def test_a_status_that_cannot_be_written_is_said_once(tmp_path, caplog):
-    monitor = Monitor(Board(), StatusFile(tmp_path / "missing", 1), None)
-    for _ in range(3):
+    monitor = Monitor(Board(), None)
+    monitor.write_to(StatusFile(tmp_path / "missing", 1))
+    for _ in range(2):
         monitor.write()
     (line,) = caplog.messages
     assert line.startswith("cannot write the status of the run")
@@ -115,9 +118,17 @@ def test_a_status_that_cannot_be_written_is_said_once(tmp_path, caplog):
     assert read(tmp_path / "missing")["state"] == "starting"
 
 
+def test_nothing_is_written_of_a_run_that_has_not_begun(tmp_path):
+    monitor = Monitor(Board(), None)
+    monitor.close_view()
+    monitor.end("failed", "no such model")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
 def test_a_monitor_that_never_started_can_end(tmp_path, state):
-    monitor = Monitor(Board(), StatusFile(tmp_path, 1), None)
+    monitor = Monitor(Board(), None)
+    monitor.write_to(StatusFile(tmp_path, 1))
     monitor.close_view()
     monitor.end(state)
     assert read(tmp_path)["state"] == state

@@ -16,6 +16,7 @@ def lines(directory, rank):
 
 def test_a_line_has_the_spans_of_a_step_in_the_order_in_which_they_began(tmp_path):
     timeline = Timeline(tmp_path, 3, every=2, process={"host": "a", "ranks": 4})
+    timeline.begin()
     for step in (1, 2, 3):
         timeline.write(step, SPANS)
     timeline.write(4, [])
@@ -31,8 +32,10 @@ def test_a_line_has_the_spans_of_a_step_in_the_order_in_which_they_began(tmp_pat
 
 
 def test_a_later_start_appends(tmp_path):
-    Timeline(tmp_path, 0, every=1, process={}).write(1, SPANS)
-    Timeline(tmp_path, 0, every=0, process={}).write(2, SPANS)
+    for every in (1, 0):
+        timeline = Timeline(tmp_path, 0, every, process={})
+        timeline.begin()
+        timeline.write(1, SPANS)
     assert [next(iter(line)) for line in lines(tmp_path, 0)] == ["process", "step", "process"]
 
 
