@@ -68,5 +68,6 @@ def _check(config: AnyConfig, world_size: int) -> str:
 
 def _dry_run(config: AnyConfig, world_size: int | None) -> Found:
     from mrlhf.preflight import dry_run
+    from mrlhf.run.startup import foresee
 
-    return dry_run(config, world_size)
+    return dry_run(config, world_size, lambda: foresee(config, config.trainer))

@@ -7,7 +7,7 @@ functions included. This file returns text, and builds no process group or model
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mrlhf.config.preference import DPOSection
@@ -59,10 +59,17 @@ class DryRunResult:
     text: str
 
 
-def dry_run(config: AnyConfig, world_size: int | None) -> DryRunResult:
+def dry_run(
+    config: AnyConfig, world_size: int | None, foresee: Callable[[], str] | None = None
+) -> DryRunResult:
     """Check `config` for `world_size` ranks (None: the fewest that fit) and describe the run.
 
     What this machine lacks is not checked. A model needs no more than its `config.json` here.
+
+    Args:
+        config: the whole configuration.
+        world_size: ranks.
+        foresee: says what a start would do with the output directory.
 
     Raises:
         ConfigError, DataError, RewardError: one line a mistake.
@@ -88,6 +95,8 @@ def dry_run(config: AnyConfig, world_size: int | None) -> DryRunResult:
     fits = "what could be checked" if lines else "configuration"
 
     lines.append(describe(config, world_size, steps))
+    if foresee is not None:
+        lines.append(f"  {foresee()}")
     if isinstance(config, PPOConfig):
         lines += _cache(config, specs["rollout"])
     lines += draw_schedules(config, world_size)

@@ -157,6 +157,25 @@ def plan_opening(directory: Path, wishes: Wishes) -> Opening:
     return _plan(directory, _contents(directory), wishes)
 
 
+def describe_opening(directory: Path, wishes: Wishes) -> str:
+    """What a start would do with `directory` now, in words; nothing is changed."""
+    contents = _contents(directory)
+    try:
+        opening = _plan(directory, contents, wishes)
+    except ConfigError as error:
+        return f"a start would be refused: {error}"
+
+    begins = "begin at step 1"
+    if opening.resume_from is not None:
+        whole = checkpoints_in(opening.resume_from)
+        begins = f"go on from {whole[0] if whole else opening.resume_from}"
+    elif contents.is_run and not wishes.overwrite:
+        begins += ", and set aside the rows of a run that left no checkpoint"
+    if wishes.overwrite and contents.is_run:
+        begins = f"delete the run in {directory} and {begins}"
+    return f"a start would {begins}"
+
+
 def open_directory(directory: Path, config: Root, wishes: Wishes, opening: Opening) -> None:
     """Do with `directory` what was planned, and write the configuration into it.
 

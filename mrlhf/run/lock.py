@@ -109,6 +109,19 @@ class DirectoryLock:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="output-dir-lock", daemon=True)
 
+    def living_holder(self) -> Owner | None:
+        """Who holds the directory now, as far as can be seen without a wait or a write."""
+        newest = self._newest()
+        touch = _touched(self._path(newest)) if newest else None
+        owner = _read(self._path(newest)) if newest else None
+        if touch is None or owner is None or owner.released:
+            return None
+        if _is_here(owner):
+            lives = _process(owner.pid) == owner.process
+        else:
+            lives = time.time() - touch / 1e9 <= MISSED_BEATS * owner.interval_s
+        return owner if lives else None
+
     def acquire(self) -> None:
         """Take the directory.
 

@@ -38,7 +38,14 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.board import Board
-from mrlhf.run.directory import Opening, Wishes, inputs_in, open_directory, plan_opening
+from mrlhf.run.directory import (
+    Opening,
+    Wishes,
+    describe_opening,
+    inputs_in,
+    open_directory,
+    plan_opening,
+)
 from mrlhf.run.failures import FAILED, Failures, Told, explain, log_failure
 from mrlhf.run.hangs import is_time_out
 from mrlhf.run.leaving import leave
@@ -314,6 +321,15 @@ def _deadline(began: float, save_by_minutes: float | None) -> float | None:
         return began + 60 * save_by_minutes
     end = end_of_allocation()
     return None if end is None else end - _TIME_TO_SAVE_S
+
+
+def foresee(config: Root, trainer: TrainerSection) -> str:
+    """What a start would do with the output directory now, in words; nothing is written."""
+    directory = Path(trainer.output_dir)
+    holder = DirectoryLock(directory, None, partial(leave, FAILED)).living_holder()
+    if holder is not None:
+        return f"a start would be refused: {holder} is using {directory}"
+    return describe_opening(directory, _wishes(config, trainer))
 
 
 def _wishes(config: Root, trainer: TrainerSection) -> Wishes:

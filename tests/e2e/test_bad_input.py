@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -12,10 +13,12 @@ import yaml
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.data.subword import train_sentencepiece
 from mrlhf.preflight import dry_run, preflight
+from mrlhf.run.lock import DirectoryLock
 from mrlhf.run.program import Program, main
 from tests.e2e.programs import ROOT, run_program, succeed
 
 DEMO = "configs/demo_cpu.yaml"
+DRY = ("--dry-run", "--allow-missing")  # `make demo` writes the data and models
 
 
 def _never(_: object) -> None:
@@ -74,7 +77,7 @@ def test_shipped_configurations_pass_a_dry_run(
     monkeypatch.chdir(ROOT)
     keys = yaml.safe_load((ROOT / "configs" / config).read_text(encoding="utf-8"))
     root = PPOConfig if "actor" in keys else RewardModelConfig if "_rm_" in config else SFTConfig
-    assert _main(root, ["--config", f"configs/{config}", "--dry-run"]) == 0
+    assert _main(root, ["--config", f"configs/{config}", *DRY]) == 0
     assert "training steps" in capsys.readouterr().out
 
 
@@ -90,7 +93,7 @@ def test_each_algorithm_fits_the_small_task(
     text = (ROOT / method).read_text(encoding="utf-8")
     comment = re.search(rf"^# On {base}: (.+)$", text, re.MULTILINE)
     overrides = [] if comment is None else shlex.split(comment[1])
-    arguments = ["--config", base, "--config", method, "--dry-run"]
+    arguments = ["--config", base, "--config", method, *DRY]
 
     assert _main(PPOConfig, [*arguments, *overrides]) == 0
     output = capsys.readouterr().out
@@ -107,7 +110,27 @@ def test_an_algorithm_may_be_laid_over_a_run_with_a_critic(
 ) -> None:
     monkeypatch.chdir(ROOT)
     files = ["configs/recipes/rlhf_gsm8k/ppo.yaml", f"configs/algorithms/{preset}.yaml"]
-    assert _main(PPOConfig, ["--config", files[0], "--config", files[1], "--dry-run"]) == 0
+    assert _main(PPOConfig, ["--config", files[0], "--config", files[1], *DRY]) == 0
+
+
+def test_what_a_dry_run_cannot_find_is_said_first(tmp_path: Path) -> None:
+    model = f"actor.path={ROOT / 'configs/models/demo_llama'}"
+    keys = ["data.train_files=none.jsonl", f"trainer.output_dir={tmp_path / 'run'}", model]
+    command = ["launch/train_ppo.py", "--config", DEMO, "data.val_files=[]", *keys, "--dry-run"]
+    done = run_program(command)
+    assert done.returncode == 3
+    assert done.stdout.startswith("not found: data.train_files none.jsonl does not exist; name an")
+    assert "\n  a start would begin at step 1\n" in done.stdout
+    assert done.stdout.endswith("what could be checked fits 4 ranks\n")
+    assert done.stderr.startswith("error: ") and "--allow-missing" in done.stderr
+
+    holder = DirectoryLock(tmp_path / "run", None, lambda _: None)
+    holder.acquire()
+    allowed = run_program([*command, "--allow-missing"])
+    holder.release()
+    assert (allowed.returncode, allowed.stderr) == (0, "")
+    assert f"\n  a start would be refused: process {os.getpid()} on host " in allowed.stdout
+    assert allowed.stdout.splitlines()[0] == done.stdout.splitlines()[0]
 
 
 def test_help_names_every_key_and_needs_no_torchrun() -> None:

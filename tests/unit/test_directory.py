@@ -10,7 +10,13 @@ import pytest
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.errors import ConfigError
-from mrlhf.run.directory import Wishes, inputs_in, open_directory, plan_opening
+from mrlhf.run.directory import (
+    Wishes,
+    describe_opening,
+    inputs_in,
+    open_directory,
+    plan_opening,
+)
 from tests.unit.configurations import ppo
 
 ROWS = '{"step": 1, "loss": 0.5}\n'
@@ -36,7 +42,9 @@ def open_it(directory, resume="auto", overwrite=False, names=("a",), again=(), i
     config = ppo(trainer__output_dir=str(directory), **keys)
     directory.mkdir(exist_ok=True)
     before = contents(directory)
+    said = describe_opening(directory, wishes)
     opening = plan_opening(directory, wishes)
+    assert (" go on from " in said) is (opening.resume_from is not None)
     assert contents(directory) == before, "nothing is changed before all checks have passed"
     open_directory(directory, config, wishes, opening)
     return opening.resume_from
@@ -53,6 +61,10 @@ def refusal(directory, *arguments, **keywords):
         open_it(directory, *arguments, **keywords)
     message = str(caught.value)
     assert "\n" not in message
+    asked = {"resume": "auto", "overwrite": False, "names": (), "again": (), "inputs": ()}
+    given = dict(zip(asked, arguments, strict=False)) | keywords
+    wishes = Wishes(**{key: given.get(key, value) for key, value in asked.items()})
+    assert describe_opening(directory, wishes) == f"a start would be refused: {message}"
     assert contents(directory) == before
     return message
 
@@ -354,3 +366,20 @@ def test_what_is_written_has_the_users_mode(tmp_path):
         assert (run / "run.json").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+
+
+def test_a_dry_run_can_say_what_a_start_would_do(tmp_path):
+    def said(name, resume="auto", overwrite=False):
+        return describe_opening(tmp_path / name, Wishes(resume, overwrite, (), (), ()))
+
+    make_run(tmp_path / "stopped", checkpoints=("step_000002", "step_000004_interrupted"))
+    make_run(tmp_path / "killed")
+    make_run(tmp_path / "finished", finished=True)
+    newest = tmp_path / "stopped/checkpoints/step_000004_interrupted"
+    assert said("new") == "a start would begin at step 1"
+    assert said("stopped") == f"a start would go on from {newest}"
+    assert said("new", resume=str(tmp_path / "stopped")) == f"a start would go on from {newest}"
+    assert said("killed").startswith("a start would begin at step 1, and set aside the rows of")
+    deleted = f"a start would delete the run in {tmp_path}/finished and begin at step 1"
+    assert said("finished", overwrite=True) == deleted
+    assert said("finished").startswith("a start would be refused: trainer.output_dir")
