@@ -6,6 +6,8 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,45 @@ def test_dry_run_without_options_takes_those_of_the_script() -> None:
         "x.yaml",
         "trainer.output_dir=/shared/rm",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        (["--gpus-per-node=8"], 8),
+        (["--gpus-per-node", "h100:4"], 4),
+        (["--gres=gpu:h100:8"], 8),
+        (["--gres=nvme:100,gpu:2"], 2),
+        (["--gres=gpu"], 1),
+        (["--gpus=16"], 4),
+        (["-G", "a100:8"], 2),
+        (["-G8"], 2),
+        (["--gpus-per-task=3"], 3),
+    ],
+)
+def test_dry_run_gives_each_gpu_a_rank(options: list[str], gpus: int) -> None:
+    _, check, train = printed("--nodes=4", *options, "--", "a=b", CONTAINER="/images/mrlhf.sif")
+    assert f"--ranks={gpus}" in check and f"--gpus={gpus}" in check and "--nv" in check
+    assert f"--nproc-per-node={gpus}" in train
+
+    _, check, train = printed("--nodes=4", *options, "--", "a=b", RANKS_PER_NODE="2")
+    assert "--ranks=2" in check and f"--gpus={gpus}" in check
+    assert "--nproc-per-node=2" in train
+
+
+def test_what_a_node_runs_imports_mrlhf_from_the_repository(tmp_path: Path) -> None:
+    """With an interpreter that has what mrlhf needs, but not mrlhf, as an image may have."""
+    venv.create(tmp_path)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    (packages / "all_but_mrlhf.pth").write_text(sysconfig.get_paths()["purelib"])
+    _, check, train = printed("--nodes=1", "--", "a=b", PYTHON=f"{tmp_path}/bin/python")
+
+    start = check.index("env")
+    done = run(*check[start:])
+    assert done.returncode == 0, done.stderr
+    assert train[train.index("env") :][:3] == [*check[start : start + 2], "bash"]
+    without = run(*check[start + 2 :], PYTHONPATH="")
+    assert without.returncode == 2 and "finds no mrlhf" in without.stderr
 
 
 def test_a_sweep_adds_the_line_of_its_index(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ sbatch() {
 
 
 def test_its_commands_run(tmp_path: Path) -> None:
-    commands = [*commands_of("docs/slurm.md"), *commands_of("README.md", "^sbatch ")]
+    commands = [*commands_of("docs/slurm.md", "sbatch|sweep"), *commands_of("README.md", "^sbatch ")]
     assert len(commands) == 10
 
     (tmp_path / "launch").symlink_to(ROOT / "launch")
