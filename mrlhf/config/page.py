@@ -56,7 +56,9 @@ unit. `launch/train_ppo.py --help` prints the same list. This page is written by
 - "required" stands where there is no default. The keys of an optional section, `reward_model`, are
   required only if the section is there.
 - `--dry-run` checks the whole configuration and prints what it comes to, without starting
-  anything. What must hold between keys is only checked there and at the start of a run.
+  anything. What must hold between keys is only checked there and at the start of a run. If a file
+  or a package is not found, its first lines say so, and its exit code is 3; with
+  `--allow-missing`, for a run on another machine, it is 0.
 - The keys that split a model over ranks (`tp`, `cp`, `pp`, `vpp`, `ep`, `etp`) are explained in
   [parallelism.md](parallelism.md).
 

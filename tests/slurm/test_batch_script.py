@@ -26,7 +26,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**environment, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -107,11 +107,13 @@ def test_what_a_node_runs_imports_mrlhf_from_the_repository(tmp_path: Path) -> N
     _, check, train = printed("--nodes=1", "--", "a=b", PYTHON=f"{tmp_path}/bin/python")
 
     start = check.index("env")
-    done = run(*check[start:])
-    assert done.returncode == 0, done.stderr
-    assert train[train.index("env") :][:3] == [*check[start : start + 2], "bash"]
-    without = run(*check[start + 2 :], PYTHONPATH="")
-    assert without.returncode == 2 and "finds no mrlhf" in without.stderr
+    prefix = check[start : start + 2]
+    python = check[start + 2]
+    found = run(*prefix, python, "-c", "import mrlhf; print(mrlhf.__file__)")
+    assert found.stdout == f"{ROOT}/mrlhf/__init__.py\n"
+    assert train[train.index("env") :][:3] == [*prefix, "bash"]
+    without = run(python, "-c", "import mrlhf", PYTHONPATH="")
+    assert "No module named 'mrlhf'" in without.stderr
 
 
 def test_a_sweep_adds_the_line_of_its_index(tmp_path: Path) -> None:

@@ -26,7 +26,10 @@ sbatch() {
 
 
 def test_its_commands_run(tmp_path: Path) -> None:
-    commands = [*commands_of("docs/slurm.md", "sbatch|sweep"), *commands_of("README.md", "^sbatch ")]
+    commands = [
+        *commands_of("docs/slurm.md", "sbatch|sweep"),
+        *commands_of("README.md", "^sbatch "),
+    ]
     assert len(commands) == 10
 
     (tmp_path / "launch").symlink_to(ROOT / "launch")
@@ -39,7 +42,7 @@ def test_its_commands_run(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("launch/torchrun.py") == command.count(".sbatch"), command
