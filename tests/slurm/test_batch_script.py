@@ -108,11 +108,13 @@ def test_what_a_node_runs_imports_mrlhf_from_the_repository(tmp_path: Path) -> N
 
     start = check.index("env")
     prefix = check[start : start + 2]
-    python = check[start + 2]
-    found = run(*prefix, python, "-c", "import mrlhf; print(mrlhf.__file__)")
+    script = tmp_path / "where.py"
+    script.write_text("import mrlhf; print(mrlhf.__file__)")
+    program = [check[start + 2], str(script)]
+    found = run(*prefix, *program)
     assert found.stdout == f"{ROOT}/mrlhf/__init__.py\n"
     assert train[train.index("env") :][:3] == [*prefix, "bash"]
-    without = run(python, "-c", "import mrlhf", PYTHONPATH="")
+    without = run(*program, PYTHONPATH="")
     assert "No module named 'mrlhf'" in without.stderr
 
 
