@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from mrlhf.device import Device
 from mrlhf.errors import ConfigError, HangError
 
 STORE_S = 10.0  # for the store to answer, where nothing has to be waited for
+_POLL_S = 0.02
 _MOST_DIGITS = 18
 
 
@@ -270,6 +271,39 @@ def init_distributed(
     return Job(launch.rank, launch.world_size, dist.PrefixStore("job", own))
 
 
+def meet(
+    connection: dist.Store, launch: Launch, timeout_s: float, look: Callable[[], None] | None
+) -> dist.Store:
+    """Keys that only the processes of this attempt share, once all of them have come.
+
+    Raises:
+        HangError: a process did not come in time.
+    """
+    name = _name_attempt(connection, launch, timeout_s, look)
+    return dist.PrefixStore(f"mrlhf {name}", connection)
+
+
+def wait_for(
+    store: dist.Store,
+    keys: Sequence[str],
+    launch: Launch,
+    timeout_s: float,
+    look: Callable[[], None] | None,
+) -> None:
+    """Wait until other processes have set all of these keys; see `init_distributed`.
+
+    Raises:
+        HangError: they have not, within the time.
+    """
+    latest = time.monotonic() + timeout_s
+    while not store.check(list(keys)):
+        if time.monotonic() >= latest:
+            raise _in_vain(launch, timeout_s)
+        if look is not None:
+            look()
+        time.sleep(_POLL_S)
+
+
 def _name_attempt(
     store: dist.Store, launch: Launch, timeout_s: float, look: Callable[[], None] | None
 ) -> str:
@@ -278,7 +312,7 @@ def _name_attempt(
     torchrun may keep its store when it starts the processes again; keys of the last attempt, such
     as the addresses of its processes, are then still there. Its count of restarts is no name, since
     it may differ from machine to machine. So each process shows a fresh number of its own, and rank
-    0 tells all others whom it has seen.
+    0 answers each number with its own one.
 
     Raises:
         HangError: a process did not come in time.
@@ -287,25 +321,31 @@ def _name_attempt(
     mine = secrets.token_hex(8)
     store.set(f"number of rank {rank}", mine)
     numbers = [f"number of rank {other}" for other in range(launch.world_size)]
+    known = [f"{mine} is known to rank {other}" for other in range(1, launch.world_size)]
+    answered: set[str] = set()
     latest = time.monotonic() + timeout_s
 
     while time.monotonic() < latest:
         # A number may be that of a process of the last attempt, until the new one replaces it.
         if rank == 0 and store.check(numbers):
-            store.set("seen", b" ".join(store.multi_get(numbers)).decode())
-        if rank == 0:
-            others = range(1, launch.world_size)
-            if store.check([f"{mine} is known to rank {other}" for other in others]):
+            shown = {number.decode() for number in store.multi_get(numbers)}
+            for number in shown - answered:
+                store.set(f"the answer to {number}", mine)
+            answered |= shown
+            if store.check(known):
                 return mine
-        elif store.check(["seen"]):
-            seen = store.get("seen").decode().split()
-            if mine in seen:
-                store.set(f"{seen[0]} is known to rank {rank}", "1")
-                return seen[0]
+        elif rank > 0 and store.check([f"the answer to {mine}"]):
+            name = store.get(f"the answer to {mine}").decode()
+            store.set(f"{name} is known to rank {rank}", "1")
+            return name
         if look is not None:
             look()
-        time.sleep(0.02)
-    raise HangError(
-        f"rank {rank} waited {timeout_s:g} s in vain for all {launch.world_size} processes of the "
-        "job; if none has died, raise distributed.timeout_s"
+        time.sleep(_POLL_S)
+    raise _in_vain(launch, timeout_s)
+
+
+def _in_vain(launch: Launch, timeout_s: float) -> HangError:
+    return HangError(
+        f"rank {launch.rank} waited {timeout_s:g} s in vain for all {launch.world_size} processes "
+        "of the job; if none has died, raise distributed.timeout_s"
     )

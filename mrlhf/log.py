@@ -229,28 +229,36 @@ def is_held_out(metric: str) -> bool:
     return any(metric.startswith(prefixes) for prefixes in HELD_OUT.values())
 
 
+def parse_metrics_line(line: str) -> dict[str, Any] | None:
+    """The record in a line of `metrics.jsonl`; None if the line is damaged."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+        return record if isinstance(record["step"], int) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
     """The records that `MetricsWriter` wrote, sorted by step.
 
-    If a resumed run has written a step again, its later record is returned.
+    If a resumed run has written a step again, its later record is returned. A damaged line is left
+    out, and a warning says so; the last one may be one that is still being written.
 
     Raises:
-        DataError: the file is missing, or a line of it is not a record.
+        DataError: the file cannot be read.
     """
     try:
-        lines = metrics_jsonl.read_text(encoding="utf-8").splitlines()
+        text = metrics_jsonl.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise DataError(f"cannot read metrics: {error}") from error
 
     records: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
+    for number, line in enumerate(text.splitlines(), start=1):
+        record = parse_metrics_line(line)
+        if record is None:
+            logger.warning("%s:%d: the line is damaged, and is left out", metrics_jsonl, number)
+        else:
             records[record["step"]] = record
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{metrics_jsonl}:{number}: not a JSON object with a step; remove the line"
-            ) from error
     return [records[step] for step in sorted(records)]
 
 

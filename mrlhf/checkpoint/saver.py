@@ -127,6 +127,7 @@ class Saver:
         self._verify = verify
         self._staging = Staging() if asynchronous else None
         self._pending: _Pending | None = None
+        self.longest_s = 0.0  # of the saves so far, on rank 0
 
     @property
     def is_saving(self) -> bool:
@@ -195,6 +196,7 @@ class Saver:
         path = self._publish(pending, part)
         if dist.get_rank() == 0:
             seconds = time.monotonic() - pending.began
+            self.longest_s = max(self.longest_s, seconds)
             logger.info("saved the checkpoint %s in %.1f s", path, seconds)
         return path
 

@@ -24,7 +24,7 @@ def dpo() -> int:
 
         train_dpo(config)
 
-    return main(Program(DPOConfig, _check, _dry_run, train), sys.argv[1:])
+    return main(Program(DPOConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
 
 
 def ppo() -> int:
@@ -35,7 +35,7 @@ def ppo() -> int:
 
         train_ppo(config)
 
-    return main(Program(PPOConfig, _check, _dry_run, train), sys.argv[1:])
+    return main(Program(PPOConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
 
 
 def reward_model() -> int:
@@ -46,7 +46,7 @@ def reward_model() -> int:
 
         train_reward_model(config)
 
-    return main(Program(RewardModelConfig, _check, _dry_run, train), sys.argv[1:])
+    return main(Program(RewardModelConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
 
 
 def sft() -> int:
@@ -57,7 +57,7 @@ def sft() -> int:
 
         train_sft(config)
 
-    return main(Program(SFTConfig, _check, _dry_run, train), sys.argv[1:])
+    return main(Program(SFTConfig, _check, _dry_run, train, _inputs), sys.argv[1:])
 
 
 def _check(config: AnyConfig, world_size: int) -> str:
@@ -71,3 +71,9 @@ def _dry_run(config: AnyConfig, world_size: int | None) -> Found:
     from mrlhf.run.startup import foresee
 
     return dry_run(config, world_size, lambda: foresee(config, config.trainer))
+
+
+def _inputs(config: AnyConfig) -> list[tuple[str, str]]:
+    from mrlhf.preflight.paths import input_paths
+
+    return [(path.key, path.path) for path in input_paths(config) if path.key != "trainer.resume"]

@@ -148,7 +148,7 @@ class TrainerSection(Section):
     save_by_minutes: Minutes | None = Field(
         None,
         description="minutes after the start of the job when it saves and ends with exit code 75; "
-        "null: two minutes before the end that Slurm tells, if it does",
+        "null: before the end that Slurm tells, if it does, as early as the saves so far need",
     )
 
     @field_validator("trackers")

@@ -5,14 +5,16 @@ It does not know what a metric means, nor what else a checkpoint holds.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mrlhf.errors import DataError
-from mrlhf.log import metrics_line
+from mrlhf.log import metrics_line, parse_metrics_line
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,13 @@ def rewind_metrics(file: Path, point: ResumePoint) -> None:
     """Drop the rows after the checkpoint's step, and add the row of that step if it is missing.
 
     If the checkpoint has no row, its step has yet to be measured, so a row of it is dropped too.
-    A last line that was not written in full is dropped as well. Whenever the process is killed, the
-    file holds either the old rows or the new ones.
+    A last line that was not written in full is dropped as well, and so is a damaged one, after the
+    file has been copied to `metrics.damaged_<n>.jsonl`. Whenever the process is killed, the file
+    holds either the old rows or the new ones.
 
     Args:
         file: `metrics.jsonl`; if it is missing, it is written.
         point: the checkpoint's step and row.
-
-    Raises:
-        DataError: a line before the last one is not a record.
     """
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     lines = text.split("\n")
@@ -49,8 +49,13 @@ def rewind_metrics(file: Path, point: ResumePoint) -> None:
 
     steps = []
     kept = []
+    damaged = []
     for number, line in enumerate(lines, start=1):
-        step = _step(line, f"{file}:{number}")
+        record = parse_metrics_line(line)
+        if record is None:
+            damaged.append(str(number))
+            continue
+        step = record["step"]
         if step < point.step or (step == point.step and point.row):
             steps.append(step)
             kept.append(line)
@@ -58,16 +63,25 @@ def rewind_metrics(file: Path, point: ResumePoint) -> None:
     if not torn and not missing and len(kept) == len(lines):
         return
 
+    if damaged:
+        logger.warning(
+            "%s: damaged lines are left out: %s; the file as it was is kept as %s",
+            file,
+            ", ".join(damaged),
+            _copy_aside(file).name,
+        )
     if missing:
         kept.append(metrics_line(point.step, point.row))
     _replace(file, "".join(f"{line}\n" for line in kept))
 
 
-def _step(line: str, where: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where}: not a JSON object with a step; remove the line") from error
+def _copy_aside(file: Path) -> Path:
+    """Copy the file beside it, under a name of its own."""
+    number = 1
+    while (aside := file.with_name(f"{file.stem}.damaged_{number}{file.suffix}")).exists():
+        number += 1
+    shutil.copyfile(file, aside)
+    return aside
 
 
 def _replace(file: Path, text: str) -> None:

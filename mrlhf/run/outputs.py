@@ -51,7 +51,7 @@ class Outputs:
 
         Raises:
             ConfigError: a file or a tracker cannot be opened.
-            DataError: the earlier rows of a resumed run cannot be read.
+            DataError: the earlier rows of a resumed run cannot be read at all.
         """
         self._board = board or Board()
         self._monitor = monitor

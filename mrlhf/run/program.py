@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
 from mrlhf.config.arguments import DryRun
-from mrlhf.errors import ConfigError, Interrupted, MrlhfError
-from mrlhf.job import read_launch
+from mrlhf.config.roots import AnyConfig
+from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
+from mrlhf.job import STORE_S, Launch, connect_before_start, read_launch
 from mrlhf.log import configure_logging, quiet_transformers
 from mrlhf.run.failures import (
     BAD_INPUT,
     FAILED,
     Failure,
+    Failures,
     Told,
     explain,
     log_failure,
@@ -31,6 +33,7 @@ from mrlhf.run.failures import (
     users_traceback,
 )
 from mrlhf.run.leaving import end_with_launcher, leave
+from mrlhf.run.same_start import describe_start, require_same_start
 from mrlhf.run.view import console_of_log
 
 logger = logging.getLogger(__name__)
@@ -63,12 +66,14 @@ class Program(Generic[ConfigT]):
         dry_run: checks for a number of ranks that need not exist (None: the fewest that fit);
             returns what it has found.
         train: runs the job; every rank calls it.
+        inputs: key and path of each file or directory that the run reads.
     """
 
     root: type[ConfigT]
     check: Callable[[ConfigT, int], str]
     dry_run: Callable[[ConfigT, int | None], Found]
     train: Callable[[ConfigT], None]
+    inputs: Callable[[ConfigT], Sequence[tuple[str, str]]] = lambda config: ()
 
 
 def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
@@ -81,6 +86,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         The exit code, if there was nothing to run: after a dry run or bad input.
     """
     quiet_transformers()
+    before: dist.Store | None = None
     try:
         config, dry = parse_args(program.root, argv)
         if dry is not None:
@@ -91,9 +97,14 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         launch = read_launch()
         end_with_launcher()
         configure_logging(launch.rank, console_of_log(config.trainer.console))
+        before = _compare(launch, config, program.inputs(config))
         description = program.check(config, launch.world_size)
+    except HangError as error:
+        leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)
     except MrlhfError as error:
         return _refuse(error)
+    except Told as told:
+        leave(told.code)
 
     logger.info("%s", description)
     code = 0
@@ -114,6 +125,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     except RuntimeError as error:
         leave(FAILED, f"another rank has not come to the end: {str(error).splitlines()[0]}")
     dist.destroy_process_group()
+    del before  # of a store that rank 0 holds, whose end others would notice
     # A process group that is still referred to would be destroyed when the interpreter ends, and
     # gloo's threads sometimes abort then.
     leave(code)
@@ -130,6 +142,18 @@ def _end_of_dry_run(found: Found, dry: DryRun) -> int:
         "--allow-missing if another machine has it\n"
     )
     return NOT_FOUND
+
+
+def _compare(
+    launch: Launch, config: AnyConfig, inputs: Sequence[tuple[str, str]]
+) -> dist.Store | None:
+    """Refuse ranks that were not started alike; returns what rank 0 must keep."""
+    if launch.world_size == 1:
+        return None
+    timeout_s = max(STORE_S, config.distributed.timeout_s)
+    told = Failures(connect_before_start(timeout_s), launch.rank, launch.world_size)
+    facts = describe_start(config, inputs)
+    return require_same_start(launch, facts, timeout_s, told.raise_if_told)
 
 
 def _refuse(error: MrlhfError) -> int:

@@ -38,6 +38,7 @@ from mrlhf.parallel.groups import GroupFactory, RoleGroups
 from mrlhf.parallel.layout import AxisSizes, ParallelLayout
 from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.board import Board
+from mrlhf.run.deadline import Deadline
 from mrlhf.run.directory import (
     Opening,
     Wishes,
@@ -56,8 +57,6 @@ from mrlhf.run.timeline import Timeline
 from mrlhf.run.view import View, console_of_log, is_drawn
 from mrlhf.run.watcher import Watcher
 from mrlhf.terminal import LinesAboveView
-
-_TIME_TO_SAVE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class Run:
         watcher: watches over this rank; None in a program that nobody may interrupt.
         failures: where the ranks agree on why the job fails; None if each one says it for itself.
         timeline: where this rank writes down its phases; None: nowhere.
+        deadline: when this job stops by itself; the main rank's counts.
         board: where the run stands.
         monitor: shows the board to people and programs; None on other ranks than the main one, and
             in a program that nobody watches.
@@ -95,6 +95,7 @@ class Run:
     watcher: Watcher | None = None
     failures: Failures | None = None
     timeline: Timeline | None = None
+    deadline: Deadline = field(default_factory=Deadline)
     board: Board = field(default_factory=Board)
     monitor: Monitor | None = None
 
@@ -186,6 +187,7 @@ def start(
             it holds a run that must not be touched, or a rank has no device or does not come.
     """
     began = time.time()
+    deadline = _deadline(trainer.save_by_minutes)
     launch = read_launch()
     before = Failures(
         connect_before_start(max(STORE_S, distributed.timeout_s)), launch.rank, launch.world_size
@@ -198,7 +200,8 @@ def start(
 
     failures = Failures(dist.PrefixStore("failures", job.store), job.rank, job.world_size)
     try:
-        return _begin(config, distributed, trainer, seed, Joined(device, job, failures, began))
+        joined = Joined(device, job, failures, began, deadline)
+        return _begin(config, distributed, trainer, seed, joined)
     except Exception as error:
         raise _told(failures, error, job.rank) from error
 
@@ -218,12 +221,14 @@ class Joined:
         job: the job.
         failures: where the ranks agree on why the job fails.
         began: when it started, in seconds since 1970.
+        deadline: when it stops by itself.
     """
 
     device: Device
     job: Job
     failures: Failures
     began: float
+    deadline: Deadline
 
 
 def _begin(
@@ -274,7 +279,7 @@ def _begin(
         job.world_size,
         directory,
         distributed.timeout_s,
-        _deadline(joined.began, trainer.save_by_minutes),
+        joined.deadline,
         joined.failures,
         board.phase,
         None if monitor is None else partial(_end_failed, monitor, lock, changes),
@@ -295,6 +300,7 @@ def _begin(
         watcher=watcher,
         failures=joined.failures,
         timeline=timeline,
+        deadline=joined.deadline,
         board=board,
         monitor=monitor,
     )
@@ -315,12 +321,13 @@ def _timeline(directory: Path, every: int, joined: Joined) -> Timeline:
     return Timeline(directory, joined.job.rank, every, process)
 
 
-def _deadline(began: float, save_by_minutes: float | None) -> float | None:
-    """When to stop, in seconds since 1970; None: never."""
+def _deadline(save_by_minutes: float | None) -> Deadline:
+    """When a job that starts now stops by itself."""
+    now = time.monotonic()
     if save_by_minutes is not None:
-        return began + 60 * save_by_minutes
-    end = end_of_allocation()
-    return None if end is None else end - _TIME_TO_SAVE_S
+        return Deadline(stop_at=now + 60 * save_by_minutes)
+    end = end_of_allocation()  # in seconds since 1970
+    return Deadline(end=None if end is None else now + end - time.time())
 
 
 def foresee(config: Root, trainer: TrainerSection) -> str:

@@ -22,6 +22,7 @@ from mrlhf.errors import HangError
 from mrlhf.job import connect, is_store_of_launcher
 from mrlhf.metrics import CurrentPhase
 from mrlhf.parallel.agreed_stop import AgreedStop
+from mrlhf.run.deadline import Deadline
 from mrlhf.run.failures import STOP_SIGNALS, Failures
 from mrlhf.run.hangs import HangReports, describe
 from mrlhf.run.leaving import ENDED_BY_SIGTERM, leave
@@ -56,7 +57,7 @@ class Watcher:
         world_size: int,
         output_dir: Path,
         timeout_s: float,
-        deadline: float | None = None,
+        deadline: Deadline | None = None,
         failures: Failures | None = None,
         phase: CurrentPhase | None = None,
         when_told: Callable[[str], None] | None = None,
@@ -69,7 +70,7 @@ class Watcher:
             world_size: number of ranks.
             output_dir: reports of hangs go to `hangs` in it.
             timeout_s: seconds after which a collective gives up.
-            deadline: when to stop, in seconds since 1970; rank 0 alone looks at the clock.
+            deadline: when to stop; None: never. Rank 0 alone looks at the clock.
             failures: where another rank says that the job fails; this one then ends.
             phase: the phase that this rank is in; None: it is known to this object alone.
             when_told: is called with the message before this rank ends because another one has
@@ -210,7 +211,7 @@ class Watcher:
             raise
 
     def _look_at_the_clock(self) -> None:
-        if self._deadline is not None and time.time() >= self._deadline:
+        if self._deadline is not None and self._deadline.is_reached(time.monotonic()):
             self._deadline = None
             self.stops.ask("its time is up")
 

@@ -102,6 +102,7 @@ class Checkpoints:
             _world(),
         )
         self._last_saved = time.monotonic()
+        self._began = time.monotonic()
         self._measured = measured
         self._names: set[str] = set()
         # Name of the newest whole checkpoint in the run's directory, if it has its step's metrics.
@@ -130,6 +131,8 @@ class Checkpoints:
         if "best_export" in state:
             self._best_export.load_state_dict(state["best_export"])
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
+        if is_own:
+            self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
             self._newest = checkpoint_name(checkpoint.manifest.step, False)
 
@@ -153,8 +156,14 @@ class Checkpoints:
         self._best_export.after_step(0, metrics)
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the best step, if its model was exported."""
-        return self._best_export.summary()
+        """For summary.json: the best step, if its model was exported, and seconds.
+
+        The seconds are those of all starts, as far as their steps have not been done again.
+        """
+        return {**self._best_export.summary(), "seconds": round(self._seconds(), 1)}
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
 
     def after_step(
         self, step: int, metrics: Mapping[str, float], state: Callable[[], Mapping[str, Any]]
@@ -221,6 +230,7 @@ class Checkpoints:
             "models": {role: engine.state_dict() for role, engine in self._models.items()},
             "best": self._best.state_dict(),
             "best_export": self._best_export.state_dict(),
+            "seconds": self._seconds(),
         }
         return Contents(step, unfinished_step, self._models, whole, metrics, self._exports)
 
@@ -246,6 +256,7 @@ class Checkpoints:
             return True
         if saved is not None:
             self._newest = saved.name
+            self._run.deadline.saved(self._saver.longest_s)
             self._saved_best = copy.copy(self._best)
             self._delete_old()
         return saved is not None or self._saver.is_saving

@@ -6,7 +6,6 @@ What a training step is, `ppo` says. This file does not know it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,6 @@ class PPORun:
         Raises:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
-        began = time.monotonic()
         parts = self._parts
         with Reporter.of(
             self._run, self._config, parts.steps, PPO_COLUMNS, self._resumed
@@ -97,9 +95,8 @@ class PPORun:
         if self._run.is_main_rank:
             summary = {
                 **ppo_achievements(self._run.output_dir),
-                **self._checkpoints.summary(),
                 "steps": parts.steps,
-                "seconds": round(time.monotonic() - began, 1),
+                **self._checkpoints.summary(),
                 "checkpoint": str(directory),
             }
             closing_report(self._run.output_dir, PPO_CURVES, summary)

@@ -7,7 +7,6 @@ not know the loss; its task does.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -122,7 +121,6 @@ class SupervisedTrainer:
         Raises:
             Interrupted: the run was asked to stop; a checkpoint is saved.
         """
-        began = time.monotonic()
         with Reporter.of(
             self._run, self._config, self._steps, self._task.columns, self._resumed
         ) as reporter:
@@ -134,7 +132,7 @@ class SupervisedTrainer:
         if self._task.has_held_out and not any(name.startswith("val/") for name in metrics):
             # The run had reached its last step before this start, in a step without a validation.
             metrics |= self._task.validate(self._engine)
-        self._finish(metrics, began)
+        self._finish(metrics)
 
     def _one_step(self, number: int, reporter: Reporter) -> None:
         """Training step `number` with all that belongs to it, or the rest of it."""
@@ -207,16 +205,15 @@ class SupervisedTrainer:
             f"training step {step}: {error}; the numbers of the batch's rows are in {path}"
         )
 
-    def _finish(self, metrics: Mapping[str, float], began: float) -> None:
+    def _finish(self, metrics: Mapping[str, float]) -> None:
         directory = self._run.output_dir / "model"
         with self._run.board.phase("export"):
             export_result(self._exported, directory, self._steps)
         if self._run.is_main_rank:
             summary = {
                 **self._task.summary(metrics),
-                **self._checkpoints.summary(),
                 "steps": self._steps,
-                "seconds": round(time.monotonic() - began, 1),
+                **self._checkpoints.summary(),
                 "checkpoint": str(directory),
             }
             closing_report(self._run.output_dir, self._task.curves, summary)

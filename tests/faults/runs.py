@@ -111,7 +111,10 @@ def start(
     faults: Sequence[Fault] = (),
     world_size: int = WORLD_SIZE,
 ) -> Job:
-    """Start a launcher with these arguments; each rank writes its output into `logs`."""
+    """Start a launcher with these arguments; each rank writes its output into `logs`.
+
+    `<rank>` in an argument stands for the number of the rank.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = fork_server()
@@ -133,7 +136,8 @@ def start(
             "TORCHELASTIC_RUN_ID": f"test {store.port}",
             "OMP_NUM_THREADS": "1",
         }
-        rest = (program, list(arguments), str(files[-1]), environment, list(faults))
+        own = [argument.replace("<rank>", str(rank)) for argument in arguments]
+        rest = (program, own, str(files[-1]), environment, list(faults))
         processes.append(context.Process(target=_rank, args=rest, daemon=True))
         processes[-1].start()
     return Job(processes, files, store)

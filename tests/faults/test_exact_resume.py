@@ -6,6 +6,7 @@ Each test is one run that goes on through one fault after the other.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,3 +142,8 @@ def test_supervised_training_is_killed_and_interrupted(
         assert interrupt(run, where, 1, action) in newest
     run.finish()
     assert_same_run(run, undisturbed(run.setting))
+
+    # The summary has the seconds of all starts, as the rows have.
+    summary = json.loads((run.directory / "summary.json").read_text())
+    in_steps = sum(row["timing_s/step"] for row in run.rows(free=()))
+    assert summary["seconds"] >= in_steps - 0.1

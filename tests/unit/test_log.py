@@ -105,13 +105,15 @@ def test_a_resumed_run_appends_and_the_later_record_of_a_step_is_read(tmp_path):
     assert [(record["step"], record["x"]) for record in records] == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
-def test_broken_metrics_files_are_named_with_the_line(tmp_path):
+def test_a_broken_line_is_left_out_and_named(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(DataError, match="cannot read metrics"):
         read_metrics(path)
-    path.write_text('{"step": 1}\n{"step": 2, "x"\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
-        read_metrics(path)
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "x"\n{"step": "3"}\n\xff\n[4]\n{"step": 5}\n')
+    assert read_metrics(path) == [{"step": 1}, {"step": 5}]
+    assert [f"metrics.jsonl:{n}: the line is damaged" in caplog.text for n in range(1, 7)] == [
+        *(False, True, True, True, True, False)
+    ]
 
 
 def test_rows_that_did_not_fit_on_the_disk_are_written_when_there_is_room(tmp_path, caplog):

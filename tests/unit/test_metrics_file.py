@@ -6,7 +6,6 @@ import os
 import pytest
 
 from mrlhf.config.roots import SFTConfig
-from mrlhf.errors import DataError
 from mrlhf.log import read_metrics
 from mrlhf.run.metrics_file import ResumePoint, rewind_metrics
 from mrlhf.run.outputs import Outputs
@@ -85,12 +84,19 @@ def test_a_file_that_needs_nothing_is_not_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_broken_line_before_the_last_is_named(tmp_path):
+def test_a_broken_line_is_left_out_and_the_file_is_kept(tmp_path, caplog):
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2, "x"\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: .*remove the line"):
-        rewind_metrics(file, ResumePoint(3, {}))
-    assert len(file.read_text().splitlines()) == 3
+    damaged = b'{"step": 1}\n{"step": 2, "x\xff\n{"step": 3}\n'
+    file.write_bytes(damaged)
+    rewind_metrics(file, ResumePoint(3, {"x": 0.5}))
+    assert [record["step"] for record in read_metrics(file)] == [1, 3]
+    assert (tmp_path / "metrics.damaged_1.jsonl").read_bytes() == damaged
+    assert "damaged lines are left out: 2; " in caplog.text
+
+    file.write_bytes(damaged)
+    report(tmp_path, [4], ResumePoint(3, row(3)))
+    assert [record["step"] for record in read_metrics(file)] == [1, 3, 4]
+    assert (tmp_path / "metrics.damaged_2.jsonl").read_bytes() == damaged
 
 
 def test_tensorboard_shows_each_step_once(tmp_path):
