@@ -111,6 +111,12 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
         if other is not None:
             raise CheckpointError(other)
     assert manifest is not None
+    if not manifest.has_hash and dist.get_rank(world) == 0:
+        logger.warning(
+            "%s is of an earlier version, whose %s has no hash: it was not checked for damage",
+            path,
+            MANIFEST,
+        )
     return Checkpoint(path, manifest, state)
 
 

@@ -243,7 +243,7 @@ class Saver:
             if not errors:
                 manifest = self._manifest(pending.contents, parts)
                 check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
-                write_bytes(pending.hidden, MANIFEST, manifest.to_json().encode())
+                write_bytes(pending.hidden, MANIFEST, manifest.to_bytes())
                 if self._verify is not None:
                     self._verify()
                 _replace(pending.hidden, path)
