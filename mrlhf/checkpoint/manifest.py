@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from mrlhf.checkpoint.tensor_file import WrittenFile
+from mrlhf.checkpoint.tensor_file import WrittenFile, describe_file
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box
 from mrlhf.weights.shard import Shape
@@ -269,6 +269,21 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
         if nbytes != listed.nbytes:
             raise CheckpointError(
                 f"{directory} is damaged: {listed.path} has {nbytes} bytes and not {listed.nbytes}"
+            )
+
+
+def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
+    """Refuse a checkpoint of which one of the files with these numbers is damaged.
+
+    Raises:
+        CheckpointError: naming the first such file.
+    """
+    for number in numbers:
+        listed = manifest.files[number]
+        if describe_file(path, listed.path) != listed:
+            raise CheckpointError(
+                f"{path} is damaged: {listed.path} is not what was written (its hash differs from "
+                f"{MANIFEST})"
             )
 
 

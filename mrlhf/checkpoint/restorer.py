@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from mrlhf.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    check_hashes,
     check_sizes,
     checkpoints_in,
     read_manifest,
@@ -25,7 +26,6 @@ from mrlhf.checkpoint.manifest import (
 from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.random_state import restore_random_state
 from mrlhf.checkpoint.state_tree import read_state
-from mrlhf.checkpoint.tensor_file import describe_file
 from mrlhf.errors import CheckpointError
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.training.engine import ModelEngine
@@ -129,18 +129,3 @@ def _set_aside(path: Path) -> None:
         path.rename(aside)
     except OSError as error:
         logger.warning("cannot rename %s: %s", path, error)
-
-
-def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
-    """Refuse a checkpoint of which one of the files with these numbers is damaged.
-
-    Raises:
-        CheckpointError: naming the first such file.
-    """
-    for number in numbers:
-        listed = manifest.files[number]
-        if describe_file(path, listed.path) != listed:
-            raise CheckpointError(
-                f"{path} is damaged: {listed.path} is not what was written (its hash differs from "
-                f"{MANIFEST})"
-            )
