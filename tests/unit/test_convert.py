@@ -336,7 +336,9 @@ def test_a_finished_run_gives_the_policy_of_its_end(tmp_path: Path) -> None:
     assert identify(ended, Wanted(step=2)).path.name == "step_000002"
     assert identify(ended, Wanted(step=3, whole=True)).path.name == "step_000003"
     for wanted in (Wanted(whole=True), Wanted(role="critic")):
-        with pytest.raises(CheckpointError, match="ended with step 4, .* --step 3 takes; .*/actor"):
+        with pytest.raises(
+            CheckpointError, match=r"ended with step 4, .* --step 3 takes; .*/actor"
+        ):
             identify(ended, wanted)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; it has step_000002, step_"):
         identify(ended, Wanted(step=4))
@@ -383,7 +385,7 @@ def test_an_option_that_contradicts_the_model_is_refused(tmp_path: Path) -> None
     _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
     _convert(tmp_path / "megatron", tmp_path / "same", "huggingface", given=_given(37, "llama"))
     for given in (_given(36, None), _given(None, "qwen2")):
-        with pytest.raises(CheckpointError, match="contradicts the config.json of --like"):
+        with pytest.raises(CheckpointError, match="contradicts the config"):
             _convert(tmp_path / "megatron", tmp_path / "other", "huggingface", given=given)
 
 

@@ -17,7 +17,13 @@ from mrlhf.checkpoint.conversion.model_files import CONFIG_FILE, HuggingFaceSour
 from mrlhf.checkpoint.conversion.run_output import Wanted, choose, models_in
 from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
-from mrlhf.checkpoint.manifest import MANIFEST, check_sizes, checkpoints_in, read_manifest
+from mrlhf.checkpoint.manifest import (
+    MANIFEST,
+    check_sizes,
+    checkpoints_in,
+    read_manifest,
+    size_text,
+)
 from mrlhf.checkpoint.tensor_file import describe_file
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.models.spec import ModelSpec
@@ -157,7 +163,7 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
         )
         nbytes = sum(form.nbytes for form in source.tensors.values())
         finding.facts.append(
-            ("tensors", f"{len(source.tensors)}, {_size(nbytes)}, {', '.join(dtypes)}")
+            ("tensors", f"{len(source.tensors)}, {size_text(nbytes)}, {', '.join(dtypes)}")
         )
         finding.facts.extend([("not a weight", text) for text in description.left_out])
 
@@ -188,7 +194,7 @@ def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
     for role in manifest.frozen:
         finding.facts.append((role, "frozen; its files are elsewhere"))
     nbytes = sum(file.nbytes for file in manifest.files)
-    finding.facts.append(("files", f"{len(manifest.files)}, {_size(nbytes)}"))
+    finding.facts.append(("files", f"{len(manifest.files)}, {size_text(nbytes)}"))
     if not manifest.has_hash:
         text = f"{MANIFEST}: an earlier version saved it without a hash"
         finding.facts.append(("not verified", text))
@@ -227,7 +233,7 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
 
     weights, others = split_names([*reader.tensors, *reader.objects])
     nbytes = sum(reader.tensors[name].nbytes for name in weights if name in reader.tensors)
-    finding.facts.append(("weights", f"{len(weights)} tensors, {_size(nbytes)}"))
+    finding.facts.append(("weights", f"{len(weights)} tensors, {size_text(nbytes)}"))
     finding.facts.extend(
         [("not a weight", f"{count} {kind}") for kind, count in sorted(others.items())]
     )
@@ -261,11 +267,3 @@ def _model(spec: ModelSpec) -> str:
         f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}, "
         f"{head}{embeddings}"
     )
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000  # type: ignore[assignment]
-    return f"{nbytes:.4g} TB"
