@@ -161,7 +161,7 @@ def named_checkpoint(path: Path) -> Path | None:
     if (path / MANIFEST).is_file():
         return path.resolve()
     for folder in (path / CHECKPOINTS, path):
-        if checkpoints_in(folder):
+        if with_manifest(folder):
             return folder.resolve()
     return None
 

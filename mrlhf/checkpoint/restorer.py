@@ -74,18 +74,22 @@ def newest_checkpoint(directory: Path, world: dist.ProcessGroup, is_own: bool) -
     """The newest whole checkpoint in `directory`, or None if it holds none; every rank calls it.
 
     A damaged checkpoint is passed over, and a warning says so. If the directory is this run's own,
-    it also loses its name, so that it is never counted among those that are kept.
+    it also loses its name, so that it is never counted among those that are kept. If none is whole,
+    all keep their names, so that the next start does not find an empty directory and begin anew.
     """
     names: list[list[str]] = [[path.name for path in checkpoints_in(directory)]]
     dist.broadcast_object_list(names, src=0, group=world)  # the ranks must look at the same ones
-    for name in names[0]:
+    for number, name in enumerate(names[0]):
         try:
-            return open_checkpoint(directory / name, world)
+            checkpoint = open_checkpoint(directory / name, world)
         except CheckpointError as error:
             if dist.get_rank() == 0:
                 logger.warning("%s; the checkpoint before it is tried", error)
-                if is_own:
-                    _set_aside(directory / name)
+            continue
+        if is_own and dist.get_rank() == 0:
+            for damaged in names[0][:number]:
+                _set_aside(directory / damaged)
+        return checkpoint
     return None
 
 

@@ -109,11 +109,12 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(
     for checkpoint in (run.directory / "checkpoints").iterdir():
         flip_a_bit(checkpoint)
 
-    ended = run.run()
-    assert ended.codes == [2, 2], ended.text
-    assert "no checkpoint in" in ended.text
-    assert "trainer.overwrite=true" in ended.text
-    assert run.rows() == whole.rows()
+    for _ in range(2):
+        ended = run.run()
+        assert ended.codes == [2, 2], ended.text
+        assert "no checkpoint in" in ended.text
+        assert "trainer.overwrite=true" in ended.text
+        assert run.rows() == whole.rows()
 
 
 def test_a_frozen_model_that_has_changed_is_refused(
