@@ -343,6 +343,7 @@ def test_a_finished_run_gives_the_policy_of_its_end(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; it has step_000002, step_"):
         identify(ended, Wanted(step=4))
     assert dict(examine(ended).facts)["policy"] == f"{ended / 'actor'}, of its last step 4"
+    assert dict(examine(ended).facts)["not examined"].endswith(": step_000003, step_000002")
 
     write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 3})
     assert identify(ended, Wanted(whole=True)).path.name == "step_000003"  # equal to the policy

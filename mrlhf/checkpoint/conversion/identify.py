@@ -18,6 +18,7 @@ from mrlhf.checkpoint.conversion.run_output import Wanted, choose, models_in
 from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
 from mrlhf.checkpoint.manifest import (
+    CHECKPOINTS,
     MANIFEST,
     check_sizes,
     checkpoints_in,
@@ -138,6 +139,9 @@ def examine(path: Path, every_byte: bool = False) -> Finding:
     finding.problems.extend(found.passed_over)
     if found.step is not None:
         finding.facts.append(("policy", f"{found.path}, of its last step {found.step}"))
+        names = [checkpoint.name for checkpoint in checkpoints_in(path / CHECKPOINTS)]
+        if names:
+            finding.facts.append(("not examined", f"its checkpoints: {', '.join(names)}"))
     describe: dict[str, Callable[[Found, Finding, bool], None]] = {
         "huggingface": _examine_hugging_face,
         "megatron": _examine_megatron,
