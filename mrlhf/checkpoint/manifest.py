@@ -1,8 +1,9 @@
 """What a checkpoint is made of, as its `manifest.json` says; and which checkpoints there are.
 
-The manifest is written last, so a directory without one is no checkpoint. It lists every file with
-size and hash, and for each model which box of which tensor lies in which file. This file knows
-names, numbers and directories. It knows no tensors and no ranks.
+The manifest is written last, so a directory without one is not whole. It lists every file with size
+and hash, and for each model which box of which tensor lies in which file. It ends with the hash of
+its own text, so every byte of a checkpoint is under a hash. This file knows names, numbers and
+directories. It knows no tensors and no ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mrlhf.checkpoint.tensor_file import WrittenFile
+import xxhash
+
+from mrlhf.checkpoint.tensor_file import WrittenFile, describe_file
 from mrlhf.errors import CheckpointError
 from mrlhf.weights.boxes import Box
 from mrlhf.weights.shard import Shape
@@ -22,9 +25,11 @@ from mrlhf.weights.shard import Shape
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 REPLACED = ".replaced"
-FORMAT = 1
+FORMAT = 2
+_WITHOUT_HASH = 1
 WEIGHT = "weight"
 _NAME = re.compile(r"step_(\d+)(_interrupted)?")
+_SEALED = re.compile(rb'(.*),"xxh3":"([0-9a-f]{16})"\}', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Manifest:
         models: the trained models, by role.
         frozen: for each model that is not stored, what identifies its files.
         metrics: the metrics of step `step`.
+        format: of the file that it was read from; it is written in the newest one.
     """
 
     step: int
@@ -96,10 +102,22 @@ class Manifest:
     models: dict[str, StoredModel]
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
 
-    def to_json(self) -> str:
-        """The text of `manifest.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":"))
+    @property
+    def has_hash(self) -> bool:
+        """Whether the manifest itself was compared with a hash."""
+        return self.format > _WITHOUT_HASH
+
+    def to_bytes(self) -> bytes:
+        """The content of `manifest.json`."""
+        return seal({**asdict(self), "format": FORMAT})
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """The JSON of a manifest, with the hash of all that stands before the hash."""
+    body = json.dumps(content, separators=(",", ":")).encode()[:-1]
+    return body + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(body).encode() + b'"}'
 
 
 def slice_key(kind: str, box: Box) -> str:
@@ -113,7 +131,7 @@ def checkpoint_name(step: int, unfinished_step: bool) -> str:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """The directories in `directory` that have a checkpoint's name and a manifest, newest first.
+    """The directories in `directory` that have a checkpoint's name, newest first, whole or not.
 
     A checkpoint that holds a part of a step is newer than that without it.
     """
@@ -121,9 +139,14 @@ def checkpoints_in(directory: Path) -> list[Path]:
     if directory.is_dir():
         for path in directory.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match and (path / MANIFEST).is_file():
+            if match and path.is_dir():
                 found.append((int(match[1]), match[2] is not None, path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def with_manifest(directory: Path) -> list[Path]:
+    """Those of `checkpoints_in` that have a manifest, newest first."""
+    return [path for path in checkpoints_in(directory) if (path / MANIFEST).is_file()]
 
 
 def named_checkpoint(path: Path) -> Path | None:
@@ -133,12 +156,12 @@ def named_checkpoint(path: Path) -> Path | None:
         path: a checkpoint, a folder of checkpoints, or the output directory of a run.
 
     Returns:
-        Its real path; None if there is no whole checkpoint.
+        Its real path; None if there is no checkpoint.
     """
     if (path / MANIFEST).is_file():
         return path.resolve()
     for folder in (path / CHECKPOINTS, path):
-        if checkpoints_in(folder):
+        if with_manifest(folder):
             return folder.resolve()
     return None
 
@@ -163,34 +186,70 @@ def bring_back_replaced(directory: Path) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in `directory`, checked for its form.
+    """The manifest of the checkpoint in `directory`; see `parse_manifest`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of a later format, or names a file
-            outside of its directory.
+        CheckpointError: there is none, or it is not usable, or the directory has the name of
+            another checkpoint.
     """
     file = directory / MANIFEST
     try:
-        raw = json.loads(file.read_bytes())
+        content = file.read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"{directory} is no whole checkpoint: it has no readable {MANIFEST}"
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: it is not JSON ({error})") from error
 
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        number = raw.get("format") if isinstance(raw, dict) else None
+    manifest = parse_manifest(file, content)
+    check_name(directory, manifest)
+    return manifest
+
+
+def parse_manifest(file: Path, content: bytes) -> Manifest:
+    """The manifest with this content, compared with its hash and checked.
+
+    A manifest of the first format has no hash; `has_hash` of the result says so.
+
+    Raises:
+        CheckpointError: it is damaged, of a later format, or names a file outside of its directory.
+    """
+    sealed = _SEALED.fullmatch(content)
+    if sealed is not None and xxhash.xxh3_64_hexdigest(sealed[1]).encode() != sealed[2]:
+        raise CheckpointError(f"{file} is damaged: it is not what was written (its hash differs)")
+    try:
+        raw = json.loads(content)
+        number = raw["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: it is no manifest ({error})") from error
+
+    if number not in (_WITHOUT_HASH, FORMAT):
         raise CheckpointError(
-            f"{file} has format {number}, and this version of mrlhf reads format {FORMAT}"
+            f"{file} has format {number}, and this version of mrlhf reads formats up to {FORMAT}"
         )
+    if (number == FORMAT) != (sealed is not None):
+        raise CheckpointError(f"{file} is damaged: it does not end with its hash")
+
     try:
         manifest = _from_json(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        _check_paths(file, manifest)
+        _check_slices(file, manifest)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__} {error}") from error
-    _check_paths(file, manifest)
-    _check_slices(file, manifest)
     return manifest
+
+
+def check_name(directory: Path, manifest: Manifest) -> None:
+    """Refuse a directory with the name of another checkpoint, since names say which is newest.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    name = checkpoint_name(manifest.step, manifest.unfinished_step)
+    if _NAME.fullmatch(directory.name) and directory.name != name:
+        raise CheckpointError(
+            f"{directory} holds {name}, as its {MANIFEST} says; give it that name, or one that is "
+            "no checkpoint's"
+        )
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -213,6 +272,30 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
             )
 
 
+def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
+    """Refuse a checkpoint of which one of the files with these numbers is damaged.
+
+    Raises:
+        CheckpointError: naming the first such file.
+    """
+    for number in numbers:
+        listed = manifest.files[number]
+        if describe_file(path, listed.path) != listed:
+            raise CheckpointError(
+                f"{path} is damaged: {listed.path} is not what was written (its hash differs from "
+                f"{MANIFEST})"
+            )
+
+
+def size_text(nbytes: int) -> str:
+    """A number of bytes for people, such as "1.5 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000  # type: ignore[assignment]
+    return f"{nbytes:.4g} TB"
+
+
 def _from_json(raw: Mapping[str, Any]) -> Manifest:
     models = {}
     for role, model in raw["models"].items():
@@ -225,7 +308,7 @@ def _from_json(raw: Mapping[str, Any]) -> Manifest:
         models[role] = StoredModel(**{**model, "kinds": tuple(model["kinds"]), "tensors": tensors})
 
     files = tuple(WrittenFile(**entry) for entry in raw["files"])
-    rest = {name: value for name, value in raw.items() if name != "format"}
+    rest = {name: value for name, value in raw.items() if name != "xxh3"}
     return Manifest(**{**rest, "files": files, "models": models})
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from mrlhf.checkpoint.manifest import (
     MANIFEST,
     Manifest,
+    check_hashes,
     check_sizes,
     checkpoints_in,
     read_manifest,
@@ -25,7 +26,6 @@ from mrlhf.checkpoint.manifest import (
 from mrlhf.checkpoint.model_slices import load_slices
 from mrlhf.checkpoint.random_state import restore_random_state
 from mrlhf.checkpoint.state_tree import read_state
-from mrlhf.checkpoint.tensor_file import describe_file
 from mrlhf.errors import CheckpointError
 from mrlhf.parallel.collectives import all_gather_objects
 from mrlhf.training.engine import ModelEngine
@@ -116,6 +116,12 @@ def open_checkpoint(path: Path, world: dist.ProcessGroup) -> Checkpoint:
         if other is not None:
             raise CheckpointError(other)
     assert manifest is not None
+    if not manifest.has_hash and dist.get_rank(world) == 0:
+        logger.warning(
+            "%s is of an earlier version, whose %s has no hash: it was not checked for damage",
+            path,
+            MANIFEST,
+        )
     return Checkpoint(path, manifest, state)
 
 
@@ -128,18 +134,3 @@ def set_aside(path: Path) -> None:
         path.rename(aside)
     except OSError as error:
         logger.warning("cannot rename %s: %s", path, error)
-
-
-def check_hashes(path: Path, manifest: Manifest, numbers: range) -> None:
-    """Refuse a checkpoint of which one of the files with these numbers is damaged.
-
-    Raises:
-        CheckpointError: naming the first such file.
-    """
-    for number in numbers:
-        listed = manifest.files[number]
-        if describe_file(path, listed.path) != listed:
-            raise CheckpointError(
-                f"{path} is damaged: {listed.path} is not what was written (its hash differs from "
-                f"{MANIFEST})"
-            )

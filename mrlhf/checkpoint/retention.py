@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrlhf.checkpoint.manifest import checkpoint_name, checkpoints_in
+from mrlhf.checkpoint.manifest import checkpoint_name, with_manifest
 from mrlhf.config.trainer import TrainerSection
 from mrlhf.errors import ConfigError
 
@@ -119,7 +119,7 @@ def delete_old(directory: Path, max_to_keep: int | None, best_step: int | None) 
 
     A checkpoint of an unfinished step goes as soon as there is a newer one.
     """
-    newest_first = checkpoints_in(directory)
+    newest_first = with_manifest(directory)
     best = None if best_step is None else directory / checkpoint_name(best_step, False)
     kept = 0
     for number, path in enumerate(newest_first):

@@ -30,6 +30,7 @@ from mrlhf.checkpoint.manifest import (
     check_sizes,
     checkpoint_name,
     hidden_directories,
+    size_text,
 )
 from mrlhf.checkpoint.model_slices import slices_to_save
 from mrlhf.checkpoint.random_state import random_state
@@ -193,12 +194,7 @@ class Saver:
         part = pending.writer.result()
         if pending.error is not None:
             part = RankPart(error=pending.error)
-        path = self._publish(pending, part)
-        if dist.get_rank() == 0:
-            seconds = time.monotonic() - pending.began
-            self.longest_s = max(self.longest_s, seconds)
-            logger.info("saved the checkpoint %s in %.1f s", path, seconds)
-        return path
+        return self._publish(pending, part)
 
     def _prepare(self, hidden: Path) -> str | None:
         """Make the hidden directory; returns what is wrong, if anything, on every rank."""
@@ -245,10 +241,14 @@ class Saver:
             if not errors:
                 manifest = self._manifest(pending.contents, parts)
                 check_sizes(pending.hidden, manifest)  # rank 0 must see what all ranks wrote
-                write_bytes(pending.hidden, MANIFEST, manifest.to_json().encode())
+                write_bytes(pending.hidden, MANIFEST, manifest.to_bytes())
                 if self._verify is not None:
                     self._verify()
+                free = shutil.disk_usage(pending.hidden).free
                 _replace(pending.hidden, path)
+                seconds = time.monotonic() - pending.began
+                self.longest_s = max(self.longest_s, seconds)
+                _report(path, manifest, free, seconds)
         except (CheckpointError, OSError) as failure:
             errors.append(str(failure))
         if errors:
@@ -330,6 +330,20 @@ def _files_in(root: Path, directories: Mapping[str, object]) -> list[WrittenFile
             if file.is_file():
                 files.append(describe_file(root, file.relative_to(root).as_posix()))
     return files
+
+
+def _report(path: Path, manifest: Manifest, free: int, seconds: float) -> None:
+    """Say how large a checkpoint is, and whether another one has room beside it."""
+    size = sum(file.nbytes for file in manifest.files)
+    logger.info(
+        "saved the checkpoint %s in %.1f s: %s; the disk has room for %s more",
+        path,
+        seconds,
+        size_text(size),
+        size_text(free),
+    )
+    if free < size:
+        logger.warning("there is no room for another checkpoint in %s", path.parent)
 
 
 def _replace(hidden: Path, path: Path) -> None:

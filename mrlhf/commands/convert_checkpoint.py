@@ -19,13 +19,30 @@ from typing import NoReturn
 import torch
 
 from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert, relayout
-from mrlhf.checkpoint.conversion.identify import examine, identify
+from mrlhf.checkpoint.conversion.identify import Found, examine, identify
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
-from mrlhf.errors import MrlhfError
+from mrlhf.checkpoint.conversion.run_output import Wanted
+from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.terminal import ByteBars
 
+_FILE_MB = 5000
+# In which conversions an option is looked at; in all where it is not named.
+_LOOKED_AT = {
+    "role": ("source:training", "to:training"),
+    "like": ("source:megatron", "source:training to:huggingface", "source:training to:megatron"),
+    "vocab_size": ("source:megatron",),
+    "model_type": ("source:megatron",),
+    "max_shard_mb": ("to:huggingface", "to:megatron"),
+    "vocab_divisible_by": ("to:megatron",),
+    "norm_names": ("to:megatron",),
+    "dtype": (
+        *("to:huggingface", "to:megatron"),
+        *("source:huggingface to:training", "source:megatron to:training"),
+    ),
+    **dict.fromkeys(("tp", "pp", "dp", "vpp", "pp_layers"), ("to:training",)),
+}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,8 +64,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "source",
         type=Path,
         nargs="?",
-        help="Hugging Face model, training checkpoint, output directory of a run (its newest "
-        "checkpoint is taken), or Megatron-LM checkpoint of the format torch_dist",
+        help="Hugging Face model, training checkpoint, output directory of a run (the policy with "
+        "which it ended is taken, or else its newest checkpoint), or Megatron-LM checkpoint of "
+        "the format torch_dist",
     )
     parser.add_argument("--inspect", type=Path, metavar="DIR", help="say what DIR is, and stop")
     parser.add_argument("--to", choices=("huggingface", "megatron", "training"))
@@ -61,7 +79,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the source's by default")
     parser.add_argument(
-        "--max-shard-mb", type=_positive, default=5000, help="size of a file (default: 5000)"
+        "--max-shard-mb",
+        type=_positive,
+        help=f"huggingface, megatron: size of a file (default: {_FILE_MB})",
     )
     _add_source_options(parser)
     _add_target_options(parser)
@@ -71,13 +91,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         for name in ("source", "to", "out"):
             if getattr(options, name) is None:
                 parser.error(f"{'SOURCE' if name == 'source' else '--' + name} is missing")
-    elif options.source or options.to or options.out:
-        parser.error("--inspect DIR takes no other arguments")
+        return options
+    for name, value in vars(options).items():
+        if name not in ("inspect", "verify") and value not in (None, False):
+            parser.error("--inspect DIR takes no other argument than --verify")
     return options
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("what the source does not say")
+    source.add_argument(
+        "--step", type=_not_negative, help="which checkpoint of a run; by default its newest state"
+    )
     source.add_argument(
         "--role", help="which model of a training checkpoint; the actor, or the only one"
     )
@@ -101,29 +126,26 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--vocab-divisible-by",
         type=_positive,
-        default=128,
         help="megatron: --make-vocab-size-divisible-by times its tensor-parallel size "
-        "(default: 128)",
+        f"(default: {MegatronOptions.vocab_divisible_by})",
     )
     target.add_argument(
         "--norm-names",
         choices=("fused", "own"),
-        default="fused",
         help="megatron: names of the layers' norms, as TransformerEngine's layers have them and "
-        "recent Megatron-LM writes them, or input_layernorm and pre_mlp_layernorm",
+        "recent Megatron-LM writes them (fused, the default), or input_layernorm and "
+        "pre_mlp_layernorm",
     )
 
     for axis, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
         target.add_argument(
             f"--{axis}",
             type=_positive,
-            default=1,
             help=f"training: {meaning}-parallel size for which the files are cut (default: 1)",
         )
     target.add_argument(
         "--vpp",
         type=_positive,
-        default=1,
         help="training: virtual stages of each pipeline rank (default: 1)",
     )
     target.add_argument(
@@ -162,32 +184,38 @@ def _inspect(directory: Path, every_byte: bool) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    wanted = Wanted(options.step, options.role, whole=options.to == "training")
+    found = identify(options.source, wanted)
+    _check_options(options, found)
+
     layout = ParallelLayout(
-        tp=options.tp,
-        pp=options.pp,
-        vpp=options.vpp,
+        tp=options.tp or 1,
+        pp=options.pp or 1,
+        vpp=options.vpp or 1,
         pp_layers=None if options.pp_layers is None else tuple(options.pp_layers),
-        dp=options.dp,
-        etp=options.tp,  # as in training with one expert-parallel rank
+        dp=options.dp or 1,
+        etp=options.tp or 1,  # as in training with one expert-parallel rank
     )
+    max_file_bytes = (options.max_shard_mb or _FILE_MB) * 10**6
     target = TargetOptions(
         format=options.to,
         dtype=None if options.dtype is None else _DTYPES[options.dtype],
-        max_file_bytes=options.max_shard_mb * 10**6,
+        max_file_bytes=max_file_bytes,
         megatron=MegatronOptions(
-            vocab_divisible_by=options.vocab_divisible_by,
-            fused_norms=options.norm_names == "fused",
-            max_file_bytes=options.max_shard_mb * 10**6,
+            vocab_divisible_by=options.vocab_divisible_by or MegatronOptions.vocab_divisible_by,
+            fused_norms=options.norm_names != "own",
+            max_file_bytes=max_file_bytes,
         ),
         role=options.role or "actor",
         layout=layout,
         overwrite=options.overwrite,
     )
-    source = SourceOptions(options.role, options.like, options.vocab_size, options.model_type)
+    source = SourceOptions(
+        options.role, options.like, options.vocab_size, options.model_type, options.step
+    )
 
-    is_relayout = options.to == "training" and identify(options.source).format == "training"
     with ByteBars() as bars:
-        if is_relayout:
+        if options.to == "training" and found.format == "training":
             report = relayout(
                 options.source,
                 options.out,
@@ -195,19 +223,39 @@ def _convert(options: argparse.Namespace) -> int:
                 role=options.role,
                 verify=options.verify,
                 start=bars.start,
+                step=options.step,
             )
         else:
             report = convert(
                 options.source, options.out, source, target, verify=options.verify, start=bars.start
             )
 
-    print(f"{options.source}: {report.kind}")
+    of_step = "" if report.step is None else f", of step {report.step}"
+    print(f"{report.path}: {report.kind}{of_step}")
     for text in report.left_out:
         print(f"left out: {text}")
     for text in report.notes:
         print(f"note: {text}")
     print(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
     return 0
+
+
+def _check_options(options: argparse.Namespace, found: Found) -> None:
+    """Refuse an option that this conversion would not look at.
+
+    Raises:
+        ConfigError: naming the first one.
+    """
+    source = f"source:{found.format}"
+    here = {source, f"to:{options.to}", f"{source} to:{options.to}"}
+    for name, where in _LOOKED_AT.items():
+        if getattr(options, name) is not None and not here & set(where):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no meaning here: {options.source} is converted "
+                f"from {found.format} to {options.to}; leave it out"
+            )
+    if options.step is not None and found.path == options.source:
+        raise ConfigError(f"--step chooses a checkpoint of a run; {found.path} is no run")
 
 
 def _not_negative(text: str) -> int:

@@ -159,7 +159,8 @@ def _summary(file: Path) -> dict[str, Any]:
         summary = json.loads(text)
     except ValueError as error:
         raise DataError(f"{file} is no JSON: {error}; remove it") from error
-    assert isinstance(summary, dict)
+    if not isinstance(summary, dict):
+        raise DataError(f"{file} is no summary: it holds a {type(summary).__name__}; remove it")
     return summary
 
 

@@ -256,7 +256,8 @@ class Generator:
         """The samples as one rollout, in the order of the prompts."""
         headers = drawn.headers
         batch = len(prompts) * n
-        assert torch.equal(headers.rows.sort().values, torch.arange(batch)), (
+        rows = torch.sort(headers.rows).values
+        assert torch.equal(rows, torch.arange(batch)), (
             "the replicas drew other samples than they had to"
         )
         order = headers.rows.argsort()

@@ -12,12 +12,13 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, checkpoints_in
+from mrlhf.checkpoint.manifest import CHECKPOINTS, checkpoint_name, with_manifest
 from mrlhf.data.tokenizer import Tokenizer
 from mrlhf.errors import CheckpointError, WeightError
 from mrlhf.models.families import save_config
@@ -50,16 +51,20 @@ class ExportedModel:
     generation_config: str | None = None
 
 
-def export_result(model: ExportedModel, directory: Path, step: int) -> None:
+def export_result(
+    model: ExportedModel, directory: Path, step: int, save: Callable[[], None]
+) -> None:
     """Write the model that a run leaves; every rank calls it.
 
-    If the directory cannot be written and no checkpoint holds the model, it is written into the
-    machine's directory for temporary files, so that it is not lost.
+    If that fails, for whatever reason, a checkpoint of the last step is saved. If that fails too,
+    the model is written into the machine's directory for temporary files, so that it is not lost.
 
     Args:
         model: what is written.
         directory: where the files go, in the output directory.
         step: the run's last step.
+        save: makes sure that there is a checkpoint of the last step; it raises a CheckpointError on
+            every rank if there cannot be one.
 
     Raises:
         CheckpointError: it could not be written there, on every rank; the message says where the
@@ -68,15 +73,14 @@ def export_result(model: ExportedModel, directory: Path, step: int) -> None:
     try:
         export_checkpoint(model, directory)
     except CheckpointError as error:
-        newest_first = checkpoints_in(directory.parent / CHECKPOINTS)
-        own = newest_first[0] if newest_first else None
-        # Rank 0 says for all: on another machine a directory may look older for a while.
-        newest = all_gather_objects(own, model.engine.groups.world)[0]
-        if newest is not None and newest.name == checkpoint_name(step, unfinished_step=False):
+        checkpoints = directory.parent / CHECKPOINTS
+        if _is_saved(save):
+            kept = checkpoints / checkpoint_name(step, unfinished_step=False)
             raise CheckpointError(
-                f"{error}; the trained model is in {newest}: start the same command again once "
-                f"there is room, or with trainer.resume={newest} and another trainer.output_dir, "
-                "and it is written"
+                f"{error}; the trained model is in {kept}: once the cause is gone, start the same "
+                f"command again, or with trainer.resume={kept} and another trainer.output_dir, or "
+                f"run tools/convert_checkpoint.py {kept} --to huggingface --out DIR, and it is "
+                "written"
             ) from error
 
         where = _rescue(model, directory.name)
@@ -85,12 +89,24 @@ def export_result(model: ExportedModel, directory: Path, step: int) -> None:
                 f"{error}; the trained model was written to {where} instead: move it from there"
             ) from error
 
-        go_on = f"; go on from {newest}" if newest is not None else ""
+        newest_first = with_manifest(checkpoints)
+        go_on = f"; go on from {newest_first[0]}" if newest_first else ""
         raise CheckpointError(
             f"{error}; nor could it be written to {tempfile.gettempdir()}, and there is no "
             f"checkpoint of step {step}{go_on}; make room, and set trainer.save_freq, which saves "
             "the last step too"
         ) from error
+
+
+def _is_saved(save: Callable[[], None]) -> bool:
+    """Whether there is a checkpoint of the last step, after an attempt to save it."""
+    try:
+        save()
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            logger.error("%s", error)
+        return False
+    return True
 
 
 def export_checkpoint(model: ExportedModel, directory: Path) -> None:
@@ -163,6 +179,9 @@ def _write(model: ExportedModel, partial: Path) -> str | None:
         engine.export(partial, model.max_shard_mb * _MEGABYTE)
     except WeightError as failure:
         return str(failure)
+    except Exception as failure:  # no bug may cost the model
+        logger.exception("the export has failed")
+        return f"{type(failure).__name__}: {' '.join(str(failure).split())}"
     if dist.get_rank() > 0:
         return None
 

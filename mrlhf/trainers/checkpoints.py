@@ -194,14 +194,16 @@ class Checkpoints:
             self._last_saved = time.monotonic()
         return {"timing_s/save_checkpoint": time.monotonic() - began} if waited else {}
 
-    def save_interrupted(
+    def save_at_end(
         self,
         step: int,
         metrics: Mapping[str, float],
         state: Mapping[str, Any],
-        unfinished_step: bool,
+        unfinished_step: bool = False,
     ) -> None:
-        """Save before the run ends early; returns when the checkpoint is complete.
+        """Save before the run ends early, or without its export; returns when it is complete.
+
+        Nothing is saved if the newest checkpoint is the same.
 
         Raises:
             CheckpointError: it could not be written.

@@ -90,7 +90,7 @@ class PPORun:
 
         directory = self._run.output_dir / "actor"
         with self._run.board.phase("export"):
-            export_result(self._exported(), directory, parts.steps)
+            export_result(self._exported(), directory, parts.steps, self._save_last)
         parts.scorer.close()
         if self._run.is_main_rank:
             summary = {
@@ -179,7 +179,12 @@ class PPORun:
             }
             unfinished = True
 
-        self._checkpoints.save_interrupted(self._completed, self._last_metrics, state, unfinished)
+        self._checkpoints.save_at_end(self._completed, self._last_metrics, state, unfinished)
+
+    def _save_last(self) -> None:
+        """Save a checkpoint of the last step, unless there is one."""
+        state = self._trainer.state_dict()
+        self._checkpoints.save_at_end(self._completed, self._last_metrics, state)
 
     def _export(self, directory: Path) -> None:
         """Write the policy as a Hugging Face checkpoint."""

@@ -145,7 +145,7 @@ class SupervisedTrainer:
             # Until the optimizer has taken its step, nothing has changed but the sampler.
             trained = self._trained
             state = before if trained is None else {**self._state(), "trained": trained}
-            self._checkpoints.save_interrupted(
+            self._checkpoints.save_at_end(
                 self._completed, self._metrics, state, unfinished_step=trained is not None
             )
             raise
@@ -189,6 +189,10 @@ class SupervisedTrainer:
         self._metrics = checkpoint.manifest.metrics
         self._resumed = ResumePoint(self._completed, self._metrics)
 
+    def _save_last(self) -> None:
+        """Save a checkpoint of the last step, unless there is one."""
+        self._checkpoints.save_at_end(self._completed, self._metrics, self._state())
+
     def _export(self, directory: Path) -> None:
         """Write the model as a Hugging Face checkpoint."""
         export_checkpoint(self._exported, directory)
@@ -208,7 +212,7 @@ class SupervisedTrainer:
     def _finish(self, metrics: Mapping[str, float]) -> None:
         directory = self._run.output_dir / "model"
         with self._run.board.phase("export"):
-            export_result(self._exported, directory, self._steps)
+            export_result(self._exported, directory, self._steps, self._save_last)
         if self._run.is_main_rank:
             summary = {
                 **self._task.summary(metrics),

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -147,7 +146,7 @@ def write_weights(
                 save_file(tensors, temporary(file), metadata=metadata)
                 open_to_readers(temporary(file))
                 flush(temporary(file))
-            except (OSError, SafetensorError) as failure:
+            except Exception as failure:  # other ranks wait to be told
                 error = f"cannot write {file}: {failure}"
         del tensors
 
@@ -208,7 +207,8 @@ def _survey(
     for rank, held in zip(dist.get_process_group_ranks(group), everyone, strict=True):
         for key, slot_dtype in held:
             name = key[0]
-            assert dtypes.setdefault(name, slot_dtype) == slot_dtype, f"{name} has two dtypes"
+            dtypes.setdefault(name, slot_dtype)
+            assert dtypes[name] == slot_dtype, f"{name} has two dtypes"
             holders[name].setdefault(key, []).append(rank)
 
     model = {}

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -16,11 +17,13 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
+from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, convert
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import CheckpointError
 from mrlhf.run.export import ExportedModel, export_checkpoint, export_result
 from mrlhf.training.engine import ModelEngine
+from tests.checkpoint_models import assert_same_tensors
 from tests.dist.role_runs import Form, build_actor, save_inputs, settings
 from tests.plain_ppo import Case
 from tests.ranks import run_ranks
@@ -55,10 +58,20 @@ def test_exports_that_succeed_and_that_fail(tmp_path: Path) -> None:
         assert "; nor could it be written to " in rank_messages["lost"]
         assert "there is no checkpoint of step 7; make room" in rank_messages["lost"]
 
-        kept = (
-            f"; the trained model is in {tmp_path / 'run' / 'checkpoints' / 'step_000007'}: start"
+        saved = tmp_path / "run" / "checkpoints" / "step_000007"
+        assert (
+            f"; the trained model is in {saved}: once the cause is gone, start"
+            in (rank_messages["saved"])
         )
-        assert kept in rank_messages["saved"]
+        assert f"tools/convert_checkpoint.py {saved} --to" in rank_messages["saved"]
+        assert "actor was not written: TypeError: " in rank_messages["saved"]
+    target = TargetOptions("huggingface")
+    convert(saved, tmp_path / "converted", SourceOptions(), target, verify=True, start=_in_silence)
+    assert_same_tensors(tmp_path / "large_disk" / "actor", tmp_path / "converted")
+
+
+def _in_silence(task: str, nbytes: int) -> Callable[[int], None]:
+    return lambda done: None
 
 
 def _in_ranks(rank: int, world_size: int, root: Path) -> dict[str, str]:
@@ -159,10 +172,13 @@ def _fails(engine: ModelEngine, tokenizer: Tokenizer, target: Path, full_on: int
 def _says_where_the_model_is(
     engine: ModelEngine, tokenizer: Tokenizer, target: Path
 ) -> dict[str, str]:
-    def refusal() -> str:
+    def cannot_save() -> None:
+        raise CheckpointError("there is no room")
+
+    def refusal(save: Callable[[], Any] = cannot_save, max_shard_mb: Any = 1) -> str:
         dist.barrier()
         with pytest.raises(CheckpointError) as error:
-            export_result(ExportedModel(engine, tokenizer, max_shard_mb=1), target, step=7)
+            export_result(ExportedModel(engine, tokenizer, max_shard_mb), target, 7, save)
         dist.barrier()
         return str(error.value)
 
@@ -180,8 +196,11 @@ def _says_where_the_model_is(
     saver = Saver(
         target.parent / "checkpoints", RunIdentity("test", {}), _world(), asynchronous=False
     )
-    saver.save(Contents(7, False, {"actor": engine}, {}))
-    told["saved"] = refusal()
+    contents = Contents(7, False, {"actor": engine}, {})
+    if dist.get_rank() == 0:
+        target.unlink()
+    # No export foresees that a file has no largest size.
+    told["saved"] = refusal(lambda: saver.save(contents), max_shard_mb=None)
     return told
 
 

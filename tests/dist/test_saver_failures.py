@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from transformers import GenerationConfig
 
-from mrlhf.checkpoint.manifest import checkpoints_in
+from mrlhf.checkpoint.manifest import MANIFEST, checkpoints_in
 from mrlhf.checkpoint.restorer import newest_checkpoint, set_aside
 from mrlhf.checkpoint.retention import delete_old
 from mrlhf.checkpoint.saver import Contents, RunIdentity, Saver
@@ -42,30 +43,44 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
     engine = build_actor(setting, Case("llama", "token-mean")).engine
     directory = root / "checkpoints"
     saver = Saver(directory, RunIdentity("test", {}), world, asynchronous=False)
-    for step in (1, 2):
+    for step in (1, 2, 3):
         saver.save(Contents(step, False, {"actor": engine}, {}))
 
     if rank == 0:
-        file = next((directory / "step_000002" / "actor").iterdir())
-        os.truncate(file, file.stat().st_size // 2)
+        _damage_all_but_the_first(directory)
     dist.barrier()
     damaged: list[Path] = []
     checkpoint = newest_checkpoint(directory, world, damaged)
     assert checkpoint is not None and checkpoint.path.name == "step_000001"
-    assert damaged == [directory / "step_000002"] and damaged[0].is_dir()
+    assert [path.name for path in damaged] == [f"step_00000{number}" for number in (5, 4, 3, 2)]
+    assert all(path.is_dir() for path in damaged)
     dist.barrier()
     if rank == 0:
-        set_aside(damaged[0])
+        for path in damaged:
+            set_aside(path)
     dist.barrier()
-    assert (directory / "damaged_1.step_000002").is_dir()
 
-    # The damaged one must not count: the checkpoint that is saved next stays.
+    # The damaged ones must not count: the checkpoint that is saved next stays.
     saver.save(Contents(3, False, {"actor": engine}, {}))
     if rank == 0:
         delete_old(directory, max_to_keep=1, best_step=None)
         assert [path.name for path in checkpoints_in(directory)] == ["step_000003"]
+        assert "damaged_1.step_000005" in os.listdir(directory)
     dist.barrier()
     return _export_on_a_full_disk(root, saver, engine)
+
+
+def _damage_all_but_the_first(directory: Path) -> None:
+    """A file too short, a flipped bit of a manifest, a copy under another name, no manifest."""
+    file = next((directory / "step_000002" / "actor").iterdir())
+    os.truncate(file, file.stat().st_size // 2)
+
+    manifest = directory / "step_000003" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step":3', b'"step":2'))
+
+    shutil.copytree(directory / "step_000001", directory / "step_000004")
+    shutil.copytree(directory / "step_000001", directory / "step_000005")
+    (directory / "step_000005" / MANIFEST).unlink()
 
 
 def _export_on_a_full_disk(root: Path, saver: Saver, engine: object) -> list[str]:

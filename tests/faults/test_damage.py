@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mrlhf.checkpoint.manifest import seal
 from tests.faults import settings
 from tests.faults.runs import Sequel, Setting, assert_same_run
 
@@ -39,7 +40,8 @@ def lead_outside(checkpoint: Path) -> None:
     file = checkpoint / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["files"][0]["path"] = "../../run.json"
-    file.write_text(json.dumps(manifest))
+    del manifest["xxh3"]
+    file.write_bytes(seal(manifest))
 
 
 def test_the_last_good_checkpoint_is_taken(
@@ -107,11 +109,12 @@ def test_a_run_without_a_whole_checkpoint_is_not_begun_anew(
     for checkpoint in (run.directory / "checkpoints").iterdir():
         flip_a_bit(checkpoint)
 
-    ended = run.run()
-    assert ended.codes == [2, 2], ended.text
-    assert "no checkpoint in" in ended.text
-    assert "trainer.overwrite=true" in ended.text
-    assert run.rows() == whole.rows()
+    for _ in range(2):
+        ended = run.run()
+        assert ended.codes == [2, 2], ended.text
+        assert "no checkpoint in" in ended.text
+        assert "trainer.overwrite=true" in ended.text
+        assert run.rows() == whole.rows()
 
 
 def test_a_frozen_model_that_has_changed_is_refused(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ from mrlhf.checkpoint.conversion.convert import (
 )
 from mrlhf.checkpoint.conversion.identify import examine, identify
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
+from mrlhf.checkpoint.conversion.run_output import Wanted
 from mrlhf.checkpoint.conversion.training_checkpoints import compare_checkpoints
-from mrlhf.checkpoint.manifest import read_manifest
+from mrlhf.checkpoint.manifest import MANIFEST, checkpoint_name, read_manifest
 from mrlhf.commands import convert_checkpoint
 from mrlhf.errors import CheckpointError, MrlhfError, WeightError
 from mrlhf.models.families import load_spec
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.run.summary import write_summary
 from tests.checkpoint_models import CONFIGS, assert_same_tensors, read_tensors, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +254,7 @@ def test_a_rope_that_megatron_cannot_have_is_refused(tmp_path: Path) -> None:
 def test_what_a_directory_is(tmp_path: Path) -> None:
     save_model("qwen2-tied", tmp_path / "hf")
     _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
-    _convert(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step_000004", "training")
+    _convert(tmp_path / "hf", tmp_path / "run" / "checkpoints" / "step_000000", "training")
 
     facts = dict(examine(tmp_path / "hf", every_byte=True).facts)
     assert facts["what"] == "Hugging Face model (policy)"
@@ -264,7 +268,7 @@ def test_what_a_directory_is(tmp_path: Path) -> None:
     facts = dict(examine(tmp_path / "run", every_byte=True).facts)
     assert facts["what"] == "output directory of a run"
     assert "tp 1, pp 1, dp 1; stored: weight" in facts["actor"]
-    assert identify(tmp_path / "run").path.name == "step_000004"
+    assert identify(tmp_path / "run").path.name == "step_000000"
 
     with pytest.raises(CheckpointError, match="is no Hugging Face model, training checkpoint, out"):
         examine(tmp_path)
@@ -309,6 +313,87 @@ def test_a_full_disk_is_said_and_leaves_nothing(format: str, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def _run(directory: Path, model: Path, steps: list[int], ended: int | None) -> None:
+    """The output directory of a run with checkpoints of these steps, which ended or not."""
+    for step in steps:
+        path = directory / "checkpoints" / checkpoint_name(step, unfinished_step=False)
+        _convert(model, path.with_name("made"), "training")
+        manifest = replace(read_manifest(path.with_name("made")), step=step)
+        (path.with_name("made") / MANIFEST).write_bytes(manifest.to_bytes())
+        path.with_name("made").rename(path)
+    if ended is not None:
+        shutil.copytree(model, directory / "actor")
+        write_summary(directory, {"checkpoint": "elsewhere/actor", "steps": ended})
+
+
+def test_a_finished_run_gives_the_policy_of_its_end(tmp_path: Path) -> None:
+    """And any other run its newest whole checkpoint; what is older is taken if it is named."""
+    save_model("llama", tmp_path / "hf")
+    ended = tmp_path / "ended"
+    _run(ended, tmp_path / "hf", [2, 3], ended=4)
+    assert identify(ended).path == ended / "actor" and identify(ended).step == 4
+    assert identify(ended, Wanted(role="actor")).path == ended / "actor"
+    assert identify(ended, Wanted(step=2)).path.name == "step_000002"
+    assert identify(ended, Wanted(step=3, whole=True)).path.name == "step_000003"
+    for wanted in (Wanted(whole=True), Wanted(role="critic")):
+        with pytest.raises(
+            CheckpointError, match=r"ended with step 4, .* --step 3 takes; .*/actor"
+        ):
+            identify(ended, wanted)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; it has step_000002, step_"):
+        identify(ended, Wanted(step=4))
+    assert dict(examine(ended).facts)["policy"] == f"{ended / 'actor'}, of its last step 4"
+    assert dict(examine(ended).facts)["not examined"].endswith(": step_000003, step_000002")
+
+    write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 3})
+    assert identify(ended, Wanted(whole=True)).path.name == "step_000003"  # equal to the policy
+    assert identify(ended).path == ended / "actor"
+    (ended / "actor").rename(tmp_path / "moved")
+    assert identify(ended).path.name == "step_000003"
+    write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 2})
+    assert identify(ended).path.name == "step_000003"  # it has gone on since
+    write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 4})
+    with pytest.raises(CheckpointError, match="newest checkpoint is step_000003, which --step 3"):
+        identify(ended)
+
+    (ended / "summary.json").unlink()
+    (ended / "checkpoints" / "step_000003").rename(ended / "checkpoints" / "step_000009")
+    assert identify(ended).path.name == "step_000002"
+    (reason,) = examine(ended).problems
+    assert "step_000009 holds step_000003" in reason
+
+
+def test_a_run_without_a_checkpoint_says_where_its_policy_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model("llama", tmp_path / "hf")
+    _run(tmp_path / "run", tmp_path / "hf", [], ended=4)
+    convert = [str(tmp_path / "run"), "--to", "huggingface", "--out", str(tmp_path / "out")]
+    assert convert_checkpoint.main(convert) == 0
+    policy = tmp_path / "run" / "actor"
+    assert f"{policy}: Hugging Face model (policy), of step 4\n" in capsys.readouterr().out
+    assert_same_tensors(tmp_path / "hf", tmp_path / "out")
+
+    with pytest.raises(CheckpointError, match=rf"no whole checkpoint; the policy .* is {policy}"):
+        identify(tmp_path / "run", Wanted(whole=True))
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="the models in it are actor: give one of these"):
+        identify(tmp_path / "run")
+
+
+def test_an_option_that_contradicts_the_model_is_refused(tmp_path: Path) -> None:
+    save_model("llama", tmp_path / "hf")
+    _convert(tmp_path / "hf", tmp_path / "megatron", "megatron")
+    _convert(tmp_path / "megatron", tmp_path / "same", "huggingface", given=_given(37, "llama"))
+    for given in (_given(36, None), _given(None, "qwen2")):
+        with pytest.raises(CheckpointError, match="contradicts the config"):
+            _convert(tmp_path / "megatron", tmp_path / "other", "huggingface", given=given)
+
+
+def _given(vocab_size: int | None, model_type: str | None) -> SourceOptions:
+    return SourceOptions(vocab_size=vocab_size, model_type=model_type)
+
+
 def test_a_checkpoint_that_is_being_saved_is_not_whole(tmp_path: Path) -> None:
     (tmp_path / ".step_000004.saving" / "actor").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"is no whole checkpoint: it has no manifest.json"):
@@ -323,8 +408,11 @@ def test_a_flipped_bit_does_not_pass_as_whole(tmp_path: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     assert examine(tmp_path / "ck").problems == []
+    assert "hashes; --verify" in dict(examine(tmp_path / "ck").facts)["not verified"]
     (problem,) = examine(tmp_path / "ck", every_byte=True).problems
     assert "rank_00000.safetensors is not what was written" in problem
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is not what was written"):
+        _convert(tmp_path / "ck", tmp_path / "out", "huggingface")
 
 
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -341,6 +429,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ([str(tmp_path / "empty"), "--to", "megatron"], "--out is missing; see --help"),
         (["--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         (["x", "--to", "megatron", "--tp", "0"], "argument --tp: 0 is not positive"),
+        (["--inspect", "x", "--step", "3"], "--inspect DIR takes no other argument than --verify"),
+        ([*to_training, "--vocab-size", "9"], "--vocab-size has no meaning here: "),
+        ([*to_training, "--norm-names", "own"], "from huggingface to training; leave it out"),
+        ([*to_training, "--step", "3"], "--step chooses a checkpoint of a run; "),
         ([*to_training, "--tp", "3"], "actor: tp 3 does not fit the model's 8 attention heads; "),
         (
             [*to_training, "--pp", "5"],
@@ -385,7 +477,9 @@ def test_memory_is_bounded_by_a_file_and_not_by_the_model(tmp_path: Path) -> Non
     commands = []
     for source, to in (("hf", "megatron"), ("megatron", "huggingface"), ("hf", "training")):
         arguments = [str(tmp_path / source), "--to", to, "--out", str(tmp_path / to)]
-        commands.append([*arguments, "--verify", "--max-shard-mb", "50"])
+        if to != "training":
+            arguments += ["--max-shard-mb", "50"]
+        commands.append([*arguments, "--verify"])
     program = _MEASURE.format(root=str(ROOT), commands=commands)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=240

@@ -102,11 +102,14 @@ def test_a_finished_run_goes_on_from_its_last_step_alone(tmp_path):
     assert f"trainer.resume={older / 'checkpoints' / 'step_000000'} trains from it again" in message
 
 
-def test_a_directory_without_manifest_is_no_checkpoint(tmp_path):
+def test_a_checkpoint_that_is_not_whole_is_not_taken_for_none(tmp_path):
+    """Whoever opens it refuses it; the run does not begin anew in silence."""
     run = make_run(tmp_path / "run")
-    (run / "checkpoints" / "step_000002").mkdir(parents=True)
-    (run / "checkpoints" / ".step_000004.saving").mkdir()
+    (run / "checkpoints" / ".step_000004.saving").mkdir(parents=True)
     assert open_it(run) is None
+    other = make_run(tmp_path / "other")
+    (other / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert open_it(other) == other / "checkpoints"
 
 
 def test_a_run_that_left_no_checkpoint_begins_anew_and_its_rows_are_kept(tmp_path, caplog):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrlhf.checkpoint.manifest import MANIFEST, checkpoints_in
+from mrlhf.checkpoint.manifest import MANIFEST, with_manifest
 from mrlhf.checkpoint.retention import Best, delete_old, is_due
 from mrlhf.config.trainer import TrainerSection
 from mrlhf.errors import ConfigError
@@ -71,9 +71,9 @@ def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     (tmp_path / "step_000005").mkdir()  # no manifest, so no checkpoint
 
     delete_old(tmp_path, max_to_keep=1, best_step=1)
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step_000004", "step_000001"]
+    assert [path.name for path in with_manifest(tmp_path)] == ["step_000004", "step_000001"]
     delete_old(tmp_path, max_to_keep=None, best_step=None)
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step_000004", "step_000001"]
+    assert [path.name for path in with_manifest(tmp_path)] == ["step_000004", "step_000001"]
     assert sorted(path.name for path in tmp_path.iterdir())[-1] == "step_000005"
 
 
@@ -82,5 +82,5 @@ def test_an_interrupted_step_stays_while_it_is_the_newest(tmp_path: Path) -> Non
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_text("{}")
     delete_old(tmp_path, max_to_keep=2, best_step=None)
-    names = [path.name for path in checkpoints_in(tmp_path)]
+    names = [path.name for path in with_manifest(tmp_path)]
     assert names == ["step_000003_interrupted", "step_000003"]

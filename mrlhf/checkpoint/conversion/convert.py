@@ -19,6 +19,7 @@ from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_pla
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.checkpoint.conversion.model_source import ModelSource, TrackedSource, equal_bits
+from mrlhf.checkpoint.conversion.run_output import Wanted
 from mrlhf.checkpoint.conversion.training_checkpoints import (
     TrainingSource,
     change_layout,
@@ -26,6 +27,7 @@ from mrlhf.checkpoint.conversion.training_checkpoints import (
     slice_bytes,
     write_training_checkpoint,
 )
+from mrlhf.checkpoint.manifest import check_hashes, check_name, read_manifest
 from mrlhf.errors import CheckpointError
 from mrlhf.models.families import load_spec
 from mrlhf.models.spec import ModelSpec
@@ -45,12 +47,14 @@ class SourceOptions:
         like: a Hugging Face model of the same shape, whose `config.json` and tokenizer are used.
         vocab_size: rows of the embedding, padding left out.
         model_type: the family, for a checkpoint of Megatron-LM.
+        step: of a run's checkpoint; None for the newest state of the run.
     """
 
     role: str | None = None
     like: Path | None = None
     vocab_size: int | None = None
     model_type: str | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,18 @@ class Report:
     """What a conversion did.
 
     Attributes:
-        kind: what the source is.
+        path: what was converted; a run's output directory holds several models.
+        kind: what it is.
+        step: training step of its weights, if it is known.
         tensors: how many tensors were converted.
         nbytes: their bytes in the result.
         left_out: what of the source is not in the result.
         notes: what else the user should know.
     """
 
+    path: Path
     kind: str
+    step: int | None
     tensors: int
     nbytes: int
     left_out: list[str]
@@ -102,9 +110,12 @@ def open_source(path: Path, options: SourceOptions) -> ModelSource:
         CheckpointError, ConfigError, WeightError: it is no checkpoint, not whole, or of a model
             that we do not know.
     """
-    found = identify(path)
+    return _open(identify(path, Wanted(options.step, options.role)), options)
+
+
+def _open(found: Found, options: SourceOptions) -> ModelSource:
     if found.format == "huggingface":
-        return HuggingFaceSource(found.path)
+        return HuggingFaceSource(found.path, found.step)
     if found.format == "training":
         assets = options.like or found.assets
         return TrainingSource(found.path, options.role, assets)
@@ -136,15 +147,19 @@ def convert(
         target_path: where the result goes; it must not exist, unless `overwrite` is set.
         source_options: what the source does not say of itself.
         options: what the result is to be.
-        verify: read the result again, and compare every tensor bit for bit.
+        verify: compare the source with its hashes, if it has any; read the result again, and
+            compare every tensor bit for bit.
         start: is told a task and its bytes, and returns what is told of bytes that are done.
 
     Raises:
         CheckpointError, ConfigError, WeightError: the source is not usable, the result would lose
             something, or the file system refuses.
     """
-    _check_target(source_path, target_path, options.overwrite)
-    source = open_source(source_path, source_options)
+    found = identify(source_path, Wanted(source_options.step, source_options.role))
+    _check_target(source_path, found, target_path, options.overwrite)
+    if verify:
+        _check_hashes(found)
+    source = _open(found, source_options)
     hidden = target_path.parent / f".{target_path.name}.converting"
     try:
         nbytes = sum(form.nbytes for form in _in_dtype(source, options.dtype).tensors.values())
@@ -158,7 +173,7 @@ def convert(
         if verify:
             compare(_in_dtype(source, options.dtype), hidden, options, start("verifying", nbytes))
             notes = [*notes, f"verified: all {len(tracked.tensors)} tensors are equal bit by bit"]
-        _publish(hidden, target_path)
+        _publish(hidden, target_path, options.format)
     except OSError as error:
         raise CheckpointError(f"{target_path} was not written: {error}") from error
     finally:
@@ -166,7 +181,16 @@ def convert(
         shutil.rmtree(hidden, ignore_errors=True)
 
     description = source.describe()
-    return Report(description.kind, len(tracked.tensors), nbytes, description.left_out, notes)
+    notes = [*_origin(source_path, found), *notes]
+    return Report(
+        path=found.path,
+        kind=description.kind,
+        step=description.step,
+        tensors=len(tracked.tensors),
+        nbytes=nbytes,
+        left_out=description.left_out,
+        notes=notes,
+    )
 
 
 def relayout(
@@ -177,6 +201,7 @@ def relayout(
     role: str | None,
     verify: bool,
     start: Start,
+    step: int | None = None,
 ) -> Report:
     """Cut a training checkpoint anew for `options.layout`, optimizer state included.
 
@@ -185,17 +210,21 @@ def relayout(
         target_path: where the result goes.
         options: its layout, and whether to replace what is there.
         role: the only model to cut; None for all.
-        verify: read the result again, and compare weights and moments bit for bit.
+        verify: compare the source with its hashes; read the result again, and compare weights and
+            moments bit for bit.
         start: is told a task and its bytes, and returns what is told of bytes that are done.
+        step: of a run's checkpoint; None for the newest.
 
     Raises:
         CheckpointError, WeightError: the source is no whole training checkpoint, or the models do
             not divide over the layout.
     """
-    found = identify(source_path)
+    found = identify(source_path, Wanted(step, role, whole=True))
     if found.format != "training":
         raise CheckpointError(f"{source_path} is a {found.kind} and not a training checkpoint")
-    _check_target(source_path, target_path, options.overwrite)
+    _check_target(source_path, found, target_path, options.overwrite)
+    if verify:
+        _check_hashes(found)
 
     progress = start("cutting", slice_bytes(found.path, role))
     hidden = target_path.parent / f".{target_path.name}.converting"
@@ -206,12 +235,14 @@ def relayout(
         if verify:
             compared = compare_checkpoints(found.path, hidden)
             notes = [*notes, f"verified: all {compared} tensors are equal bit by bit"]
-        _publish(hidden, target_path)
+        _publish(hidden, target_path, "training")
     except OSError as error:
         raise CheckpointError(f"{target_path} was not written: {error}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    return Report(found.kind, tensors, nbytes, [], notes)
+    reached = read_manifest(found.path).step
+    notes = [*_origin(source_path, found), *notes]
+    return Report(found.path, "training checkpoint", reached, tensors, nbytes, [], notes)
 
 
 def compare(
@@ -260,11 +291,25 @@ def _like(options: SourceOptions, found: Found) -> ModelSpec | None:
     return load_spec(directory, "lm")
 
 
-def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"{source} is not a directory")
-    if target.resolve() == source.resolve() or target.resolve() in source.resolve().parents:
-        raise CheckpointError(f"{target} holds the source; give another directory")
+def _origin(source: Path, found: Found) -> list[str]:
+    """What the user should know of how the model was found in the source."""
+    notes = [f"passed over: {reason}" for reason in found.passed_over]
+    if found.step is not None:
+        notes.append(f"{found.path} is the policy with which the run in {source} ended")
+    return notes
+
+
+def _check_hashes(found: Found) -> None:
+    """Refuse a training checkpoint with a file that is not what was written."""
+    if found.format == "training":
+        manifest = read_manifest(found.path)
+        check_hashes(found.path, manifest, range(len(manifest.files)))
+
+
+def _check_target(source: Path, found: Found, target: Path, overwrite: bool) -> None:
+    for path in (source.resolve(), found.path.resolve()):
+        if target.resolve() == path or target.resolve() in path.parents:
+            raise CheckpointError(f"{target} holds the source; give another directory")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())) and not overwrite:
         raise CheckpointError(f"{target} is there already; give another one, or --overwrite")
 
@@ -277,8 +322,10 @@ def _make_empty(directory: Path) -> None:
         raise CheckpointError(f"cannot write {directory}: {error.strerror or error}") from error
 
 
-def _publish(hidden: Path, target: Path) -> None:
+def _publish(hidden: Path, target: Path, format: Format) -> None:
     """Move a whole result to its place; what was there goes first."""
+    if format == "training":
+        check_name(target, read_manifest(hidden))
     old = target.parent / f".{target.name}.replaced"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

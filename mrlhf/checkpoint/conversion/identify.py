@@ -5,7 +5,6 @@ Nothing but names, headers, indices and manifests is read, and no tensor.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +14,29 @@ from mrlhf.checkpoint.conversion.megatron_arguments import SHAPE_ARGUMENTS
 from mrlhf.checkpoint.conversion.megatron_names import split_names
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, Place, find_place, read_common
 from mrlhf.checkpoint.conversion.model_files import CONFIG_FILE, HuggingFaceSource
+from mrlhf.checkpoint.conversion.run_output import Wanted, choose, models_in
 from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
-from mrlhf.checkpoint.manifest import MANIFEST, check_sizes, checkpoints_in, read_manifest
+from mrlhf.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST,
+    check_sizes,
+    checkpoints_in,
+    read_manifest,
+    size_text,
+)
 from mrlhf.checkpoint.tensor_file import describe_file
 from mrlhf.errors import CheckpointError, MrlhfError
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.boxes import whole
 
-CHECKPOINTS = "checkpoints"
-"""The folder of a run's output directory that holds its checkpoints."""
-
 EXPORT = "hf"
 """The folder of a checkpoint that holds its policy as a Hugging Face model, if it has one."""
 
+_WITHOUT_HASHES = {
+    False: "tensors; --verify reads every one of them",
+    True: "values of tensors, since the format has no hashes",
+}
 _LEGACY = ("mp_rank_00", "mp_rank_00_000")
 
 
@@ -41,12 +49,16 @@ class Found:
         kind: the same in words.
         path: of the checkpoint itself; a run's output directory holds several.
         assets: a directory with the tokenizer, if it is known.
+        step: of the run whose final policy it is.
+        passed_over: why newer checkpoints of the run are not taken.
     """
 
     format: Literal["huggingface", "megatron", "training"]
     kind: str
     path: Path
     assets: Path | None
+    step: int | None = None
+    passed_over: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -62,20 +74,30 @@ class Finding:
     problems: list[str] = field(default_factory=list)
 
 
-def identify(path: Path) -> Found:
+def identify(path: Path, wanted: Wanted | None = None) -> Found:
     """What the directory is, by the files in it.
 
+    Args:
+        path: of the directory.
+        wanted: what is asked for, if it is the output directory of a run; None for its policy.
+
     Raises:
-        CheckpointError: it is nothing that we know.
+        CheckpointError: it is nothing that we know, or does not hold what is wanted.
     """
+    wanted = wanted or Wanted()
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
 
     if (path / MANIFEST).is_file():
         return Found("training", "training checkpoint", path, _run_assets(path))
-    steps = checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)
-    if steps:
-        return Found("training", "output directory of a run", steps[0], _run_assets(steps[0]))
+    choice = choose(path, wanted)
+    if choice is not None and choice.step is not None:
+        kind = "output directory of a finished run"
+        return Found("huggingface", kind, choice.path, choice.path, choice.step)
+    if choice is not None:
+        assets = _run_assets(choice.path)
+        kind = "output directory of a run"
+        return Found("training", kind, choice.path, assets, passed_over=choice.passed_over)
 
     if path.name.lstrip(".").startswith("step_"):
         raise CheckpointError(f"{path} is no whole checkpoint: it has no {MANIFEST}")
@@ -93,9 +115,11 @@ def identify(path: Path) -> Found:
         )
     if (path / CONFIG_FILE).is_file() or any(path.glob("model*.safetensors")):
         return Found("huggingface", "Hugging Face model", path, path)
+    models = models_in(path)
+    hint = f"; the models in it are {', '.join(models)}: give one of these" if models else ""
     raise CheckpointError(
-        f"{path} is no Hugging Face model, training checkpoint, output directory of a run or "
-        f"Megatron-LM checkpoint"
+        f"{path} is no Hugging Face model, training checkpoint, output directory of a run with a "
+        f"checkpoint or an end, or Megatron-LM checkpoint{hint}"
     )
 
 
@@ -112,6 +136,12 @@ def examine(path: Path, every_byte: bool = False) -> Finding:
     found = identify(path)
     finding = Finding()
     finding.facts.append(("what", found.kind))
+    finding.problems.extend(found.passed_over)
+    if found.step is not None:
+        finding.facts.append(("policy", f"{found.path}, of its last step {found.step}"))
+        names = [checkpoint.name for checkpoint in checkpoints_in(path / CHECKPOINTS)]
+        if names:
+            finding.facts.append(("not examined", f"its checkpoints: {', '.join(names)}"))
     describe: dict[str, Callable[[Found, Finding, bool], None]] = {
         "huggingface": _examine_hugging_face,
         "megatron": _examine_megatron,
@@ -128,7 +158,8 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
     source = HuggingFaceSource(found.path)
     try:
         description = source.describe()
-        finding.facts[0] = ("what", description.kind)
+        if found.step is None:
+            finding.facts[0] = ("what", description.kind)
         finding.facts.append(("model", _model(source.spec)))
 
         dtypes = sorted(
@@ -136,12 +167,13 @@ def _examine_hugging_face(found: Found, finding: Finding, every_byte: bool) -> N
         )
         nbytes = sum(form.nbytes for form in source.tensors.values())
         finding.facts.append(
-            ("tensors", f"{len(source.tensors)}, {_size(nbytes)}, {', '.join(dtypes)}")
+            ("tensors", f"{len(source.tensors)}, {size_text(nbytes)}, {', '.join(dtypes)}")
         )
         finding.facts.extend([("not a weight", text) for text in description.left_out])
 
         has_tokenizer = any(found.path.glob("tokenizer*"))
         finding.facts.append(("tokenizer", "beside it" if has_tokenizer else "none"))
+        finding.facts.append(("not verified", _WITHOUT_HASHES[every_byte]))
         for name in source.tensors if every_byte else ():
             source.read(name)
     finally:
@@ -166,7 +198,12 @@ def _examine_training(found: Found, finding: Finding, every_byte: bool) -> None:
     for role in manifest.frozen:
         finding.facts.append((role, "frozen; its files are elsewhere"))
     nbytes = sum(file.nbytes for file in manifest.files)
-    finding.facts.append(("files", f"{len(manifest.files)}, {_size(nbytes)}"))
+    finding.facts.append(("files", f"{len(manifest.files)}, {size_text(nbytes)}"))
+    if not manifest.has_hash:
+        text = f"{MANIFEST}: an earlier version saved it without a hash"
+        finding.facts.append(("not verified", text))
+    if not every_byte:
+        finding.facts.append(("not verified", "hashes; --verify compares those of all files"))
     check_sizes(found.path, manifest)
     for listed in manifest.files if every_byte else ():
         if describe_file(found.path, listed.path) != listed:
@@ -200,11 +237,12 @@ def _examine_megatron(found: Found, finding: Finding, every_byte: bool) -> None:
 
     weights, others = split_names([*reader.tensors, *reader.objects])
     nbytes = sum(reader.tensors[name].nbytes for name in weights if name in reader.tensors)
-    finding.facts.append(("weights", f"{len(weights)} tensors, {_size(nbytes)}"))
+    finding.facts.append(("weights", f"{len(weights)} tensors, {size_text(nbytes)}"))
     finding.facts.extend(
         [("not a weight", f"{count} {kind}") for kind, count in sorted(others.items())]
     )
     finding.problems.extend(reader.problems())
+    finding.facts.append(("not verified", _WITHOUT_HASHES[every_byte]))
     for name in reader.tensors if every_byte and not finding.problems else ():
         reader.read(whole(name, reader.tensors[name].shape))
     reader.close()
@@ -215,8 +253,8 @@ def _run_assets(checkpoint: Path) -> Path | None:
     if (checkpoint / EXPORT).is_dir():
         return checkpoint / EXPORT
     try:
-        config = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+        config = read_manifest(checkpoint).config
+    except CheckpointError:
         return None
     for section, key in (("data", "tokenizer"), ("actor", "path"), ("model", "path")):
         stated = config.get(section, {}).get(key) if isinstance(config, dict) else None
@@ -233,11 +271,3 @@ def _model(spec: ModelSpec) -> str:
         f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}, "
         f"{head}{embeddings}"
     )
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000  # type: ignore[assignment]
-    return f"{nbytes:.4g} TB"

@@ -140,8 +140,8 @@ class MegatronSource:
             place: the checkpoint.
             like: the model; if None, what the checkpoint's arguments describe.
             assets: a directory with the tokenizer, if there is one.
-            vocab_size: rows of the embedding without padding, if `like` does not say.
-            model_type: the family, if `like` does not say.
+            vocab_size: rows of the embedding without padding; if `like` says it too, the same.
+            model_type: the family; if `like` says it too, the same.
 
         Raises:
             CheckpointError: the checkpoint is damaged, lacks a tensor, has an unknown one, or is
@@ -206,6 +206,8 @@ class MegatronSource:
             found = differences(like, arguments or {})
             if found:
                 raise CheckpointError(f"{self._place.folder}: not the given model: {found[0]}")
+            _check_stated("--vocab-size", vocab_size, like.vocab_size)
+            _check_stated("--model-type", model_type, like.family)
             return like
         if arguments is None:
             raise CheckpointError(
@@ -263,3 +265,12 @@ class MegatronSource:
                 del self._parameters[next(iter(self._parameters))]
             self._parameters[known_as] = parameter
         return parameter
+
+
+def _check_stated(option: str, stated: int | str | None, known: int | str) -> None:
+    """Refuse an option that contradicts the model's `config.json`."""
+    if stated not in (None, known):
+        raise CheckpointError(
+            f"{option} {stated} contradicts the config.json of --like or of the folder {ASSETS}, "
+            f"which says {known}; leave the option out, or give another --like"
+        )

@@ -44,14 +44,19 @@ _INV_FREQ = "rotary_emb.inv_freq"
 class HuggingFaceSource:
     """A Hugging Face model: a language model, or a sequence classifier with one label."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, step: int | None = None) -> None:
         """Read `config.json` and the headers of the files.
+
+        Args:
+            directory: of the model.
+            step: training step of its weights, if it is known.
 
         Raises:
             ConfigError: `config.json` is missing, or describes no model that we know.
             WeightError: a tensor is missing, unknown, or of another shape than the model's.
         """
         self._directory = directory
+        self._step = step
         files = find_files(directory)
         self._resources = ExitStack()
         self._handles: dict[Path, StreamedFile] = {}
@@ -82,7 +87,7 @@ class HuggingFaceSource:
     def describe(self) -> Description:
         """What of the directory is not converted."""
         head = "policy" if self.spec.head == "lm" else "critic or reward model"
-        return Description(f"Hugging Face model ({head})", None, self._left_out)
+        return Description(f"Hugging Face model ({head})", self._step, self._left_out)
 
     def close(self) -> None:
         """Close the files."""

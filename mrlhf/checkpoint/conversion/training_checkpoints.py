@@ -201,7 +201,7 @@ def write_training_checkpoint(
         files=(*files, *written),
         models={role: stored},
     )
-    write_bytes(directory, MANIFEST, manifest.to_json().encode())
+    write_bytes(directory, MANIFEST, manifest.to_bytes())
     return [f"it holds the weights of {role} alone: no optimizer state, no state of a run"]
 
 
@@ -257,7 +257,7 @@ def change_layout(
             files += written
 
     copy = replace(manifest, files=tuple(files), models=models)
-    write_bytes(directory, MANIFEST, copy.to_json().encode())
+    write_bytes(directory, MANIFEST, copy.to_bytes())
     tensors = sum(len(models[name].tensors) for name in roles)
     nbytes = sum(file.nbytes for file in files[len(kept) :])
     return tensors, nbytes, [f"cut for {layout.stated}: {', '.join(roles)}"]

@@ -191,8 +191,9 @@ def _members_of(names: Mapping[str, Any]) -> dict[str, list[str]]:
             members[name] = [name]
         else:
             whole, number = stack
-            assert number == len(members.setdefault(whole, [])), f"{name} is out of order"
-            members[whole].append(name)
+            before = members.setdefault(whole, [])
+            assert number == len(before), f"{name} is out of order"
+            before.append(name)
     return members
 
 
