@@ -174,7 +174,9 @@ class WorkerProcess:
 
 
 def _end(popen: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
-    connection.close()
+    # The process ends by itself when it sees one of them closed, and orphans that it has adopted
+    # would then belong to nobody.
     kill_tree(popen.pid)
     popen.wait()
+    connection.close()
     os.close(lifeline)

@@ -5,6 +5,7 @@ some behind, or run code in the trainer.
 import datetime
 import decimal
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -160,10 +161,20 @@ def test_as_many_processes_as_allowed_are_left_alone(load):
     assert all(has_ended(pid) for pid in pids)
 
 
-def test_what_a_function_leaves_behind_ends_with_the_reward(load):
+def test_what_a_function_leaves_behind_ends_with_the_reward(load, monkeypatch):
     reward = load("leaves_some_behind")
     pid = int(score(reward, "1").score)
     assert alive(pid)
+
+    # On a busy machine the worker gets the processor as soon as its connection closes, and ends.
+    worker = reward._process._popen.pid
+    close = socket.socket.close
+
+    def close_and_pause(connection):
+        close(connection)
+        assert has_ended(worker)
+
+    monkeypatch.setattr(socket.socket, "close", close_and_pause)
     reward.close()
     assert has_ended(pid)
 
