@@ -29,7 +29,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 _OUTPUT_BYTES = 4000
 _MAX_MESSAGE_BYTES = 64 * 2**20
 _COUNT_EVERY_S = 0.5
-_END_S = 1.0  # for a process that has closed its connection
+_END_S = 5.0  # for a process that has closed its connection
 # How a library ends a process that gets no memory.
 _OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP)
 

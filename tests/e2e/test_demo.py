@@ -14,7 +14,7 @@ from tests.e2e.exported import greedy_accuracy
 from tests.e2e.programs import read_lines, run_commands, succeed
 from tests.pages import commands_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

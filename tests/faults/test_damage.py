@@ -12,7 +12,6 @@ import pytest
 from tests.faults import settings
 from tests.faults.runs import Sequel, Setting, assert_same_run
 
-pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 WEIGHTS = "actor/rank_00001.safetensors"
