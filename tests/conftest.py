@@ -1,4 +1,7 @@
-"""Makes what several test files need, once for all workers of pytest-xdist."""
+"""Makes what several test files need, once for all workers of pytest-xdist.
+
+Examples of hypothesis are the same in every run, and a slow machine may take its time over them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,15 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "any machine",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("any machine")
 
 Make = Callable[[Path], object]
 

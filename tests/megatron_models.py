@@ -42,7 +42,7 @@ def run_jobs(directory: Path, jobs: list[dict[str, Any]], ranks: int = 1) -> Non
         log = (directory / f"rank_{rank}.log").open("w")
         processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
-    codes = [process.wait(timeout=480) for process in processes]
+    codes = [process.wait() for process in processes]
     logs = [(directory / f"rank_{rank}.log").read_text()[-4000:] for rank in range(ranks)]
     assert codes == [0] * ranks, "\n".join(logs)
 

@@ -30,10 +30,10 @@ import torch.multiprocessing as mp
 
 from tests import preloaded
 
-_LEAVES = 60.0  # seconds in which a rank that is done ends
+_LEAVES = 600.0  # seconds in which a rank that is done ends
 _ASKS = 1.0  # seconds after which it looks whether a rank has been killed
 _BEFORE = 30.0  # seconds before its time is over a rank writes where it is
-_WAITS = timedelta(seconds=300)  # for another rank
+_WAITS = timedelta(seconds=1200)  # for another rank
 
 
 def fork_server() -> BaseContext:
@@ -96,7 +96,7 @@ def _main(
 
 
 def run_ranks(
-    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 600.0
+    world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 3000.0
 ) -> list[Any]:
     """Call the module-level function `body(rank, world_size, *args)` in `world_size` processes.
 

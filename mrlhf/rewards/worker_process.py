@@ -29,7 +29,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 _OUTPUT_BYTES = 4000
 _MAX_MESSAGE_BYTES = 64 * 2**20
 _COUNT_EVERY_S = 0.5
-_END_S = 1.0  # for a process that has closed its connection
+_END_S = 5.0  # for a process that has closed its connection
 # How a library ends a process that gets no memory.
 _OUT_OF_MEMORY = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP)
 
@@ -174,7 +174,9 @@ class WorkerProcess:
 
 
 def _end(popen: subprocess.Popen[bytes], connection: socket.socket, lifeline: int) -> None:
-    connection.close()
+    # The process ends by itself when it sees one of them closed, and orphans that it has adopted
+    # would then belong to nobody.
     kill_tree(popen.pid)
     popen.wait()
+    connection.close()
     os.close(lifeline)

@@ -82,7 +82,7 @@ def case_of(row: Row) -> Case:
 def train_rows(rank: int, world_size: int, root: str, rows: Sequence[Row]) -> dict[str, RowResult]:
     """Train each row, by its name; the weights go to `<root>/<row>/<role>`."""
     torch.set_num_threads(1)
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
     return {name_of(row): _train_row(Path(root), factory, row) for row in rows}
 
 

@@ -262,7 +262,7 @@ class _Watched(PPOTrainer):
 
 def _in_ranks(rank: int, world_size: int, root: str, scenarios: list[Scenario]) -> None:
     torch.set_num_threads(1)
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
     results: dict[str, list[Step] | str] = {}
     for scenario in scenarios:
         try:

@@ -171,7 +171,7 @@ def settings(
     layouts: Mapping[int, Sequence[AxisSizes]] = LAYOUTS,
 ) -> Iterator[Setting]:
     """All layouts of the world size, each with the forms that it allows."""
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
     for sizes in layouts.get(world_size, ()):
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
         for form in forms:

@@ -91,7 +91,7 @@ def _engine(world_size: int) -> ModelEngine:
     )
     spec = FAMILIES["llama"].read_config(config.to_dict(), "lm")
 
-    groups = GroupFactory(timeout_s=120.0).role_groups(
+    groups = GroupFactory(timeout_s=600.0).role_groups(
         ParallelLayout.for_world("actor", world_size, AxisSizes(tp=1, pp=1))
     )
     engine = ModelEngine(ActorSection(path="unused", dtype="float32"), spec, groups, CPU)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,6 +69,5 @@ def _body(rank: int, world_size: int) -> None:
     _exchange(rank)
 
 
-@pytest.mark.timeout(240)
 def test_collectives_deliver_what_each_rank_sent() -> None:
     run_ranks(3, _body)

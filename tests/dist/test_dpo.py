@@ -97,7 +97,7 @@ class Trained:
 def _train_cases(rank: int, world_size: int, root: str) -> dict[str, Trained]:
     """Train each case; the weights go to `<root>/<case>/weights`."""
     torch.set_num_threads(1)
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
     trained = {}
     for number, case in enumerate(CASES):
         # Chunks of few tokens: some hold several pairs, and some pairs fill several.
@@ -168,7 +168,6 @@ def ranks(root: Path) -> list[dict[str, Trained]]:
     return results
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_equals_a_plain_loop(
     root: Path, ranks: list[dict[str, Trained]], case: Case
@@ -207,7 +206,7 @@ def _assert_near(value: Tensor, wanted: Tensor, atol: float, title: str) -> None
 
 def _ask_again(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """Ask for the reference's numbers again and again, as runs that start again do."""
-    run = Run(CPU, rank, world_size, GroupFactory(timeout_s=120.0), Path(root) / "run")
+    run = Run(CPU, rank, world_size, GroupFactory(timeout_s=600.0), Path(root) / "run")
     file = run.output_dir / "reference_logprobs.npz"
     pairs = plain_dpo.make_pairs()
     engines: list[Any] = []

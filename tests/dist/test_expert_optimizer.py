@@ -141,7 +141,7 @@ class Result:
 
 
 def _in_ranks(rank: int, world_size: int) -> dict[tuple[ParallelLayout, str], Result]:
-    factory = GroupFactory(timeout_s=60.0)
+    factory = GroupFactory(timeout_s=600.0)
     results = {}
     for layout in LAYOUTS:
         groups = factory.role_groups(layout)

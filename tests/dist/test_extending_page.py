@@ -141,7 +141,7 @@ def _in_ranks(
 ) -> dict[str, list[dict[str, float]]]:
     """The metrics of both steps of each run; the policy that each ends with is written."""
     torch.set_num_threads(1)
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
 
     metrics = {}
     for name, overrides in _runs(references).items():

@@ -149,7 +149,7 @@ def _fakes(rank: int, factory: GroupFactory) -> dict[str, Any]:
 
 
 def _in_ranks(rank: int, world_size: int) -> dict[str, Any]:
-    return _fakes(rank, GroupFactory(timeout_s=60.0))
+    return _fakes(rank, GroupFactory(timeout_s=600.0))
 
 
 @pytest.fixture(scope="module")

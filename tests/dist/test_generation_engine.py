@@ -52,7 +52,7 @@ def _in_ranks(rank: int, world_size: int) -> tuple[Any, ...]:
     texts = [""] * len(tokens)
     prompts = Prompts(tokens, UIDS, texts, texts, texts, [{} for _ in texts])
 
-    groups = GroupFactory(timeout_s=60.0).engine_groups(
+    groups = GroupFactory(timeout_s=600.0).engine_groups(
         EngineLayout.inside(ParallelLayout(tp=2, pp=1, dp=1), 1)
     )
     resharder: Any = FakeResharder(None, ReshardStats(0, 0, 0, 0.0))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ def _ranks(group: dist.ProcessGroup | None) -> list[int] | None:
 
 
 def _memberships(rank: int, world_size: int) -> dict[str, Any]:
-    factory = GroupFactory(timeout_s=60.0)
+    factory = GroupFactory(timeout_s=600.0)
     actor_layout = ParallelLayout(tp=2, pp=2, dp=1)
     actor = factory.role_groups(actor_layout)
     again = factory.role_groups(ParallelLayout(tp=2, pp=2, dp=1))

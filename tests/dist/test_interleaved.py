@@ -59,7 +59,7 @@ def wanted(root: Path) -> Numbers:
 
 def _compute(rank: int, world_size: int, layouts: list[AxisSizes], root: str) -> dict[str, Numbers]:
     torch.set_num_threads(1)
-    factory = GroupFactory(timeout_s=60.0)
+    factory = GroupFactory(timeout_s=600.0)
     numbers = {}
     for sizes in layouts:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))

@@ -122,7 +122,7 @@ class Outcome:
 
 
 def _in_ranks(rank: int, world_size: int, root: str) -> list[Outcome]:
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
     store = dist.distributed_c10d._get_default_store().clone()
     outcomes = []
     for number, way in enumerate(WAYS):

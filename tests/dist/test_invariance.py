@@ -71,7 +71,7 @@ class Matrix:
 
     def _ranks(self, world_size: int) -> list[dict[str, RowResult]]:
         rows = [row for row in ROWS if row["ranks"] == world_size]
-        return run_ranks(world_size, train_rows, str(self.root), rows, timeout=1800.0)
+        return run_ranks(world_size, train_rows, str(self.root), rows)
 
     def _tables(self, model: str) -> dict[str, Tensor]:
         rollout = load_experience(self.root, Case(model, "token-mean")).rollout
@@ -84,7 +84,6 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(tmp_path_factory.mktemp("invariance"))
 
 
-@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_training_equals_plain_loops(matrix: Matrix, row: Row) -> None:
     name = name_of(row)

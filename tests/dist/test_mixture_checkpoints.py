@@ -85,7 +85,7 @@ def _engine(path: Path, sizes: AxisSizes, distributed: bool, load: bool) -> Mode
         ),
     )
     layout = ParallelLayout.for_world("actor", dist.get_world_size(), sizes)
-    groups = GroupFactory(timeout_s=120.0).role_groups(layout)
+    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     engine = ModelEngine(section, load_spec(path, "lm"), groups, CPU)
     if load:
         engine.load(path, seed=0)

@@ -323,7 +323,7 @@ def _parity(
     if not compiled:
         attention.compiled_attention.is_available = lambda dtype: False  # type: ignore[assignment]
     layout = ParallelLayout.for_world("actor", world_size, sizes)
-    groups = GroupFactory(timeout_s=120.0).role_groups(layout)
+    groups = GroupFactory(timeout_s=600.0).role_groups(layout)
     worst = {}
     for name in _names(sizes):
         spec = load_spec(Path(root) / name, head="scalar" if name == "scalar" else "lm")
@@ -383,7 +383,7 @@ def test_packed_outputs_and_gradients_equal_transformers(
 
 
 def _mixture_parity(rank: int, world_size: int, root: str) -> dict[str, float]:
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
     worst = {}
     for sizes in MIXTURE_LAYOUTS[world_size]:
         groups = factory.role_groups(ParallelLayout.for_world("actor", world_size, sizes))
@@ -444,7 +444,7 @@ def _bfloat16(rank: int, world_size: int, root: str) -> float:
     path = Path(root) / "qwen3-tied"
     spec = load_spec(path, head="lm")
     reference = torch.load(path / "reference.pt")
-    factory = GroupFactory(timeout_s=120.0)
+    factory = GroupFactory(timeout_s=600.0)
 
     groups = factory.role_groups(ParallelLayout(tp=1, pp=world_size, dp=1))
     options: dict[str, Any] = {"device": CPU, "sequence_parallel": True, "recompute": "none"}

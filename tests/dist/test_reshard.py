@@ -421,6 +421,5 @@ def _body(rank: int, world_size: int) -> None:
     _a_rank_that_does_not_come_is_named(rank)
 
 
-@pytest.mark.timeout(600)
 def test_engine_weights_equal_the_training_weights() -> None:
     run_ranks(4, _body)

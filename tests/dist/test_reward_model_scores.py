@@ -93,7 +93,7 @@ def _theirs(path: Path, pad: int | None) -> Tensor:
 def _in_ranks(rank: int, world_size: int, root: str) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     scores = {}
-    factory = GroupFactory(timeout_s=60.0)
+    factory = GroupFactory(timeout_s=600.0)
 
     for tp in (1, world_size):
         groups = factory.role_groups(ParallelLayout(tp=tp, pp=1, dp=world_size // tp))

@@ -34,4 +34,4 @@ def _train_sft(root: Path, data: Path) -> None:
         f"trainer.output_dir={root}/sft",
     ]
     train = ["launch/train_sft.py", "--config", "configs/demo_sft_cpu.yaml", *places]
-    succeed(torchrun(2, train, timeout=900))
+    succeed(torchrun(2, train))

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 3000.0  # a program that takes as long hangs; pytest's own limit is a little longer
 
 
 def run_program(
-    arguments: list[str], timeout: float = 600.0, cwd: Path = ROOT
+    arguments: list[str], timeout: float = LIMIT_S, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program of the project, and capture its output as text."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -34,7 +35,7 @@ def run_commands(
     commands: Sequence[str],
     *more: str,
     cwd: Path = ROOT,
-    timeout: float = 900.0,
+    timeout: float = LIMIT_S,
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run commands of a page as a shell does, up to the first one that fails.
@@ -66,7 +67,7 @@ def run_commands(
 
 
 def torchrun(
-    ranks: int, arguments: list[str], timeout: float = 600.0
+    ranks: int, arguments: list[str], timeout: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run a launcher in `ranks` processes on a free port."""
     return run_program(

@@ -32,7 +32,7 @@ def _save_run(rank: int, world_size: int, root: Path) -> None:
     """What a run with an actor and a critic leaves behind."""
     world = dist.group.WORLD
     assert world is not None
-    groups = GroupFactory(timeout_s=60.0).role_groups(ParallelLayout(tp=1, pp=1, dp=1))
+    groups = GroupFactory(timeout_s=600.0).role_groups(ParallelLayout(tp=1, pp=1, dp=1))
     setting = Setting(root, groups, Form("plain", 1000, False))
     case = Case("qwen2-tied", "token-mean")
     models = {
@@ -45,7 +45,6 @@ def _save_run(rank: int, world_size: int, root: Path) -> None:
         saver.save(Contents(step, False, models, {}))
 
 
-@pytest.mark.timeout(600)
 def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_inputs(tmp_path, models=["qwen2-tied"])
     run_ranks(1, _save_run, tmp_path)

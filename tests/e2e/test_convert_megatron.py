@@ -123,8 +123,6 @@ SAVED: dict[str, dict[str, Any]] = {
 }
 """What Megatron-LM saves: with optimizer or not, layers stacked or not, norms under any name."""
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.programs import torchrun
-
-pytestmark = pytest.mark.timeout(900)
 
 
 def test_an_engine_that_raises_on_one_rank_ends_the_job(start_policy: Path, tmp_path: Path) -> None:
@@ -24,7 +20,7 @@ def test_an_engine_that_raises_on_one_rank_ends_the_job(start_policy: Path, tmp_
     ]
     program = ["-m", "tests.e2e.one_rank_fails", "--config", "configs/demo_cpu.yaml"]
 
-    done = torchrun(4, [*program, *keys], timeout=400)
+    done = torchrun(4, [*program, *keys])
     assert done.returncode != 0
     error = "EngineError: no room for 1 prompts; raise rollout.kv_cache_mb"
     assert f"[rank 1] ERROR mrlhf.run.failures: {error}" in done.stderr

@@ -19,8 +19,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.e2e.programs import ROOT, read_lines, run_commands, run_program, succeed
 from tests.pages import commands_of
 
-pytestmark = pytest.mark.timeout(1200)
-
 RLHF = commands_of("configs/recipes/rlhf_gsm8k/README.md")
 RLVR = commands_of("configs/recipes/rlvr_gsm8k/README.md", r"grpo\.yaml|gsm8k_chat|--dry-run")
 # What the test adds to a command, by the configuration that the command names.

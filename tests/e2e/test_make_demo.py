@@ -23,9 +23,6 @@ from tests.e2e.programs import ROOT, read_terminal
 from tests.pages import commands_of
 from tools.demo import STAGES, Stage, run
 
-pytestmark = pytest.mark.timeout(1000)
-
-
 # This environment stands for the one that `make` would install.
 VARIABLES = [f"VENV={sys.prefix}", "READY=ready", "DEV_READY=dev-ready"]
 
@@ -115,7 +112,7 @@ def _on_a_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
     reader = threading.Thread(target=read_terminal, args=(terminal, screen))
     reader.start()
     try:
-        code = process.wait(900)
+        code = process.wait()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

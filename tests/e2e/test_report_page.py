@@ -12,12 +12,9 @@ from benchmarks.report_run import RunSize, write_run
 from mrlhf.report.write import write_report
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="there is no chromium; apt-get install chromium brings it"
-    ),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no chromium; apt-get install chromium brings it"
+)
 
 SIZE = RunSize(steps=30, samples=8, tokens=40, ranks=4)
 BREAKS_OUT = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>"
@@ -54,7 +51,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 def _watched(page: Any) -> Iterator[Any]:
     problems: list[str] = []
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(600_000)
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
     page.on("console", lambda line: line.type == "error" and problems.append(line.text))

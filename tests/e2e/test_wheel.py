@@ -18,8 +18,6 @@ import pytest
 from tests.e2e.programs import ROOT, read_lines, run_commands, succeed
 from tests.pages import commands_of
 
-pytestmark = pytest.mark.timeout(600)
-
 NOT_SOURCE = shutil.ignore_patterns(
     *(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "build", "runs", "shared")
 )

@@ -18,7 +18,6 @@ from tests.faults.faults import Fault
 from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 

@@ -13,7 +13,6 @@ from mrlhf.checkpoint.manifest import seal
 from tests.faults import settings
 from tests.faults.runs import Sequel, Setting, assert_same_run
 
-pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 WEIGHTS = "actor/rank_00001.safetensors"

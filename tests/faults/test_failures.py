@@ -11,7 +11,6 @@ from tests.faults import faults, settings
 from tests.faults.faults import Fault
 from tests.faults.runs import QUEUE_AGAIN, Sequel, Setting, assert_same_run
 
-pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 

@@ -46,7 +46,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
         CPU,
         rank,
         world_size,
-        GroupFactory(120.0),
+        GroupFactory(600.0),
         directory,
         stops=watcher.stops,
         watcher=watcher,
@@ -56,6 +56,7 @@ def _in_ranks(rank: int, world_size: int, root: str) -> tuple[str, list[str]]:
     try:
         with run:
             timer = run.timer()
+            dist.barrier()  # so that no rank is still on its way when the others stall
             with timer("step"):
                 if rank == 1:
                     with timer("reward"):

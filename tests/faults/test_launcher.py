@@ -16,7 +16,6 @@ from mrlhf.run.elastic import exit_code
 from tests.faults.runs import ROOT
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.timeout(300)
 RANKS = 2
 
 
@@ -179,12 +178,12 @@ def test_two_launchers_end_alike_when_one_gets_signals(tmp_path: Path) -> None:
 
 
 def test_workers_that_do_not_end_are_killed(tmp_path: Path) -> None:
-    process = launch(tmp_path, "never ends", "--stop-timeout", "1", "--max-restarts=2")
+    process = launch(tmp_path, "never ends", "--stop-timeout", "5", "--max-restarts=2")
     wait_for_workers(tmp_path, process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate()
     assert process.returncode == 1
-    assert "have not ended 1 s after the signal" in errors
+    assert "have not ended 5 s after the signal" in errors
     assert notes(tmp_path, 0) == ["started, attempt 0", "SIGTERM"]
 
 

@@ -11,8 +11,6 @@ from tests.faults import faults, settings
 from tests.faults.faults import Fault, wait_for
 from tests.faults.runs import Ended, Sequel
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def messages(ended: Ended) -> list[str]:
     """The errors that the job has said, of all ranks."""

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
-
 from tests.faults import faults, settings
 from tests.faults.faults import Fault
 from tests.faults.runs import (
@@ -26,7 +24,6 @@ from tests.faults.runs import (
 )
 from tests.leftovers import assert_nothing_is_left
 
-pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 

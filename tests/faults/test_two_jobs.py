@@ -18,8 +18,6 @@ import pytest
 from tests.e2e.programs import ROOT, read_lines, succeed, torchrun
 from tests.tiny_task import write_tiny_task
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -77,9 +75,8 @@ def _kill_all(job: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_for(condition: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) -> None:
-    limit = time.monotonic() + 240
     while not condition():
-        assert job.poll() is None and time.monotonic() < limit, log.read_text()
+        assert job.poll() is None, log.read_text()
         time.sleep(0.05)
 
 
@@ -117,7 +114,7 @@ def test_a_second_job_waits_for_the_first_ones_end(
     owner = _owner(run)
     assert owner["pid"] != before["pid"] and not owner["released"]
 
-    refused = torchrun(2, _arguments(data, run, 2), timeout=240)
+    refused = torchrun(2, _arguments(data, run, 2))
     assert refused.returncode != 0
     message = f"{run} is in use by process {owner['pid']} on host {owner['host']}"
     assert refused.stderr.count(" ERROR mrlhf.run.failures: ConfigError: ") == 1
@@ -127,7 +124,7 @@ def test_a_second_job_waits_for_the_first_ones_end(
 
     # All of the first job dies at once, and a third job begins the run anew.
     _kill_all(first_job)
-    output = succeed(torchrun(2, _arguments(data, run, 2), timeout=240))
+    output = succeed(torchrun(2, _arguments(data, run, 2)))
     assert "is dead, so it is taken" in output
     assert "metrics are kept in metrics.before_2.jsonl" in output
     assert "trainer.total_steps; the earlier is config.1.yaml" in output
@@ -138,7 +135,7 @@ def test_a_second_job_waits_for_the_first_ones_end(
 
     # A finished run stays as it is.
     summary = (run / "summary.json").read_bytes()
-    refused = torchrun(1, _arguments(data, run, 2), timeout=240)
+    refused = torchrun(1, _arguments(data, run, 2))
     assert refused.returncode != 0
     assert "holds a finished run" in refused.stderr
     assert "trainer.overwrite=true deletes it" in refused.stderr

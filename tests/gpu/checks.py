@@ -80,7 +80,7 @@ def prepared(kind: str, root: Path) -> Iterator[Place]:
     try:
         role_runs.save_inputs(root)
         layout = ParallelLayout.for_world("actor", 1, AxisSizes(tp=1, pp=1))
-        groups = GroupFactory(timeout_s=120.0).role_groups(layout)
+        groups = GroupFactory(timeout_s=600.0).role_groups(layout)
         yield Place(Setting(root, groups, MANY_PACKS, device), root / "work")
     finally:
         dist.destroy_process_group()

@@ -21,6 +21,7 @@ from tests.slurm.packages import need
 NODES = ("n1", "n2")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "setpriv")
+LIMIT_S = 1200.0  # Slurm on a busy machine is slow, and what takes longer hangs
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -67,7 +68,7 @@ class Cluster:
         for name in reversed(self._daemons):
             self._daemons[name].terminate()
         for daemon in self._daemons.values():
-            daemon.wait(timeout=60)
+            daemon.wait(timeout=LIMIT_S)
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a command of Slurm, or one that calls Slurm."""
@@ -76,7 +77,7 @@ class Cluster:
             env={**self.environment, **variables},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
 
     def submit(self, *command: str, **variables: str) -> str:
@@ -91,13 +92,13 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
 
-    def wait_until_ended(self, job: str, timeout_s: float = 600.0) -> dict[str, str]:
+    def wait_until_ended(self, job: str) -> dict[str, str]:
         """Wait for the end of a job, and say what became of it."""
 
         def ended() -> bool:
             return self._show_started(job)["JobState"] in ENDED
 
-        self.wait(ended, f"job {job} to end", timeout_s)
+        self.wait(ended, f"job {job} to end")
         return self.show(job)
 
     def wait_for_restart(self, job: str, number: int) -> None:
@@ -106,9 +107,7 @@ class Cluster:
             job, lambda: int(self.show(job)["Restarts"]) == number, f"restart {number}"
         )
 
-    def wait_in_job(
-        self, job: str, condition: Callable[[], bool], what: str, timeout_s: float = 240.0
-    ) -> None:
+    def wait_in_job(self, job: str, condition: Callable[[], bool], what: str) -> None:
         """Wait for something that a job does before it ends."""
 
         def fulfilled() -> bool:
@@ -121,7 +120,7 @@ class Cluster:
             )
             return False
 
-        self.wait(fulfilled, what, timeout_s)
+        self.wait(fulfilled, what)
 
     def _show_started(self, job: str) -> dict[str, str]:
         """What Slurm says of a job; one that was put back starts soon, not after two minutes.
@@ -147,7 +146,7 @@ class Cluster:
         """
         daemon = self._daemons.pop(node)
         daemon.kill()
-        daemon.wait(timeout=60)
+        daemon.wait(timeout=LIMIT_S)
 
         processes = self._processes_on(node)
         if silently:
@@ -166,9 +165,9 @@ class Cluster:
                 found.append(process)
         return found
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Ask again and again until the condition holds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LIMIT_S
         while not condition():
             for name, daemon in self._daemons.items():
                 if daemon.poll() is not None:
@@ -177,7 +176,7 @@ class Cluster:
             if time.monotonic() > deadline:
                 state = self.run("sinfo", "--Node", "--long").stdout
                 queue = self.run("squeue", "--long").stdout
-                raise AssertionError(f"waited {timeout_s:g} s for {what}\n{state}\n{queue}")
+                raise AssertionError(f"waited {LIMIT_S:g} s for {what}\n{state}\n{queue}")
             time.sleep(0.2)
 
     def _start_munge(self) -> None:

@@ -16,7 +16,7 @@ from tests.slurm.packages import Unavailable
 from tests.slurm.tiny_runs import Gate, records
 from tests.slurm.two_hosts import ADDRESSES, INTERFACE, command_on, two_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 OVER_THE_NETWORK = "ranks [0, 1] share no memory"
 
 
@@ -59,7 +59,7 @@ def test_numbers_are_those_of_one_machine(undisturbed: Path, inputs: Path, tmp_p
             try:
                 for number, host in enumerate(hosts):
                     agents.append(start(host, number, arguments, output))
-                logs = [agent.communicate(timeout=480)[0] for agent in agents]
+                logs = [agent.communicate()[0] for agent in agents]
             finally:
                 for agent in agents:
                     agent.kill()

@@ -85,7 +85,7 @@ def test_the_critic_may_have_a_lambda_of_its_own():
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 1.0)])
 @given(batch=masked_batches())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_gae_equals_the_double_sum_under_any_mask(batch, gamma, lam):
     rewards = batch.rewards
     values = batch.values
@@ -299,7 +299,7 @@ def _by_name(name, batch):
 
 @pytest.mark.parametrize("name", get_args(AdvantageEstimator))
 @given(batch=masked_batches(smallest_group=2))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_order_numbering_and_padding_change_nothing(name, batch):
     advantages, returns = _by_name(name, batch)
     assert advantages[~batch.mask].abs().sum() == returns[~batch.mask].abs().sum() == 0

@@ -21,7 +21,7 @@ def names_of_attempt(store: dist.Store, order: list[int]) -> list[str]:
 
     def find(rank: int) -> None:
         launch = Launch(rank, WORLD_SIZE, rank)
-        names[rank] = _name_attempt(store, launch, timeout_s=30.0, look=None)
+        names[rank] = _name_attempt(store, launch, timeout_s=600.0, look=None)
 
     threads = [threading.Thread(target=find, args=[rank]) for rank in order]
     for thread in threads:

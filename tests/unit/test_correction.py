@@ -313,7 +313,7 @@ CRITERIA = st.sampled_from(STATISTICS).flatmap(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),
@@ -346,7 +346,7 @@ def test_each_statistic_parts_a_random_batch(statistic):
     assert 10 < kept.sum() < mask.sum() - 10  # the example has both
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),
@@ -370,7 +370,7 @@ def test_weights_equal_the_slow_loop(mask, seed, scale, correction):
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),

@@ -329,7 +329,7 @@ def _slow_weights(rows, correction):
     }
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),
@@ -402,7 +402,7 @@ def _slow_criterion(rows, criterion):
 
 
 @pytest.mark.parametrize("statistic", get_args(Statistic))
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(mask=masks(), seed=st.integers(0, 1000))
 def test_metrics_of_each_criterion_equal_the_slow_loop(statistic, mask, seed):
     log_ratio = torch.randn(

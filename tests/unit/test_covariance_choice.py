@@ -53,7 +53,7 @@ def test_no_gradient_flows_into_the_choice():
     ).requires_grad
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),

@@ -55,6 +55,7 @@ def sleeps(data_source, solution_str, ground_truth, extra_info):
     time.sleep(1000)
 
 def hangs_in_c(data_source, solution_str, ground_truth, extra_info):
+    print("begun")
     return re.match("(a+)+$", "a" * 64 + "b")  # holds the interpreter's lock throughout
 
 def ignores_signals(data_source, solution_str, ground_truth, extra_info):
@@ -231,7 +232,6 @@ def test_an_exception_names_function_file_row_and_cause(load, file):
     assert reward.score(inputs("3", "4", "5")) == [Scored(1.0, {})] * 3
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["loops", "sleeps", "hangs_in_c", "ignores_signals"])
 def test_a_hang_is_stopped_in_time(load, name):
     reward = load(name, timeout_s=0.5)
@@ -243,18 +243,16 @@ def test_a_hang_is_stopped_in_time(load, name):
     assert time.monotonic() - started >= 0.5
 
 
-@pytest.mark.timeout(200)
 def test_serves_again_after_a_hang_and_names_the_row_that_hung(load):
-    reward = load("loops", timeout_s=3.0)
+    reward = load("loops", timeout_s=5.0)
     with pytest.raises(RewardError, match="solution '7'"):
         reward.score(inputs("1", "2", "7", "3"))
     assert reward.score(inputs("1", "2")) == [Scored(1.0, {})] * 2
 
 
 @needs_proc
-@pytest.mark.timeout(200)
 def test_a_stopped_function_takes_its_children_with_it(load):
-    reward = load("starts_a_child", timeout_s=3.0)
+    reward = load("starts_a_child", timeout_s=5.0)
     with pytest.raises(RewardError, match=r"it printed: imported \| child \d+") as raised:
         reward.score(inputs("7"))
     assert wait_for_end(int(str(raised.value).split()[-1]))
@@ -408,6 +406,11 @@ def test_user_files_import_their_neighbours_and_our_rules(tmp_path):
     reward.close()
 
 
+BEGIN_A_CALL = """
+reward._process.send([("d", "7", "7", {})])
+while b"begun" not in os.pread(reward._process._output.fileno(), 1000, 0):
+    time.sleep(0.01)
+"""
 TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
@@ -421,13 +424,12 @@ print(reward._process._popen.pid, flush=True)
 
 
 @needs_proc
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("end", ["returns", "raises", "killed idle", "killed in a call"])
 def test_no_process_outlives_the_trainer(file, end, tmp_path):
     """A trainer script without `if __name__`, which ends in every way there is."""
     before = ""
     if end == "killed in a call":
-        before = "reward._process.send([('d', '7', '7', {})]); time.sleep(0.2)"
+        before = BEGIN_A_CALL
     then = {"returns": "", "raises": "raise SystemExit(1)"}.get(end, "time.sleep(1000)")
 
     script = tmp_path / "trainer.py"

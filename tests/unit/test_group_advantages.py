@@ -234,7 +234,7 @@ def _slow_gpg(batch, row):
 
 
 @given(batch=masked_batches())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_equal_the_slow_loops_under_any_mask(batch):
     rewards = batch.rewards
     mask = batch.mask
@@ -258,7 +258,7 @@ def test_equal_the_slow_loops_under_any_mask(batch):
 
 
 @given(batch=masked_batches(smallest_group=2))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_grpo_passk_equals_the_slow_loop(batch):
     leads = [_slow_lead(batch, row) for row in range(len(batch.prompt_groups))]
     divided = [lead / (_slow_std(batch, row) + 1e-6) for row, lead in enumerate(leads)]
@@ -275,7 +275,7 @@ def test_grpo_passk_equals_the_slow_loop(batch):
 
 
 @given(batch=masked_batches())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_reinforce_plus_plus_and_remax_equal_the_slow_loops(batch):
     discounted, to_go, less_greedy = (torch.zeros_like(batch.rewards) for _ in range(3))
     for row in range(len(batch.mask)):
@@ -292,7 +292,7 @@ def test_reinforce_plus_plus_and_remax_equal_the_slow_loops(batch):
 
 
 @given(batch=masked_batches(row_kinds=("one token", "full")))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 def test_a_shift_of_a_groups_scores_changes_nothing_and_the_advantages_of_a_group_sum_to_0(batch):
     alone = torch.tensor(
         [len(_members(batch, row)) == 1 for row in range(len(batch.prompt_groups))]

@@ -38,7 +38,6 @@ rank.wait()
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_a_process_ends_with_its_launcher(when: str, tmp_path: Path) -> None:
     note = tmp_path / "note"

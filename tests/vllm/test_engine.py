@@ -36,7 +36,7 @@ from tests.vllm.models import (
     spec_of,
 )
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = needs_vllm
 
 LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, seed=0)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,7 +19,7 @@ from tests.engine_models import answer
 from tests.ranks import run_ranks
 from tests.vllm.models import fill, hf_greedy, hf_model, make_prompts, needs_vllm, spec_of
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = needs_vllm
 LIMITS = EngineLimits(max_num_seqs=8, max_length=128, max_prefill_tokens=64)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0)
 LONG_PROMPTS = make_prompts(count=3, length=70)  # more than a block each

@@ -33,7 +33,7 @@ from tests.vllm.models import (
     tensors_of,
 )
 
-pytestmark = [needs_vllm, pytest.mark.timeout(900)]
+pytestmark = needs_vllm
 
 LIMITS = EngineLimits(max_num_seqs=8, max_length=64, max_prefill_tokens=64)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0)
@@ -57,7 +57,7 @@ WHOLE: list[Case] = [
 
 
 def _body(rank: int, world_size: int, cases: list[Case]) -> list[list[tuple[int, ...]]]:
-    factory = GroupFactory(timeout_s=100.0)
+    factory = GroupFactory(timeout_s=600.0)
     drawn = []
 
     for name, sizes, engine_tp in cases:
