@@ -25,6 +25,7 @@ from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.errors import MrlhfError
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.terminal import ByteBars
+from mrlhf.version import add_version_option
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,6 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "source is found out. The result appears when it is whole.",
         epilog="Exit code 0: done, 1: --inspect found something wrong, 2: bad input.",
     )
+    add_version_option(parser)
     parser.add_argument(
         "source",
         type=Path,

@@ -15,6 +15,7 @@ from pathlib import Path
 from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
 from mrlhf.data.gsm8k import SOURCES, write_chat_gsm8k, write_gsm8k
 from mrlhf.errors import MrlhfError
+from mrlhf.version import add_version_option
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -22,6 +23,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Write data files and a tokenizer for the shipped examples."
     )
+    add_version_option(parser)
     tasks = parser.add_subparsers(dest="task", required=True)
 
     arithmetic = tasks.add_parser(
