@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
-from mrlhf.data.gsm8k import SOURCES, write_chat_gsm8k, write_gsm8k
+from mrlhf.data.gsm8k import SOLUTIONS, SOURCES, write_chat_gsm8k, write_gsm8k
 from mrlhf.errors import MrlhfError
 from mrlhf.version import add_version_option
 
@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parse(arguments))
     task = options.pop("task")
     out = options.pop("out")
+    source = options.get("source")
 
     try:
         if task == "arithmetic":
@@ -111,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for name, count in counts.items():
         print(f"{out / name}: {count} rows")
+    if task == "gsm8k" and "preferences.jsonl" not in counts:
+        print(f"no preference pairs: there is no preferences.jsonl or {SOLUTIONS} in {source}")
     if task != "gsm8k_chat":
         print(f"{out / 'tokenizer'}: tokenizer")
     return 0
