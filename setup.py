@@ -2,11 +2,14 @@
 a GPU.
 """
 
+import runpy
 import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
 
 
 class BuildWithShippedFiles(build_py):
@@ -17,21 +20,28 @@ class BuildWithShippedFiles(build_py):
         super().run()
         if self.editable_mode:
             return
-        root = Path(__file__).parent
         shipped = Path(self.build_lib) / "mrlhf" / "shipped"
         shutil.rmtree(shipped, ignore_errors=True)
-        for name in ("configs", "launch"):
+        for name in ("configs", "docs", "launch"):
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(root / name, shipped / name, ignore=ignored)
+            shutil.copytree(ROOT / name, shipped / name, ignore=ignored)
 
 
 setup(
     name="mrlhf",
-    version="0.8.0",
+    version=runpy.run_path(str(ROOT / "mrlhf" / "version.py"))["__version__"],
     description="RLHF for language models on Megatron-style model parallelism, by plain torchrun",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    keywords=["rlhf", "ppo", "grpo", "dpo", "reward model", "megatron", "torchrun"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["mrlhf", "mrlhf.*"]),
     package_data={

@@ -8,6 +8,7 @@ All modules that use megatron are inside the package.
 import mrlhf.run.leaving  # noqa: F401 (before torch, which takes seconds: it notes the launcher)
 from mrlhf.device import ask_for_huge_pages
 from mrlhf.stand_ins import install_cpu_stand_ins
+from mrlhf.version import __version__ as __version__
 
 ask_for_huge_pages()
 install_cpu_stand_ins()

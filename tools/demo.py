@@ -6,6 +6,7 @@ Usage: python tools/demo.py
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -37,7 +38,7 @@ class Stage:
 
 STAGES = (
     Stage(
-        'making sums, such as "37+48=" -> "85", and answers of which a part is wrong',
+        'making sums, such as "37+48=" -> "85", and answers, some of them wrong',
         f"python tools/prepare_data.py arithmetic --out {OUTPUT}/data",
     ),
     Stage(
@@ -95,6 +96,10 @@ def tell_result(console: Console) -> None:
         style="bold green",
     )
     console.print(f"open     {OUTPUT}/report.html in a browser: curves, answers, where time went")
+    activate = Path(sys.prefix, "bin", "activate")
+    if activate.is_file():
+        shown = os.path.relpath(activate)
+        console.print(f"go on    source {shown}, then the commands of README.md work")
     console.print("read     docs/step.md: what happens in a step")
     console.print("         docs/your_own_task.md: a task of your own")
 

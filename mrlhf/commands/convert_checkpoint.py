@@ -26,6 +26,7 @@ from mrlhf.checkpoint.conversion.run_output import Wanted
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.terminal import ByteBars
+from mrlhf.version import add_version_option
 
 _FILE_MB = 5000
 # In which conversions an option is looked at; in all where it is not named.
@@ -60,6 +61,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "source is found out. The result appears when it is whole.",
         epilog="Exit code 0: done, 1: --inspect found something wrong, 2: bad input.",
     )
+    add_version_option(parser)
     parser.add_argument(
         "source",
         type=Path,

@@ -1,9 +1,10 @@
-"""Copies the shipped configurations and launch scripts into a directory.
+"""Copies the shipped configurations, pages and launch scripts into a directory.
 
 Usage: mrlhf-init [--out DIR]
 
-The commands of the documentation name these files relative to the working directory, and the
-configurations name each other's results so. It does not know what is in the files.
+The commands of the pages name these files relative to the working directory, the configurations
+name each other's results so, and alarms name sections of the pages so. It does not know what is in
+the files.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mrlhf
+from mrlhf.version import add_version_option
 
-FOLDERS = ("configs", "launch")
+FOLDERS = ("configs", "docs", "launch")
 
 
 def shipped() -> Path:
@@ -29,9 +31,10 @@ def shipped() -> Path:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=f"Copy the shipped {' and '.join(f'{name}/' for name in FOLDERS)}, so that you "
-        "can run and change them."
+        description="Copy the shipped configurations, launch scripts and pages, so that you can "
+        "read, run and change them."
     )
+    add_version_option(parser)
     parser.add_argument(
         "--out",
         type=Path,

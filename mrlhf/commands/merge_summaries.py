@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mrlhf.errors import MrlhfError
 from mrlhf.run.summary import combine_summaries
+from mrlhf.version import add_version_option
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -20,6 +21,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Merge the summary.json of several runs; the later run wins a name."
     )
+    add_version_option(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the merged summary.json goes"
     )

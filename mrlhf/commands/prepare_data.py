@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
-from mrlhf.data.gsm8k import SOURCES, write_chat_gsm8k, write_gsm8k
+from mrlhf.data.gsm8k import SOLUTIONS, SOURCES, write_chat_gsm8k, write_gsm8k
 from mrlhf.errors import MrlhfError
+from mrlhf.version import add_version_option
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -22,6 +23,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Write data files and a tokenizer for the shipped examples."
     )
+    add_version_option(parser)
     tasks = parser.add_subparsers(dest="task", required=True)
 
     arithmetic = tasks.add_parser(
@@ -92,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parse(arguments))
     task = options.pop("task")
     out = options.pop("out")
+    source = options.get("source")
 
     try:
         if task == "arithmetic":
@@ -109,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for name, count in counts.items():
         print(f"{out / name}: {count} rows")
+    if task == "gsm8k" and "preferences.jsonl" not in counts:
+        print(f"no preference pairs: there is no preferences.jsonl or {SOLUTIONS} in {source}")
     if task != "gsm8k_chat":
         print(f"{out / 'tokenizer'}: tokenizer")
     return 0

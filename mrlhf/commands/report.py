@@ -13,6 +13,7 @@ from pathlib import Path
 from mrlhf.errors import MrlhfError
 from mrlhf.report.write import write_report
 from mrlhf.run.directory import REPORT
+from mrlhf.version import add_version_option
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -21,6 +22,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Write one HTML file with the curves, rollouts and phases of runs. It needs no "
         "network and no server: open it in a browser."
     )
+    add_version_option(parser)
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN_DIR", help="output directory of a run"
     )

@@ -1,4 +1,5 @@
-"""The command line of the four launchers: --config, key.path=value, --quiet, --dry-run, --help.
+"""The command line of the four launchers: --config, key.path=value, --quiet, --dry-run, --help,
+--version.
 
 It turns arguments into a configuration, and starts nothing.
 """
@@ -14,6 +15,7 @@ from mrlhf.config.load import load_config
 from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
+from mrlhf.version import add_version_option
 
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
@@ -39,7 +41,7 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
 
     Raises:
         ConfigError: bad configuration, one line a mistake.
-        SystemExit: --help, or an option that does not exist.
+        SystemExit: --help, --version, or an option that does not exist.
     """
     parser = argparse.ArgumentParser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,6 +50,7 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
         allow_abbrev=False,
     )
+    add_version_option(parser)
     parser.add_argument(
         "--config",
         action="append",

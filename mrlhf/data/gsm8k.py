@@ -1,12 +1,14 @@
 """Converts the published GSM8K maths problems for supervised, RL and preference training.
 
 It reads the jsonl files of openai/grade-school-math and the parquet files of openai/gsm8k on the
-Hugging Face hub. It does not know how answers are scored.
+Hugging Face hub. Preference pairs come from solutions that models wrote, which the former has. It
+does not know how answers are scored.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,11 @@ SOURCES = (
     "openai/grade-school-math (jsonl) or the data set openai/gsm8k on the Hugging Face hub "
     "(parquet)"
 )
+
+# openai/grade-school-math has a solution by each of these models to each test problem.
+SOLUTIONS = "example_model_solutions.jsonl"
+_MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+_SOLUTIONS_OF_A_SIDE = 2
 
 _REQUEST = 'Let\'s think step by step and output the final answer after "####".'
 _PREFERENCE_ENDING = re.compile(r"(?<![^\n])A: (?=[^\n]*\Z)")
@@ -46,9 +53,9 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
 
     - sft.jsonl: the prompt and the worked solution of each training problem.
     - rl_train.jsonl, rl_test.jsonl: the prompt and the final number of each problem.
-    - preferences.jsonl, if `source` has preference pairs: the prompts have the same form. A last
-      line "A: 18" of a solution becomes "#### 18", so that a reward model is trained on the form
-      that the policy writes.
+    - preferences.jsonl, if `source` has preferences.jsonl, or solutions by models from which pairs
+      are made: the prompts have the same form. A last line "A: 18" of a solution becomes
+      "#### 18", so that a reward model is trained on the form that the policy writes.
     - rl_test_unseen.jsonl, together with preferences.jsonl: the rows of rl_test.jsonl whose
       problem has no preference pair. The pairs are about test problems, so use these rows to
       evaluate a policy that was trained against such a reward model.
@@ -72,9 +79,8 @@ def write_gsm8k(source: Path, out_dir: Path, *, vocab_size: int) -> dict[str, in
         "rl_test.jsonl": [_rl_row(row, "test", i) for i, row in enumerate(test)],
     }
 
-    preferences = source / "preferences.jsonl"
-    if preferences.is_file():
-        pairs = [_preference_row(row) for row in read_rows([preferences])]
+    pairs = _read_pairs(source, {row.text("question") for row in test})
+    if pairs:
         seen = {pair["prompt"] for pair in pairs}
         tables["preferences.jsonl"] = pairs
         tables["rl_test_unseen.jsonl"] = [
@@ -134,11 +140,47 @@ def _rl_row(row: Row, split: str, index: int) -> dict[str, Any]:
     }
 
 
-def _preference_row(row: Row) -> dict[str, str]:
+def _read_pairs(source: Path, test_questions: Set[str]) -> list[dict[str, str]]:
+    """Preference pairs; none if `source` has nothing of which they can be made."""
+    preferences = source / "preferences.jsonl"
+    if preferences.is_file():
+        return [
+            _preference_row(row.text("prompt"), row.text("chosen"), row.text("rejected"))
+            for row in read_rows([preferences])
+        ]
+
+    solutions = source / SOLUTIONS
+    if not solutions.is_file():
+        return []
+    rows = [row for row in read_rows([solutions]) if row.text("question") in test_questions]
+    return [pair for row in rows for pair in _compared_solutions(row)]
+
+
+def _compared_solutions(row: Row) -> list[dict[str, str]]:
+    """Pairs of a right and a wrong solution to one problem, of at most two of each."""
+    right: list[str] = []
+    wrong: list[str] = []
+    for model in _MODELS:
+        solution = row.require(model)
+        try:
+            (right if solution["is_correct"] else wrong).append(solution["solution"])
+        except (KeyError, TypeError):
+            raise DataError(
+                f'{row.where}: {model!r} must be {{"solution": text, "is_correct": true or false}}'
+            ) from None
+
+    return [
+        _preference_row(row.text("question"), chosen, rejected)
+        for chosen in right[:_SOLUTIONS_OF_A_SIDE]
+        for rejected in wrong[:_SOLUTIONS_OF_A_SIDE]
+    ]
+
+
+def _preference_row(prompt: str, chosen: str, rejected: str) -> dict[str, str]:
     return {
-        "prompt": format_prompt(row.text("prompt")),
-        "chosen": _preference_solution(row.text("chosen")),
-        "rejected": _preference_solution(row.text("rejected")),
+        "prompt": format_prompt(prompt),
+        "chosen": _preference_solution(chosen),
+        "rejected": _preference_solution(rejected),
     }
 
 

@@ -22,7 +22,8 @@ def require_engine(engine: str) -> None:
     if engine != "vllm":
         return
     remedy = (
-        "run 'make vllm' (CPU) or pip install 'mrlhf[vllm]' (CUDA), or set rollout.engine=native"
+        f"run 'make vllm' (CPU) or pip install 'vllm=={VLLM}.*' (CUDA), or set "
+        "rollout.engine=native"
     )
     module = importlib.util.find_spec("vllm")
     if module is None or module.origin is None:  # a folder of that name is not the package

@@ -26,10 +26,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import get_args_parser, run
 
 from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
 from mrlhf.run.watcher import HELD_SIGNALS
+from mrlhf.version import add_version_option
 
 logger = logging.getLogger(__name__)
 _TORCHRUN = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -195,7 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     launcher_api.LocalElasticAgent = functools.partial(  # type: ignore[misc,assignment]
         ForwardingAgent, stop_timeout_s=stop_timeout_s, signals=signals
     )
-    options = parse_args(arguments)
+    parser = get_args_parser()
+    add_version_option(parser)
+    options = parser.parse_args(arguments)
     try:
         run(options)
     except ChildFailedError as error:

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the two commands of the README leave, in another directory."""
+    """What the two commands of docs/models.md leave, in another directory."""
     root = tmp_path_factory.mktemp("demo_moe")
     places = [
         f"data.train_files={demo_data}/sft.jsonl",
         f"data.tokenizer={demo_data}/tokenizer",
         f"trainer.output_dir={root}/sft",
     ]
-    train = commands_of("README.md", r"configs/demo_moe_sft_cpu.yaml$")
+    train = commands_of("docs/models.md", r"configs/demo_moe_sft_cpu.yaml$")
     logs = {"sft": succeed(run_commands(train, *places))}
 
     places = [
@@ -34,7 +34,7 @@ def demo(demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         f"data.test_files={demo_data}/held_out.jsonl",
         f"trainer.output_dir={root}",
     ]
-    train = commands_of("README.md", r"configs/demo_moe_cpu.yaml$")
+    train = commands_of("docs/models.md", r"configs/demo_moe_cpu.yaml$")
     logs["ppo"] = succeed(run_commands(train, *places))
     summary = json.loads((root / "summary.json").read_text())
     return {"root": root, "logs": logs, "summary": summary}

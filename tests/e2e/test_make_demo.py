@@ -74,6 +74,7 @@ def test_it_is_short_and_shows_what_it_does(demo: Demo) -> None:
     assert re.search(r"[01]/2 steps", plain)
     assert re.search("generating|validating|updating the policy", plain)
     assert re.search(r"learned: \d+% -> \d+% right answers", plain)
+    assert re.search(r"go on +source \S+/bin/activate, then the commands of README.md", plain)
     # Two steps teach nothing, and the run says so.
     lines = [line for line in plain.splitlines() if "alarm" not in line]
     assert not [line for line in lines if re.search("WARNING|INFO|Warning", line)]

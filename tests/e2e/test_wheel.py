@@ -63,6 +63,7 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
     for folder, inside in (
         ("mrlhf", ""),
         ("configs", "mrlhf/shipped"),
+        ("docs", "mrlhf/shipped"),
         ("launch", "mrlhf/shipped"),
     ):
         for path in (ROOT / folder).rglob("*"):
@@ -84,7 +85,7 @@ def test_its_commands_run_from_an_empty_directory(installed: Path, tmp_path: Pat
 
     prepare = commands_of("README.md", r"^mrlhf-(init|prepare-data)")
     said = _run(installed, prepare, cwd=tmp_path)
-    assert said.startswith("configs\nlaunch\nruns/demo/data/sft.jsonl: ")
+    assert said.startswith("configs\ndocs\nlaunch\nruns/demo/data/sft.jsonl: ")
     assert os.access(tmp_path / "launch/slurm/train_ppo.sbatch", os.R_OK)
 
     sft = commands_of("README.md", r"--no-python .*mrlhf-train-sft")

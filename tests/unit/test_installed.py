@@ -14,7 +14,7 @@ def test_absent_vllm_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,
-        match=r"vllm, which is not installed; run 'make vllm' .*pip install 'mrlhf\[vllm\]'",
+        match=r"vllm, which is not installed; run 'make vllm' .*pip install 'vllm==0\.32\.\*'",
     ):
         require_engine("vllm")
     require_engine("native")

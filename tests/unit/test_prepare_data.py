@@ -208,6 +208,56 @@ def test_gsm8k_preferences(tmp_path):
     assert len(pairs) == 1
 
 
+def test_gsm8k_pairs_are_made_of_the_published_solutions(tmp_path, capsys):
+    source = gsm8k_source(tmp_path / "in", "jsonl")
+    command = ["gsm8k", "--source", str(source), "--out", str(tmp_path / "out")]
+    command += ["--vocab-size", "320"]
+    solutions = source / "example_model_solutions.jsonl"
+
+    def write(*rows):
+        models = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+        with solutions.open("w") as file:
+            for question, marks in rows:
+                each = {
+                    model: {"solution": f"I am {model}.\nA: 1", "is_correct": mark == "r"}
+                    for model, mark in zip(models, marks, strict=True)
+                }
+                file.write(json.dumps({"question": question, "ground_truth": "A: 1", **each}))
+                file.write("\n")
+
+    tested = [problem["question"] for problem in PROBLEMS[30:]]
+    train = PROBLEMS[0]["question"]
+    write((tested[0], "wrrw"), (tested[1], "rrrw"), (tested[2], "wwww"), (train, "wrrw"))
+    assert main(command) == 0
+    assert "no preference pairs" not in capsys.readouterr().out
+
+    pairs = read(tmp_path / "out" / "preferences.jsonl")
+    form = re.compile(r"I am (\w+)\.\n#### 1")
+    compared = [
+        tuple(form.fullmatch(pair[side])[1] for side in ("chosen", "rejected")) for pair in pairs
+    ]
+    assert compared == [
+        ("6b_verification", "6b_finetuning"),
+        ("6b_verification", "175b_verification"),
+        ("175b_finetuning", "6b_finetuning"),
+        ("175b_finetuning", "175b_verification"),
+        ("6b_finetuning", "175b_verification"),
+        ("6b_verification", "175b_verification"),
+    ]
+    everything = [row["prompt"] for row in read(tmp_path / "out" / "rl_test.jsonl")]
+    assert [pair["prompt"] for pair in pairs] == [everything[0]] * 4 + [everything[1]] * 2
+    assert read(tmp_path / "out" / "rl_test_unseen.jsonl")[0]["prompt"] == everything[2]
+
+    solutions.write_text(json.dumps({"question": tested[0], "6b_finetuning": "A: 1"}) + "\n")
+    assert main(command) == 2
+    assert "jsonl:1: '6b_finetuning' must be {" in capsys.readouterr().err
+    solutions.unlink()
+    assert main(command) == 0
+    assert f"no preference pairs: there is no preferences.jsonl or {solutions.name}" in (
+        capsys.readouterr().out
+    )
+
+
 def test_gsm8k_chat(tmp_path, capsys):
     source = gsm8k_source(tmp_path / "in", "jsonl")
     out = tmp_path / "out"

@@ -21,7 +21,7 @@ from mrlhf.inference.base import EngineLimits, Finished, Request
 from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block, vllm_gpu_block
 from mrlhf.inference.checks import committed
 from mrlhf.inference.in_flight import InFlight
-from mrlhf.inference.installed import require_engine
+from mrlhf.inference.installed import VLLM, require_engine
 from mrlhf.inference.stopping import Decode
 from mrlhf.inference.vllm import guards
 from mrlhf.inference.vllm.parameters import VllmParameters
@@ -340,7 +340,7 @@ def _check_platform(spec: ModelSpec, device: torch.device) -> None:
         raise ConfigError(
             f"the installed vLLM is for {current_platform.device_type} and the run is on "
             f"{device.type}; install the other build (make vllm for a CPU, pip install "
-            f"'mrlhf[vllm]' for CUDA) or set rollout.engine=native"
+            f"'vllm=={VLLM}.*' for CUDA) or set rollout.engine=native"
         )
     if device.type == "cpu":
         feature = unsupported_on_cpu(spec)

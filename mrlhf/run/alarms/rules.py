@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
         "slow_rank",
         "warning",
         signs.slow_rank,
-        "the machine or device of this rank is slower or shared, and all others wait for it",
+        "the machine or device of this rank is slower or shared; look at it first",
         "rollout.max_num_seqs",
     ),
     *(
@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
             "slow_update",
             "warning",
             partial(signs.slow_update, role=role),
-            "a machine or device of this replica is slower or shared, and all others wait for it",
+            "a machine or device of this replica is slower or shared; look at it first",
             f"{section}.micro_batch_tokens",
         )
         for role, (section, _) in _SECTIONS.items()
