@@ -5,7 +5,7 @@ It compares values; it does not know what a key means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -22,7 +22,7 @@ def read_leaves(text: str) -> dict[str, Any]:
         read = yaml.safe_load(text)
     except yaml.YAMLError:
         read = None
-    return dict(_leaves(read)) if isinstance(read, dict) else {}
+    return dict(leaves(read)) if isinstance(read, dict) else {}
 
 
 def changed_keys(earlier: str, config: Root) -> list[str]:
@@ -33,17 +33,17 @@ def changed_keys(earlier: str, config: Root) -> list[str]:
         config: the present configuration.
     """
     before = read_leaves(earlier)
-    now = dict(_leaves(config.model_dump()))
+    now = dict(leaves(config.model_dump()))
 
     missing = object()
     names = before.keys() | now.keys()
     return sorted(n for n in names if before.get(n, missing) != now.get(n, missing))
 
 
-def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested sections by their dotted names; a list is one value."""
     for name, value in node.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

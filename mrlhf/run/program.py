@@ -68,14 +68,18 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     """
     quiet_transformers()
     try:
-        config, dry = parse_args(program.root, argv)
+        config, dry, left_out = parse_args(program.root, argv)
         if dry is not None:
-            sys.stdout.write(program.dry_run(config, dry.world_size) + "\n")
+            lines = [left_out] if left_out else []
+            lines.append(program.dry_run(config, dry.world_size))
+            sys.stdout.write("\n".join(lines) + "\n")
             return 0
 
         launch = read_launch()
         end_with_launcher()
         configure_logging(launch.rank, console_of_log(config.trainer.console))
+        if left_out:
+            logger.info("%s", left_out)
         description = program.check(config, launch.world_size)
     except MrlhfError as error:
         return _refuse(error)
