@@ -115,6 +115,13 @@ class AlgorithmSection(Section):
             "is false",
             "turn that on",
         ),
+        Switch(
+            "lam_length_alpha",
+            lambda alpha: alpha is not None,
+            ("lam",),
+            "sets the lambda of the advantages",
+            "set that to null",
+        ),
     )
 
     adv_estimator: AdvantageEstimator | FunctionReference = Field(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mrlhf.config.load import load_config
+from mrlhf.config.load import read_config
 from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
@@ -33,11 +33,14 @@ class DryRun:
     allow_missing: bool = False
 
 
-def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT, DryRun | None]:
+def parse_args(
+    root_class: type[ConfigT], argv: Sequence[str]
+) -> tuple[ConfigT, DryRun | None, str]:
     """Read a launcher's arguments (without the program's name).
 
     Returns:
-        The configuration, and the dry run if one was asked for.
+        The configuration; the dry run if one was asked for; and a line that names the keys that
+        were left out since they have no effect, or "".
 
     Raises:
         ConfigError: bad configuration, one line a mistake.
@@ -84,13 +87,13 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
     overrides: list[str] = arguments.overrides
     if arguments.quiet:
         overrides = [*overrides, "trainer.console=quiet"]
-    config = load_config(root_class, arguments.config, overrides)
+    config, left_out = read_config(root_class, arguments.config, overrides)
     if arguments.dry_run:
-        return config, DryRun(arguments.world_size, arguments.allow_missing)
+        return config, DryRun(arguments.world_size, arguments.allow_missing), left_out
     if arguments.world_size is not None:
         raise ConfigError(
             "--world-size goes with --dry-run only; torchrun decides how many ranks run"
         )
     if arguments.allow_missing:
         raise ConfigError("--allow-missing goes with --dry-run only; a run needs all that it names")
-    return config, None
+    return config, None, left_out

@@ -5,7 +5,7 @@ It compares values; it does not know what a key means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -40,7 +40,7 @@ def changed_keys(earlier: str, config: Root) -> list[str]:
     return sorted(n for n in names if before.get(n, missing) != now.get(n, missing))
 
 
-def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested sections by their dotted names; a list is one value."""
     for name, value in node.items():
         if isinstance(value, dict):

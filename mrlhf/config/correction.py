@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mrlhf.config.fields import Section
+from mrlhf.config.fields import Section, Switch
 from mrlhf.rl.names import BypassLoss, Statistic, WeightLevel
 
 CorrectionPreset = Literal[
@@ -194,6 +194,23 @@ class RolloutCorrectionSection(Section):
     The metrics of the difference are reported in any case.
     """
 
+    switches = (
+        Switch(
+            "rollout_is",
+            lambda level: level is None,
+            ("rollout_is_threshold", "rollout_is_batch_normalize"),
+            "is null",
+            "set that to token or sequence",
+        ),
+        Switch(
+            "rollout_rs",
+            lambda names: names is None,
+            ("rollout_rs_threshold",),
+            "is null",
+            "name the statistic there",
+        ),
+    )
+
     preset: Annotated[CorrectionPreset | None, BeforeValidator(_known_preset)] = Field(
         None,
         description="a named setting of all the keys below; a key beside it wins, a key of an "
@@ -235,16 +252,15 @@ class RolloutCorrectionSection(Section):
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """`raw` with the keys that its preset stands for in place of the preset.
 
-        Weights or rejection that are switched off take their threshold with them.
+        Weights or rejection that are switched off beside the preset take its numbers with them.
         """
-        full = dict(raw)
-        if isinstance(raw.get("preset"), str) and raw["preset"] in PRESETS:
-            full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
-
-        for switch in ("rollout_is", "rollout_rs"):
-            threshold = f"{switch}_threshold"
-            if switch in raw and raw[switch] is None and threshold not in raw:
-                full[threshold] = NO_CORRECTION[threshold]
+        if not isinstance(raw.get("preset"), str) or raw["preset"] not in PRESETS:
+            return raw
+        full = {**NO_CORRECTION, **PRESETS[raw["preset"]], **raw, "preset": None}
+        for switch in cls.switches:
+            if full[switch.key] is None:
+                for number in switch.numbers:
+                    full[number] = raw.get(number, NO_CORRECTION[number])
         return full
 
     @model_validator(mode="before")
@@ -254,11 +270,6 @@ class RolloutCorrectionSection(Section):
 
     @model_validator(mode="after")
     def _thresholds_fit(self) -> RolloutCorrectionSection:
-        if self.rollout_rs is None and self.rollout_rs_threshold is not None:
-            raise ValueError(
-                f"rollout_rs_threshold {self.rollout_rs_threshold} is given without rollout_rs; "
-                "name the statistic in rollout_rs or set rollout_rs_threshold to null"
-            )
         if self.rollout_rs is not None and self.rollout_rs_threshold is None:
             raise ValueError(
                 f"rollout_rs {self.rollout_rs} is given without rollout_rs_threshold; give one"
@@ -266,6 +277,10 @@ class RolloutCorrectionSection(Section):
 
         self._read_criteria()
         return self
+
+    def trained_loss(self, loss_mode: str) -> str:
+        """The policy loss that is trained where `actor.policy_loss` has `loss_mode`."""
+        return "reinforce" if self.loss_type == "reinforce" else loss_mode
 
     @property
     def active(self) -> bool:

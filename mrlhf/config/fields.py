@@ -77,7 +77,7 @@ class Switch:
 
     Attributes:
         key: the deciding key.
-        is_off: whether a value of it, raw or read, leaves the other keys unread.
+        is_off: whether a value of it leaves the other keys unread.
         numbers: the other keys; a dot leads into a subsection.
         state: what is true of the deciding key then, in words that follow its name.
         remedy: what to do so that they are read.
@@ -115,31 +115,12 @@ class Section(BaseModel):
     def expand(cls, raw: dict[str, Any]) -> dict[str, Any]:
         """Replace the shorthands in `raw` by the keys that they stand for.
 
-        What `raw` switches off takes its numbers with it: those that an earlier source gave go back
-        to their defaults. A section with other shorthands overrides this method.
+        A section with shorthands overrides this method.
 
         Args:
             raw: everything that one file, or the arguments, say about this section.
         """
-        full = dict(raw)
-        for switch in cls.switches:
-            if switch.key in raw and switch.is_off(raw[switch.key]):
-                for number in switch.numbers:
-                    cls._reset(full, number)
-        return full
-
-    @classmethod
-    def _reset(cls, raw: dict[str, Any], key: str) -> None:
-        """Give `key` its default, unless `raw` has a value for it."""
-        name, _, rest = key.partition(".")
-        if not rest:
-            raw.setdefault(name, cls.default_of(name))
-            return
-        inner = raw.get(name)
-        if inner is None or isinstance(inner, dict):
-            copy = dict(inner or {})
-            cls.subsections()[name]._reset(copy, rest)
-            raw[name] = copy
+        return raw
 
     @classmethod
     def default_of(cls, key: str) -> Any:

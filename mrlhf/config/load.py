@@ -1,8 +1,9 @@
 """Reads a configuration: the defaults, then YAML files in order, then `key.path=value` arguments.
 
 A shorthand, such as a preset, is expanded in each source before the next source is laid over it.
-Every mistake is one line of a ConfigError: the full key, the value, and what is allowed. This file
-does not know what the keys mean; what must hold between keys is checked in `preflight`.
+A key that has no effect is left out if another source than its own decides so. Every mistake is one
+line of a ConfigError: the full key, the value, and what is allowed. This file does not know what
+the keys mean; what must hold between keys is checked in `preflight`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pydantic import ValidationError
 from mrlhf.config.fields import Section
 from mrlhf.config.roots import Root
 from mrlhf.config.schema import keys, starred, unknown_key
+from mrlhf.config.sources import Sources
+from mrlhf.config.unread import unread_keys
 from mrlhf.errors import ConfigError
 
 RootT = TypeVar("RootT", bound=Root)
@@ -73,6 +76,15 @@ def load_config(
     paths: str | Path | Sequence[str | Path] | None,
     overrides: Sequence[str] = (),
 ) -> RootT:
+    """Read a configuration as `read_config` does."""
+    return read_config(root_class, paths, overrides)[0]
+
+
+def read_config(
+    root_class: type[RootT],
+    paths: str | Path | Sequence[str | Path] | None,
+    overrides: Sequence[str] = (),
+) -> tuple[RootT, str]:
     """Read a configuration.
 
     Args:
@@ -81,6 +93,9 @@ def load_config(
             (lists as a whole), or None for the defaults alone.
         overrides: `key.path=value` with the value in YAML; a later one wins. A value given for a
             whole section replaces what the files say of that section.
+
+    Returns:
+        The configuration, and a line that names the keys that were left out; "" if none was.
 
     Raises:
         ConfigError: unreadable file, unknown key, bad or missing value; one line each.
@@ -91,9 +106,11 @@ def load_config(
         paths = [paths]
 
     raw: dict[str, Any] = {}
+    sources = Sources()
     for path in paths:
-        from_file = _read_yaml(root_class, Path(path))
-        raw = _merged(root_class, raw, _expand(root_class, from_file))
+        from_file = _expand(root_class, _read_yaml(root_class, Path(path)))
+        raw = _merged(root_class, raw, from_file)
+        sources.add(str(path), from_file)
 
     arguments = [_parse_override(override) for override in overrides]
     known = {key.name for key in keys(root_class)}
@@ -106,14 +123,46 @@ def load_config(
     from_arguments: dict[str, Any] = {}
     for key, value in arguments:
         _assign(raw, key, value)
+        sources.forget(key)
         if starred(key) == key:
             _assign(from_arguments, key, value)
-    raw = _merged(root_class, raw, _expand(root_class, from_arguments))
+    from_arguments = _expand(root_class, from_arguments)
+    raw = _merged(root_class, raw, from_arguments)
+    sources.add("the command line", from_arguments)
+    return _without_strays(root_class, raw, sources)
 
+
+def _without_strays(
+    root_class: type[RootT], raw: dict[str, Any], sources: Sources
+) -> tuple[RootT, str]:
+    """The configuration without the keys that another source than their own leaves unread.
+
+    Returns:
+        The configuration, and a line that names these keys; "" if there are none.
+    """
+    config = _validated(root_class, raw)
+    strays = []
+    while found := [unread for unread in unread_keys(config) if sources.apart(unread)]:
+        for unread in found:
+            _remove(raw, unread.key)
+        strays += found
+        config = _validated(root_class, raw)
+    return config, sources.in_words(strays) if strays else ""
+
+
+def _validated(root_class: type[RootT], raw: dict[str, Any]) -> RootT:
     try:
         return root_class.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(_in_words(root_class, error))) from None
+
+
+def _remove(raw: dict[str, Any], key: str) -> None:
+    """Take the dotted `key` out of the nested `raw`."""
+    *sections, last = key.split(".")
+    for name in sections:
+        raw = raw[name]
+    del raw[last]
 
 
 def dump_yaml(config: Root) -> str:

@@ -36,17 +36,9 @@ class RewardTermSection(Section):
         return expand_name(name, get_args(RewardName))
 
 
-def _no_own_function(terms: Any) -> bool:
-    """Whether `terms`, raw or read, is a list of terms none of which is a user's function."""
-    if not isinstance(terms, list):
-        return False
-    for term in terms:
-        name = term.name if isinstance(term, RewardTermSection) else None
-        if isinstance(term, dict):
-            name = term.get("name")
-        if is_reference(str(name)):
-            return False
-    return True
+def _no_own_function(terms: list[RewardTermSection]) -> bool:
+    """Whether none of `terms` is a user's function."""
+    return not any(is_reference(term.name) for term in terms)
 
 
 class RewardSection(Section):

@@ -29,6 +29,13 @@ class RolloutSection(Section):
             "is jsonl",
             "set that to parquet",
         ),
+        Switch(
+            "kv_cache_mb",
+            lambda size: size is not None,
+            ("gpu_memory_utilization",),
+            "sizes the KV cache",
+            "set that to null",
+        ),
     )
 
     engine: Literal["native", "vllm"] = Field(

@@ -42,11 +42,11 @@ class Root(Section):
 
     Attributes:
         inherited: keys that, left out or null, take the value of another key.
-        unless_given: inherited keys that do so only if another key of their section does too.
+        unless_given: inherited keys that do so only if none of these other keys is given.
     """
 
     inherited: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
     @model_validator(mode="before")
     @classmethod
@@ -54,13 +54,14 @@ class Root(Section):
         if not isinstance(raw, Mapping):
             return raw
         tree = _plain(raw)
-        given = {key for key in cls.unless_given.values() if _is_given(tree, key)}
+        others = {key for keys in cls.unless_given.values() for key in keys}
+        given = {key for key in others if _is_given(tree, key)}
 
         for key, source in cls.inherited.items():
             section, name = key.split(".")
             if tree.get(section) is None:
                 tree[section] = {}
-            if cls.unless_given.get(key) in given:
+            if not given.isdisjoint(cls.unless_given.get(key, ())):
                 continue
             if isinstance(tree[section], dict) and tree[section].get(name) is None:
                 value = _value_or_default(cls, tree, source)
@@ -98,12 +99,17 @@ def _value_or_default(root: type[Root], tree: dict[str, Any], key: str) -> Any:
 
 
 def _of_reference(policy: str) -> dict[str, str]:
-    """The keys of the reference that it takes from the policy that is trained."""
-    keys = ("path", "tp", "cp", "pp", "ep", "etp", "vpp", "pp_layers")
-    return {f"reference.{key}": f"{policy}.{key}" for key in keys}
+    """The keys of the reference, all of which it takes from the policy that is trained."""
+    return {f"reference.{key}": f"{policy}.{key}" for key in ReferenceSection.model_fields}
 
 
-_STAGES_OF_REFERENCE = {"reference.vpp": "reference.pp", "reference.pp_layers": "reference.pp"}
+# They go with the policy's sizes; beside a size of the reference's own they have their defaults.
+_WITH_SIZES_OF_REFERENCE = {
+    "reference.vpp": ("reference.pp",),
+    "reference.pp_layers": ("reference.pp", "reference.vpp"),
+    "reference.etp": ("reference.tp", "reference.ep"),
+    "reference.sequence_parallel": ("reference.tp",),
+}
 
 
 class PPOConfig(Root):
@@ -121,7 +127,9 @@ class PPOConfig(Root):
             "critic.loss_scale_factor": "data.max_response_length",
         }
     )
-    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType(_STAGES_OF_REFERENCE)
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        _WITH_SIZES_OF_REFERENCE
+    )
 
     seed: Seed = Field(1, description="seed of the data order, of sampling and of fresh weights")
     actor: ActorSection = Field(description="the policy that is trained")
@@ -243,10 +251,11 @@ class DPOConfig(PreferenceConfig):
         {
             **SupervisedConfig.inherited,
             **_of_reference("model"),
-            "reference.micro_batch_tokens": "model.micro_batch_tokens",
         }
     )
-    unless_given: ClassVar[Mapping[str, str]] = MappingProxyType(_STAGES_OF_REFERENCE)
+    unless_given: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        _WITH_SIZES_OF_REFERENCE
+    )
 
     dpo: DPOSection = Field(description="the loss on preference pairs")
     reference: ReferenceSection = Field(

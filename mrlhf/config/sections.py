@@ -101,7 +101,9 @@ class OptimSection(Section):
 
     @model_validator(mode="after")
     def _warmup_ends_before_decay(self) -> OptimSection:
-        if self.lr_decay_steps is not None and self.lr_warmup_steps >= self.lr_decay_steps:
+        if self.lr_decay_style == "constant" or self.lr_decay_steps is None:
+            return self
+        if self.lr_warmup_steps >= self.lr_decay_steps:
             raise ValueError(
                 f"lr_warmup_steps {self.lr_warmup_steps} is not below lr_decay_steps "
                 f"{self.lr_decay_steps}; lower the first or raise the second"

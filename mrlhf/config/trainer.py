@@ -49,9 +49,7 @@ class TrainerSection(Section):
         ),
         Switch(
             "trackers",
-            lambda names: (
-                isinstance(names, list) and "wandb" not in names and "trackio" not in names
-            ),
+            lambda names: "wandb" not in names and "trackio" not in names,
             ("project_name", "experiment_name"),
             "names neither wandb nor trackio",
             "name one of them there",

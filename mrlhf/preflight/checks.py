@@ -11,16 +11,15 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mrlhf.config.data import PromptDataSection
-from mrlhf.config.fields import Section
-from mrlhf.config.rollout import UTILIZATION
 from mrlhf.config.roots import AnyConfig, DPOConfig, PPOConfig, PreferenceConfig, SFTConfig
 from mrlhf.config.sections import OptimSection
 from mrlhf.config.trainer import PPOTrainerSection
+from mrlhf.config.unread import unread_keys
 from mrlhf.errors import ConfigError
 from mrlhf.parallel.layout import AxisSizes
 from mrlhf.parallel.segments import Segments
 from mrlhf.parallel.stages import Stages
-from mrlhf.preflight.method_checks import in_yaml, method_problems
+from mrlhf.preflight.method_checks import method_problems
 from mrlhf.preflight.metric_checks import metric_problems
 from mrlhf.rewards.term_names import term_names
 
@@ -52,7 +51,7 @@ def check(config: AnyConfig, world_size: int) -> None:
         problems += _supervised_problems(config, world_size)
     problems += _run_problems(config)
     problems += metric_problems(config)
-    problems += unread_numbers(config)
+    problems += [str(unread) for unread in unread_keys(config)]
 
     if problems:
         raise ConfigError("\n".join(problems))
@@ -93,12 +92,13 @@ def _role_problems(config: AnyConfig) -> Iterator[str]:
     needed = longest_unit(config)
     padded_for = ""
     for name, role in config.roles().items():
-        if role.sequence_parallel and role.tp == 1:
+        is_inherited = _is_inherited(config, name, ("sequence_parallel", "tp"))
+        if role.sequence_parallel and role.tp == 1 and not is_inherited:
             yield f"{name}.sequence_parallel is on with {name}.tp 1; raise {name}.tp or turn it off"
         if not _is_inherited(config, name, ("pp", "vpp", "pp_layers")):
             yield from _stage_problems(name, AxisSizes.of(role).stages)
         with_padding = longest_unit(config, role.cp)
-        is_inherited = _is_inherited(config, name, ("micro_batch_tokens",))
+        is_inherited = _is_inherited(config, name, ("micro_batch_tokens", "cp"))
         if role.micro_batch_tokens < with_padding and not is_inherited:
             too_small.append(f"{name}.micro_batch_tokens {role.micro_batch_tokens}")
             if with_padding > needed:
@@ -224,13 +224,6 @@ def _rollout_problems(config: PPOConfig, world_size: int) -> Iterator[str]:
             f"{divisors}"
         )
 
-    if rollout.kv_cache_mb is not None and rollout.gpu_memory_utilization != UTILIZATION:
-        yield (
-            f"rollout.kv_cache_mb {rollout.kv_cache_mb} and rollout.gpu_memory_utilization "
-            f"{rollout.gpu_memory_utilization} both size the KV cache; set rollout.kv_cache_mb to "
-            f"null or leave rollout.gpu_memory_utilization at {UTILIZATION}"
-        )
-
 
 def _divisors(number: int, most: int) -> list[int]:
     """The divisors of `number` that are at most `most`, in order."""
@@ -331,31 +324,3 @@ def _run_problems(config: AnyConfig) -> Iterator[str]:
             f"{_joined(too_late)} would end after trainer.total_steps {total}; lower the first or "
             "raise the second"
         )
-
-
-def unread_numbers(config: AnyConfig) -> Iterator[str]:
-    """Numbers of what is switched off; those of models that are not built may stay."""
-    not_built = set(config.model_fields) & {"critic", "reference"} - set(config.roles())
-    told: set[str] = set()
-
-    for path, section in _sections(config, ""):
-        if path.split(".")[0] in not_built:
-            continue
-
-        for switch, number in section.unread():
-            key = f"{path}.{number}"
-            if key in told:
-                continue
-            told.add(key)
-            value = in_yaml(section.value_of(number))
-            yield (
-                f"{key} {value} has no effect, since {path}.{switch.key} {switch.state}; leave it "
-                f"at {in_yaml(section.default_of(number))}, or {switch.remedy}"
-            )
-
-
-def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
-    """`section` and all in it, each with its key."""
-    yield path, section
-    for name in type(section).subsections():
-        yield from _sections(getattr(section, name), f"{path}.{name}" if path else name)

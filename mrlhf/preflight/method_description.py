@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 from mrlhf.config.correction import RolloutCorrectionSection
 from mrlhf.config.roots import PPOConfig
-from mrlhf.preflight.method_checks import objective
+from mrlhf.config.unread import trained_loss
 from mrlhf.rl.names import estimator_traits, policy_loss_traits
 from mrlhf.roles.policy_loss import (
     configured_bypass,
-    configured_loss,
     needs_mini_batch_pass,
 )
 from mrlhf.user_code import is_reference
@@ -47,7 +46,7 @@ def describe_method(config: PPOConfig) -> Iterator[str]:
             yield f"  {name}: steps with a gradient norm above {norm:g} are skipped"
 
     correction = config.algorithm.rollout_correction
-    loss = configured_loss(actor, correction)
+    loss, _ = trained_loss(config)
     if needs_mini_batch_pass(loss, configured_bypass(correction)):
         yield (
             "  one more forward pass a mini-batch: a statistic of the current policy over all of "
@@ -148,7 +147,7 @@ def _lambdas(config: PPOConfig) -> str:
 def _loss(config: PPOConfig) -> str:
     """The policy loss and what is added to it."""
     actor = config.actor
-    loss, _ = objective(config)
+    loss, _ = trained_loss(config)
     words = loss
     clip = f"clip -{actor.clip_low:g} +{actor.clip_high:g}"
     if is_reference(loss):

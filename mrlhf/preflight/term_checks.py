@@ -42,7 +42,7 @@ def _weight_problems(config: PPOConfig) -> Iterator[str]:
 
 
 def _component_problems(config: PPOConfig) -> Iterator[str]:
-    """Terms to compare that do not exist, and what shapes only the sum of the terms."""
+    """Terms to compare that do not exist, and weights that do not fit them."""
     algorithm = config.algorithm
     traits = estimator_traits(algorithm.adv_estimator)
     if "gdpo_reward_keys" not in traits.reads:
@@ -53,13 +53,6 @@ def _component_problems(config: PPOConfig) -> Iterator[str]:
         yield from _component_weight_problems(algorithm.gdpo_reward_weights, keys)
     if keys is not None:
         yield from _component_name_problems(keys, [term.name for term in config.reward.terms])
-    if traits.compares_terms:
-        for user in _shapes_the_sum(config):
-            yield (
-                f"{user} has no effect with algorithm.adv_estimator {algorithm.adv_estimator}, "
-                "which compares the scores of single terms and not their sum; turn it off, or use "
-                "another estimator, such as grpo"
-            )
 
 
 def _component_name_problems(keys: Sequence[str], terms: Sequence[str]) -> Iterator[str]:
@@ -91,21 +84,6 @@ def _component_weight_problems(
         )
     if not any(weights):
         yield f"{key} is 0 for every term, so nothing could be learned; give another weight"
-
-
-def _shapes_the_sum(config: PPOConfig) -> Iterator[str]:
-    """What is in use and changes the sum of the terms alone."""
-    algorithm = config.algorithm
-    if algorithm.use_kl_in_reward:
-        yield "algorithm.use_kl_in_reward true"
-    if algorithm.reward_norm is not None:
-        yield f"algorithm.reward_norm {algorithm.reward_norm}"
-    if algorithm.reward_clip is not None:
-        yield f"algorithm.reward_clip {algorithm.reward_clip:g}"
-    if algorithm.overlong_buffer.enable:
-        yield "algorithm.overlong_buffer.enable true"
-    if algorithm.missing_eos_penalty:
-        yield f"algorithm.missing_eos_penalty {algorithm.missing_eos_penalty:g}"
 
 
 def _correctness_problems(config: PPOConfig) -> Iterator[str]:

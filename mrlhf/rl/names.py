@@ -38,7 +38,6 @@ class EstimatorTraits:
         needs_values: whether it needs a critic.
         needs_greedy_answer: whether it needs the score of a greedy answer to each prompt.
         compares_answers: whether it needs at least two answers to a prompt.
-        allows_whitened_rewards: whether the rewards of the tokens may be rescaled one by one.
         sums_later_rewards: whether a token's advantage depends on the rewards from it on, so that
             the tokens of one response may have different advantages.
         needs_squared_probabilities: whether each token has a baseline of its own, for which the
@@ -54,7 +53,6 @@ class EstimatorTraits:
     needs_values: bool = False
     needs_greedy_answer: bool = False
     compares_answers: bool = False
-    allows_whitened_rewards: bool = False
     sums_later_rewards: bool = False
     needs_squared_probabilities: bool = False
     compares_within_prompt: bool = False
@@ -63,10 +61,9 @@ class EstimatorTraits:
 
 ESTIMATOR_TRAITS: Mapping[str, EstimatorTraits] = {
     "gae": EstimatorTraits(
-        reads=frozenset({"gamma", "lam", "lam_critic", "lam_length_alpha"}),
+        reads=frozenset({"gamma", "lam", "lam_critic", "lam_length_alpha", "whiten_rewards"}),
         whitened=True,
         needs_values=True,
-        allows_whitened_rewards=True,
     ),
     "grpo": EstimatorTraits(
         reads=frozenset({"norm_adv_by_std_in_grpo"}),
@@ -112,9 +109,9 @@ OWN_ESTIMATOR = EstimatorTraits(
             "f_norm",
             "gdpo_reward_keys",
             "gdpo_reward_weights",
+            "whiten_rewards",
         }
     ),
-    allows_whitened_rewards=True,
 )
 """The traits of a user's estimator. It is given all numbers, and nothing is asked of the run."""
 

@@ -95,7 +95,7 @@ class PolicyLossSettings:
     @staticmethod
     def of(actor: ActorSection, correction: RolloutCorrectionSection) -> PolicyLossSettings:
         """What these two sections of the configuration ask for."""
-        name = configured_loss(actor, correction)
+        name = correction.trained_loss(actor.policy_loss.loss_mode)
         return PolicyLossSettings.named(name, actor, configured_bypass(correction))
 
     @staticmethod
@@ -226,13 +226,6 @@ class PolicyLossSettings:
         if self.name == "geo_mean":
             weights = geometric_mean_weights(weights, batch.mask)
         return policy, policy.per_token * weights
-
-
-def configured_loss(actor: ActorSection, correction: RolloutCorrectionSection) -> str:
-    """The name of the policy loss that these two sections ask for."""
-    if correction.loss_type == "reinforce":
-        return "reinforce"
-    return actor.policy_loss.loss_mode
 
 
 def configured_bypass(correction: RolloutCorrectionSection) -> Correction | None:

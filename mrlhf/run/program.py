@@ -88,16 +88,19 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     quiet_transformers()
     before: dist.Store | None = None
     try:
-        config, dry = parse_args(program.root, argv)
+        config, dry, left_out = parse_args(program.root, argv)
         if dry is not None:
             found = program.dry_run(config, dry.world_size)
-            sys.stdout.write(found.text + "\n")
+            lines = [left_out] if left_out else []
+            sys.stdout.write("\n".join([*lines, found.text]) + "\n")
             return _end_of_dry_run(found, dry)
 
         launch = read_launch()
         end_with_launcher()
         configure_logging(launch.rank, console_of_log(config.trainer.console))
         before = _compare(launch, config, program.inputs(config))
+        if left_out:
+            logger.info("%s", left_out)
         description = program.check(config, launch.world_size)
     except HangError as error:
         leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)

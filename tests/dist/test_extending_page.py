@@ -242,7 +242,7 @@ def test_the_commands_of_the_page_pass_the_dry_run(
     assert len(commands) == len(references)
     for command in commands:
         words = shlex.split(command.replace("configs/", f"{ROOT / 'configs'}/"))
-        config, _ = parse_args(PPOConfig, words[2:])
+        config, *_ = parse_args(PPOConfig, words[2:])
         assert "fits" in dry_run(config, None).text
 
 

@@ -146,7 +146,7 @@ def test_the_program_takes_its_arguments(command: Command, place: Path) -> None:
     if started.program in PARSERS:
         assert PARSERS[started.program](started.arguments) is not None
         return
-    config, dry = parse_args(ROOTS[started.program], started.arguments)
+    config, dry, _ = parse_args(ROOTS[started.program], started.arguments)
     ranks = started.ranks if dry is None else dry.world_size
     if not files(command.page).keys() >= set(started.arguments) & own.keys():
         ranks = None  # the page leaves open what stands in the file
