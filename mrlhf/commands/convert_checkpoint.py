@@ -24,6 +24,7 @@ from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.errors import MrlhfError
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.printable import show
 from mrlhf.terminal import ByteBars
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -153,11 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _inspect(directory: Path, every_byte: bool) -> int:
     finding = examine(directory, every_byte)
     for label, text in finding.facts:
-        print(f"{label}: {text}")
+        show(f"{label}: {text}")
     for problem in finding.problems:
-        print(f"NOT WHOLE: {problem}")
+        show(f"NOT WHOLE: {problem}")
     if not finding.problems:
-        print("whole: yes")
+        show("whole: yes")
     return 1 if finding.problems else 0
 
 
@@ -201,12 +202,12 @@ def _convert(options: argparse.Namespace) -> int:
                 options.source, options.out, source, target, verify=options.verify, start=bars.start
             )
 
-    print(f"{options.source}: {report.kind}")
+    show(f"{options.source}: {report.kind}")
     for text in report.left_out:
-        print(f"left out: {text}")
+        show(f"left out: {text}")
     for text in report.notes:
-        print(f"note: {text}")
-    print(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
+        show(f"note: {text}")
+    show(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
     return 0
 
 

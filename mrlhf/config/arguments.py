@@ -14,6 +14,7 @@ from mrlhf.config.load import load_config
 from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
+from mrlhf.printable import show
 
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
 
@@ -27,6 +28,14 @@ class DryRun:
     """
 
     world_size: int | None
+
+
+class _Help(argparse.Action):
+    """Prints the help; argparse's own leaves it to the end of the interpreter to fail."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        show(parser.format_help().rstrip())
+        parser.exit()
 
 
 def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT, DryRun | None]:
@@ -45,7 +54,9 @@ def parse_args(root_class: type[ConfigT], argv: Sequence[str]) -> tuple[ConfigT,
         "[--dry-run [--world-size N]]",
         epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this text and stop")
     parser.add_argument(
         "--config",
         action="append",

@@ -326,7 +326,7 @@ def _write_config(directory: Path, config: Root) -> None:
     path = directory / CONFIG
     text = dump_yaml(config)
     try:
-        earlier = path.read_text(encoding="utf-8")
+        earlier = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         earlier = text
 

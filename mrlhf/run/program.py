@@ -16,9 +16,10 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, parse_args
-from mrlhf.errors import ConfigError, Interrupted, MrlhfError
-from mrlhf.job import read_launch
+from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
+from mrlhf.job import read_launch, read_place, speaks_without_place
 from mrlhf.log import configure_logging, quiet_transformers
+from mrlhf.printable import STANDARD_OUTPUT, show
 from mrlhf.run.failures import (
     BAD_INPUT,
     FAILED,
@@ -70,7 +71,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     try:
         config, dry = parse_args(program.root, argv)
         if dry is not None:
-            sys.stdout.write(program.dry_run(config, dry.world_size) + "\n")
+            show(program.dry_run(config, dry.world_size))
             return 0
 
         launch = read_launch()
@@ -79,6 +80,11 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         description = program.check(config, launch.world_size)
     except MrlhfError as error:
         return _refuse(error)
+    except OSError as error:
+        if error.filename != STANDARD_OUTPUT:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return FAILED
 
     logger.info("%s", description)
     code = 0
@@ -89,6 +95,10 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         code = QUEUE_AGAIN
     except Told as told:
         leave(told.code)
+    except HangError as error:  # the job's store does not answer, so each rank speaks for itself
+        failure = explain(error, launch.rank, True)
+        failure.leave_for_summary()
+        leave(failure.code, failure.whole)
     except Exception as error:  # without a store in which the ranks agree on who says it
         leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)
 
@@ -108,9 +118,10 @@ def _refuse(error: MrlhfError) -> int:
     """Say once for all ranks that the input is bad; returns the exit code."""
     line = f"error: {error}{users_traceback(error)}\n"
     try:
-        launch = read_launch()
-    except ConfigError:  # there is only this process
-        sys.stderr.write(line)
+        launch = read_place()
+    except ConfigError:
+        if speaks_without_place():
+            sys.stderr.write(line)
         return BAD_INPUT
 
     own = Failure(launch.rank, BAD_INPUT, str(error), time.time())
