@@ -212,6 +212,7 @@ class SupervisedTrainer:
         with self._run.board.phase("export"):
             export_result(self._exported, directory, self._steps)
         if self._run.is_main_rank:
+            self._run.require_directory(directory)
             summary = {
                 **self._task.summary(metrics),
                 **self._checkpoints.summary(),
