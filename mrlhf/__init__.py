@@ -5,7 +5,12 @@ for megatron-core, so it must come before torch's first tensor and before any im
 All modules that use megatron are inside the package.
 """
 
-import mrlhf.run.leaving  # noqa: F401 (before torch, which takes seconds: it notes the launcher)
+# Before torch, which takes seconds: it notes the launcher, and a signal may come.
+from mrlhf.run.leaving import end_on_signals, is_launcher
+
+if is_launcher():
+    end_on_signals()
+
 from mrlhf.device import ask_for_huge_pages
 from mrlhf.stand_ins import install_cpu_stand_ins
 from mrlhf.version import __version__ as __version__

@@ -4,12 +4,18 @@ Every message is one line that says what is wrong and what to do. Our own bugs a
 errors from here. This file does not know the code that raises the errors.
 """
 
+from mrlhf.printable import printable
+
 _MOST_LINES = 38  # of a traceback; with the error's own line, the output has fewer than 40
 _MOST_CHARACTERS = 300
 
 
 class MrlhfError(Exception):
     """Base of every error that a user of mrlhf can cause and correct."""
+
+    def __str__(self) -> str:
+        """The message, in which a name or a path of the user shows no control characters."""
+        return printable(super().__str__())
 
 
 class ConfigError(MrlhfError, ValueError):
@@ -65,4 +71,4 @@ class UserTraceback(Exception):
         super().__init__("\n".join(lines))
 
     def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+        return printable(f"\n{self.args[0]}")

@@ -22,10 +22,10 @@ def read_object(file: Path, refusal: type[MrlhfError]) -> dict[str, Any]:
     Raises:
         MrlhfError: of the type `refusal`; the file cannot be read, or holds something else.
     """
+    refuse_pointer(file, refusal)
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        refuse_pointer(file, refusal)
         raise refusal(f"{file}: not readable as JSON: {error}") from error
     if not isinstance(stated, dict):
         raise refusal(f"{file}: a JSON object is needed, not {type(stated).__name__}")
@@ -33,11 +33,14 @@ def read_object(file: Path, refusal: type[MrlhfError]) -> dict[str, Any]:
 
 
 def refuse_pointer(file: Path, refusal: type[MrlhfError]) -> None:
-    """Refuse what `git clone` leaves in the place of a large file.
+    """Refuse what `git clone` leaves in the place of a large file, and what is no file.
 
     Raises:
-        MrlhfError: of the type `refusal`; the file is a pointer of Git LFS.
+        MrlhfError: of the type `refusal`; the file is a pointer of Git LFS, or a pipe or a device,
+            whose reader might wait for ever.
     """
+    if file.exists() and not file.is_file():
+        raise refusal(f"{file}: a directory, a pipe or a device, and no file; copy the file itself")
     try:
         with file.open("rb") as stream:
             start = stream.read(len(_POINTER))

@@ -10,7 +10,9 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,11 +45,27 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """The place of this process, from the environment variables that torchrun sets.
+    """The place of this process; what else the launcher says is checked too.
 
     Raises:
         ConfigError: the process was not started by torchrun, or a variable of the launcher or of
             Slurm has a value that it cannot have.
+    """
+    launch = read_place()
+
+    # What is read later is checked before this process joins the others.
+    processes_on_this_machine()
+    end_of_allocation()
+    read_starts()
+    return launch
+
+
+def read_place() -> Launch:
+    """The place of this process, from the environment variables that torchrun sets.
+
+    Raises:
+        ConfigError: the process was not started by torchrun, or one of these variables has a value
+            that it cannot have.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
@@ -60,18 +78,25 @@ def read_launch() -> Launch:
             f"start with torchrun --nproc-per-node=N {program} (N = 1 for a single process)"
         )
     world_size = _number("WORLD_SIZE", least=1)
-    launch = Launch(
+    _number("MASTER_PORT", least=1, most=65535)
+    return Launch(
         rank=_number("RANK", most=world_size - 1, bound="WORLD_SIZE - 1"),
         world_size=world_size,
         local_rank=_number("LOCAL_RANK", most=world_size - 1, bound="WORLD_SIZE - 1"),
     )
 
-    # What is read later is checked here too, before this process joins the others.
-    _number("MASTER_PORT", least=1, most=65535)
-    processes_on_this_machine()
-    end_of_allocation()
-    read_starts()
-    return launch
+
+def speaks_without_place() -> bool:
+    """Whether this process says that the launcher's variables are bad, if `read_place` fails.
+
+    The ranks cannot agree then. All ranks of a machine read the same variables, so the first one
+    speaks, and one whose own number is too high.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    texts = [os.environ.get(name, "") for name in names]
+    rank, world_size, local_rank = [int(t) if t.isdecimal() else None for t in texts]
+    is_too_high = rank is not None and world_size is not None and rank >= world_size
+    return is_too_high or not (rank if local_rank is None else local_rank)
 
 
 def end_of_allocation() -> float | None:
@@ -207,24 +232,43 @@ def connect(timeout_s: float) -> dist.Store:
         ConfigError: the process was not started by torchrun.
         HangError: there is no store within the time.
     """
-    launch = read_launch()
+    place = read_place()
     host = os.environ["MASTER_ADDR"]
     port = _number("MASTER_PORT", least=1, most=65535)
 
-    try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=launch.rank == 0 and not is_store_of_launcher(),
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise HangError(
-            f"rank {launch.rank} does not reach the job's store at {host}:{port} within "
-            f"{timeout_s:g} s; has its launcher ended?"
-        ) from error
+    outcome: list[dist.Store | Exception] = []
+
+    def build() -> None:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=place.rank == 0 and not is_store_of_launcher(),
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            outcome.append(store)
+        except (RuntimeError, ValueError) as error:
+            outcome.append(error)
+
+    # torch bounds the time until something accepts the connection, but not until it answers.
+    builder = threading.Thread(target=build, name="store", daemon=True)
+    builder.start()
+    builder.join(timeout_s)
+    result = outcome[0] if outcome else None
+    if isinstance(result, dist.Store):
+        return result
+
+    if "address already in use" in str(result):
+        raise ConfigError(
+            f"port {port} of this machine is in use; give torchrun another --master-port, or "
+            "--standalone, which chooses a free one"
+        ) from result
+    raise HangError(
+        f"rank {place.rank} does not reach the job's store at {host}:{port} within {timeout_s:g} "
+        "s; has its launcher ended?"
+    ) from result
 
 
 def connect_before_start(timeout_s: float) -> dist.Store:
@@ -261,6 +305,7 @@ def init_distributed(
 
     own, for_groups = (dist.PrefixStore(f"mrlhf {name}", store) for store in connections)
     backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
+    _check_interfaces(backend)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("process groups", for_groups),
@@ -302,6 +347,39 @@ def wait_for(
         if look is not None:
             look()
         time.sleep(_POLL_S)
+
+
+def _check_interfaces(backend: str) -> None:
+    """Refuse a choice of network interfaces that this machine does not have.
+
+    gloo needs each of a list of names. NCCL needs one of a list of prefixes, or of names after "=";
+    after "^" it is a list of those to leave out.
+
+    Raises:
+        ConfigError: an environment variable names an interface that is not there.
+    """
+    present = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if any(name not in present for name in chosen.split(",") if name):
+        raise _no_interface("GLOO_SOCKET_IFNAME", chosen, present)
+
+    chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if "nccl" not in backend or not chosen or chosen.startswith("^"):
+        return
+    names = chosen.removeprefix("=").split(",")
+    if chosen.startswith("="):
+        is_there = any(name in present for name in names)
+    else:
+        is_there = any(name.startswith(tuple(names)) for name in present)
+    if not is_there:
+        raise _no_interface("NCCL_SOCKET_IFNAME", chosen, present)
+
+
+def _no_interface(variable: str, chosen: str, present: list[str]) -> ConfigError:
+    return ConfigError(
+        f"environment variable {variable} is {chosen!r}, which this machine does not have; name "
+        f"one of {', '.join(present)}, or unset it"
+    )
 
 
 def _name_attempt(

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from mrlhf.errors import ConfigError, DataError
+from mrlhf.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.write(printable(self.format(record)) + "\n")
             sys.stderr.flush()
         except Exception:
             self.handleError(record)

@@ -19,6 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mrlhf.printable import printable
+
 _CLEAR_BELOW = "\r\x1b[J"
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_POINTS = 24
@@ -180,13 +182,13 @@ def render(picture: Picture) -> RenderableType:
     if picture.curves:
         parts.append(_curves(picture.curves))
     for line in picture.alarms[-_MOST_ALARMS:]:
-        parts.append(Text(line, style="bold red", overflow="ellipsis", no_wrap=True))
+        parts.append(Text(printable(line), style="bold red", overflow="ellipsis", no_wrap=True))
 
     if picture.sample_title:
         lines = picture.sample.splitlines()[:_SAMPLE_LINES]
-        text = Text("\n".join(lines), overflow="ellipsis", no_wrap=True)
-        parts.append(Panel(text, title=Text(picture.sample_title), title_align="left"))
-    return Panel(Group(*parts), title=Text(picture.title), title_align="left")
+        text = Text(printable("\n".join(lines)), overflow="ellipsis", no_wrap=True)
+        parts.append(Panel(text, title=Text(printable(picture.sample_title)), title_align="left"))
+    return Panel(Group(*parts), title=Text(printable(picture.title)), title_align="left")
 
 
 def trend(values: Sequence[float]) -> str:

@@ -25,6 +25,7 @@ from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
 from mrlhf.checkpoint.conversion.run_output import Wanted
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.parallel.layout import ParallelLayout
+from mrlhf.printable import show
 from mrlhf.terminal import ByteBars
 from mrlhf.version import add_version_option
 
@@ -177,11 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _inspect(directory: Path, every_byte: bool) -> int:
     finding = examine(directory, every_byte)
     for label, text in finding.facts:
-        print(f"{label}: {text}")
+        show(f"{label}: {text}")
     for problem in finding.problems:
-        print(f"NOT WHOLE: {problem}")
+        show(f"NOT WHOLE: {problem}")
     if not finding.problems:
-        print("whole: yes")
+        show("whole: yes")
     return 1 if finding.problems else 0
 
 
@@ -233,12 +234,12 @@ def _convert(options: argparse.Namespace) -> int:
             )
 
     of_step = "" if report.step is None else f", of step {report.step}"
-    print(f"{report.path}: {report.kind}{of_step}")
+    show(f"{report.path}: {report.kind}{of_step}")
     for text in report.left_out:
-        print(f"left out: {text}")
+        show(f"left out: {text}")
     for text in report.notes:
-        print(f"note: {text}")
-    print(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
+        show(f"note: {text}")
+    show(f"{options.out}: {report.tensors} tensors, {report.nbytes} bytes")
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mrlhf
+from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
 FOLDERS = ("configs", "docs", "launch")
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shutil.copytree(
                 shipped() / name, out / name, ignore=shutil.ignore_patterns("__pycache__")
             )
-            print(out / name)
+            show(str(out / name))
     except OSError as error:
         sys.stderr.write(f"error: {error.filename or out}: {error.strerror or error}\n")
         return 2

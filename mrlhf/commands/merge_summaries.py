@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.errors import MrlhfError
+from mrlhf.printable import show
 from mrlhf.run.summary import combine_summaries
 from mrlhf.version import add_version_option
 
@@ -36,12 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         combined = combine_summaries(options.runs, options.out)
+        show(json.dumps(combined, indent=2))
     except MrlhfError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:
         sys.stderr.write(f"error: {error.filename or options.out}: {error.strerror}\n")
         return 2
-
-    print(json.dumps(combined, indent=2))
     return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from mrlhf.data.arithmetic import OPERATIONS, ArithmeticTask, write_arithmetic
 from mrlhf.data.gsm8k import SOLUTIONS, SOURCES, write_chat_gsm8k, write_gsm8k
 from mrlhf.errors import MrlhfError
+from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
 
@@ -103,17 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts = write_gsm8k(out_dir=out, **options)
         else:
             counts = write_chat_gsm8k(out_dir=out, **options)
+
+        for name, count in counts.items():
+            show(f"{out / name}: {count} rows")
+        if task == "gsm8k" and "preferences.jsonl" not in counts:
+            show(f"no preference pairs: there is no preferences.jsonl or {SOLUTIONS} in {source}")
+        if task != "gsm8k_chat":
+            show(f"{out / 'tokenizer'}: tokenizer")
     except MrlhfError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error.filename or out}: {error.strerror}", file=sys.stderr)
         return 2
-
-    for name, count in counts.items():
-        print(f"{out / name}: {count} rows")
-    if task == "gsm8k" and "preferences.jsonl" not in counts:
-        print(f"no preference pairs: there is no preferences.jsonl or {SOLUTIONS} in {source}")
-    if task != "gsm8k_chat":
-        print(f"{out / 'tokenizer'}: tokenizer")
     return 0

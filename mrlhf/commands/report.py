@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrlhf.errors import MrlhfError
+from mrlhf.printable import show
 from mrlhf.report.write import write_report
 from mrlhf.run.directory import REPORT
 from mrlhf.version import add_version_option
@@ -48,12 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.out or options.runs[0] / REPORT
     try:
         size = write_report(options.runs, output, options.samples)
+        show(f"report: {output} ({size / 1e6:.1f} MB); open it in a browser")
     except MrlhfError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     except OSError as error:
         sys.stderr.write(f"error: {error.filename or output}: {error.strerror}\n")
         return 2
-
-    print(f"report: {output} ({size / 1e6:.1f} MB); open it in a browser")
     return 0

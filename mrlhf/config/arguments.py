@@ -15,6 +15,7 @@ from mrlhf.config.load import read_config
 from mrlhf.config.roots import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.schema import help_text
 from mrlhf.errors import ConfigError
+from mrlhf.printable import show
 from mrlhf.version import add_version_option
 
 ConfigT = TypeVar("ConfigT", PPOConfig, SFTConfig, RewardModelConfig, DPOConfig)
@@ -31,6 +32,14 @@ class DryRun:
 
     world_size: int | None
     allow_missing: bool = False
+
+
+class _Help(argparse.Action):
+    """Prints the help; argparse's own leaves it to the end of the interpreter to fail."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        show(parser.format_help().rstrip())
+        parser.exit()
 
 
 def parse_args(
@@ -52,8 +61,10 @@ def parse_args(
         "[--dry-run [--world-size N] [--allow-missing]]",
         epilog=f"keys = defaults (values) meaning:\n{help_text(root_class)}".replace("%", "%%"),
         allow_abbrev=False,
+        add_help=False,
     )
     add_version_option(parser)
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this text and stop")
     parser.add_argument(
         "--config",
         action="append",

@@ -186,6 +186,11 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or a key in it does not exist.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"configuration file '{path}' is a directory, a pipe or a device; give a file, "
+                "since every rank reads it"
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         hint = "; mrlhf-init copies the shipped ones here" if path.parts[0] == "configs" else ""

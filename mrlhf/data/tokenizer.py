@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jinja2
@@ -35,6 +38,9 @@ _VOCABULARIES = (
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json"),
 )
 _LONGEST_REASON = 300  # characters of an error of transformers that are shown
+_LONGEST_TEMPLATE = 1_000_000  # characters; known ones have fewer than 20,000
+_LONGEST_RENDER_S = 10.0
+_MOST_COPIES = 10  # of a conversation in what a template makes of it
 _LONGEST_EXCERPT = 40  # characters of a text that are shown
 _TORN = "\ufffd"  # what stands in a text for a part of a character
 _GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -193,12 +199,11 @@ class Tokenizer:
 
         conversation = [dict(message) for message in messages]
         try:
-            text: str = self._backend.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            return _render(self._backend, conversation, add_generation_prompt)
+        except _TemplateLimitError as error:
+            raise DataError(f"the chat template {error}; mend it") from None
         except Exception as error:  # a template is a program, and may fail in any way
             raise DataError(f"the chat template refuses the messages: {_brief(error)}") from error
-        return text
 
     def encode_prompt(self, prompt: Prompt, chat: bool = False) -> tuple[str, list[int]]:
         """The text of a prompt as the model sees it, and its tokens.
@@ -252,6 +257,13 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
     if chat_template is not None:
         _set_chat_template(backend, chat_template)
     tokenizer = Tokenizer(backend)
+    if len(tokenizer.chat_template) > _LONGEST_TEMPLATE:
+        raise DataError(
+            f"the chat template of {chat_template or path} has more than {_LONGEST_TEMPLATE} "
+            "characters, so it is none; give another data.chat_template"
+        )
+    if chat_template is not None:
+        _try_chat_template(backend, chat_template)
     if not any(tokenizer.is_ordinary(token) for token in tokenizer.ids):
         _check_vocabulary(Path(path))
         raise DataError(f"the tokenizer {path} has no tokens for text; its files are damaged")
@@ -268,24 +280,73 @@ def _has_hf_files(directory: Path) -> bool:
 
 
 def _set_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
-    """Replace the tokenizer's chat template by that in `file`.
+    """Replace the tokenizer's chat template by that in `file`, as far as it is not too long.
 
     Raises:
-        DataError: the file cannot be read, or is no jinja.
+        DataError: the file cannot be read.
     """
     try:
-        backend.chat_template = Path(file).read_text(encoding="utf-8")
+        with Path(file).open(encoding="utf-8") as stream:
+            backend.chat_template = stream.read(_LONGEST_TEMPLATE + 1)
     except OSError as error:
         raise DataError(f"cannot read the chat template {file}: {error.strerror}") from error
     except ValueError as error:
         raise DataError(f"cannot read the chat template {file}: {error}") from error
 
+
+def _try_chat_template(backend: PreTrainedTokenizerBase, file: str | Path) -> None:
+    """Apply the chat template to a message.
+
+    Raises:
+        DataError: it is no jinja, or does not end.
+    """
     try:
-        backend.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        _render(backend, [{"role": "user", "content": "a"}])
+    except _TemplateLimitError as error:
+        raise DataError(f"the chat template {file} {error}; mend it") from None
     except jinja2.TemplateSyntaxError as error:
         raise DataError(f"the chat template {file} is no jinja: {_brief(error)}") from error
     except Exception as error:  # it may refuse this message and take those of the data
         logger.debug("the chat template %s refuses a message of the user: %s", file, error)
+
+
+class _TemplateLimitError(Exception):
+    """A chat template does not end, or writes without bound."""
+
+
+def _render(
+    backend: PreTrainedTokenizerBase,
+    conversation: list[dict[str, Any]],
+    add_generation_prompt: bool = False,
+) -> str:
+    """What the chat template makes of a conversation, within limits.
+
+    The time is that of the processor, so that a busy machine does not count. The limit needs a
+    signal, which Python hands to the main thread alone; so elsewhere there is none.
+
+    Raises:
+        _TemplateLimitError: it takes too long, or its text is too long.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread:
+        before = signal.signal(signal.SIGVTALRM, _end_template)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_RENDER_S)
+    try:
+        text: str = backend.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    finally:
+        if is_main_thread:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+            signal.signal(signal.SIGVTALRM, before)
+
+    if len(text) > _LONGEST_TEMPLATE + _MOST_COPIES * len(str(conversation)):
+        raise _TemplateLimitError(f"makes {len(text)} characters of one conversation")
+    return text
+
+
+def _end_template(number: int, frame: FrameType | None) -> None:
+    raise _TemplateLimitError(f"has not ended after {_LONGEST_RENDER_S:g} s of computing")
 
 
 def _load_backend(path: Path) -> PreTrainedTokenizerBase:

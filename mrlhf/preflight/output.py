@@ -149,6 +149,8 @@ def _in_the_way(directory: Path, models: Sequence[str]) -> str | None:
         path = directory / name
         if path.is_dir():
             return f"holds a directory '{name}' where the run writes a file"
+        if path.exists() and not path.is_file():
+            return f"holds a pipe or a device '{name}' where the run writes a file"
         if path.exists() and not os.access(path, os.W_OK):
             return f"holds a file '{name}' that may not be written"
     return None

@@ -19,6 +19,7 @@ import mmap
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -147,8 +148,9 @@ class SharedRings:
                 opened = self._open_others(stems, sends_of)
             return all(all_gather_objects(opened, world))
         finally:
-            own_ring.unlink(missing_ok=True)
-            own_inbox.unlink(missing_ok=True)
+            for file in (own_ring, own_inbox):
+                with suppress(OSError):  # it was not made, and where it would be is read-only
+                    file.unlink()
 
     def carry(self, source: Views, target: Views, work: Iterator[None]) -> int:
         """Make all moves; every rank of the group calls it.

@@ -21,13 +21,17 @@ from collections.abc import Sequence, Set
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.launcher.api as launcher_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import get_args_parser, run
 
+from mrlhf.printable import printable
+from mrlhf.run.leaving import end_on_signals
 from mrlhf.run.program import BAD_INPUT, FAILED, QUEUE_AGAIN
 from mrlhf.run.watcher import HELD_SIGNALS
 from mrlhf.version import add_version_option
@@ -39,6 +43,7 @@ STOP_TIMEOUT_OPTION = "--stop-timeout"
 STOP_TIMEOUT_S = 600.0
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_IN_USE = "address already in use"
 _FINAL_CODES = (BAD_INPUT, QUEUE_AGAIN)  # starting the workers again would change nothing
 _BAD_INPUT_S = 5.0  # for the other workers to see the bad input too
 _OTHER_LAUNCHERS_S = 30.0  # for their workers to end, which have saved as well
@@ -97,7 +102,8 @@ class ForwardingAgent(LocalElasticAgent):
                 return RunResult(state=WorkerState.HEALTHY)
 
         # torchrun would log how each worker ends.
-        _TORCHRUN.setLevel(logging.CRITICAL if self._have_told() else self._log_level)
+        is_said = bool(final) or self._have_told()
+        _TORCHRUN.setLevel(logging.CRITICAL if is_said else self._log_level)
         result = super()._monitor_workers(worker_group)
         if final and set(codes) <= {0, QUEUE_AGAIN}:
             self._exit_barrier_timeout = _OTHER_LAUNCHERS_S
@@ -188,8 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop_timeout_s = _seconds(value or (arguments.pop(0) if arguments else ""))
 
     # Until there are workers, nothing is lost if the job stops.
-    for number in _FORWARDED:
-        signal.signal(number, _stop_before_start)
+    end_on_signals()
 
     # torchrun names its agent's class here, and takes no other from its caller.
     signals: set[int] = set()
@@ -201,13 +206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run(options)
+    except (dist.DistNetworkError, RendezvousError) as error:
+        sys.stderr.write(f"error: {_no_rendezvous(error, options)}\n")
+        return BAD_INPUT if _IN_USE in str(error).lower() else FAILED
     except ChildFailedError as error:
         code = exit_code([failure.exitcode for failure in error.failures.values()], signals)
         message = _message(error)
         if message is None and code == FAILED:
             sys.stderr.write(f"{error}\n")
         elif message is not None and options.redirects != "0":  # it went to a file alone
-            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.write(f"error: {printable(message)}\n")
         return code
     finally:
         # Python resets its handlers as it ends; a signal would then change the exit code.
@@ -216,16 +224,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _no_rendezvous(error: Exception, options: Any) -> str:
+    """Why the launchers do not find each other, on one line."""
+    if _IN_USE in str(error).lower():
+        return (
+            f"port {options.master_port} of this machine is in use; give another --master-port, or "
+            "--standalone, which chooses a free one"
+        )
+    return f"the launchers do not find each other: {printable(str(error)).splitlines()[0]}"
+
+
 def _message(error: ChildFailedError) -> str | None:
     """What a worker has said about its failure; None if all have ended without a word."""
     for failure in error.failures.values():
         if isinstance(failure.message, dict):
             return str(failure.message["message"])
     return None
-
-
-def _stop_before_start(number: int, frame: FrameType | None) -> None:
-    sys.exit(QUEUE_AGAIN)
 
 
 def _seconds(text: str) -> float:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import sys
 import threading
 import time
+from types import FrameType
 from typing import NoReturn
 
 logger = logging.getLogger(__name__)
@@ -19,6 +22,9 @@ ENDED_BY_SIGTERM = 143
 
 _LOOK_EVERY_S = 1.0
 _SAY_S = 2.0
+_STOPPED_BEFORE_START = 75  # nothing is lost: start the same command again
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_LAUNCHERS = re.compile(r"(mrlhf-)?(torchrun|train[-_](dpo|ppo|rm|sft))(\.py)?")
 # This process and its parent, when the package was imported; a launcher may go while torch is.
 _AT_IMPORT = (os.getpid(), os.getppid())
 
@@ -44,6 +50,30 @@ def leave(code: int, why: str = "") -> NoReturn:
         sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def end_on_signals() -> None:
+    """Let a signal that asks for a stop end this process with one line, until others take over.
+
+    Where a signal is ignored or held back by what has started this process, it stays so.
+    """
+    for number in _STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end_before_start)
+
+
+def is_launcher() -> bool:
+    """Whether this process launches or trains, and is not another that imports the package."""
+    return bool(sys.argv) and bool(_LAUNCHERS.fullmatch(os.path.basename(sys.argv[0])))
+
+
+def _end_before_start(number: int, frame: FrameType | None) -> None:
+    # One rank speaks for all, since all of them get the signal.
+    if os.environ.get("RANK", "0") == "0":
+        name = signal.Signals(number).name
+        text = f"stopped early: {name} came before the start, so there is nothing to save\n"
+        os.write(2, text.encode())
+    os._exit(_STOPPED_BEFORE_START)
 
 
 def end_with_launcher() -> None:

@@ -168,10 +168,15 @@ class DirectoryLock:
             return
 
         other = _read(self._path(newest)) if newest else None
-        whom = f"was taken by {other}" if other is not None else "lost its lock file"
+        if other is not None:
+            raise CheckpointError(
+                f"output directory {self._directory} was taken by {other}; this run ends, so that "
+                "only one writes there"
+            )
         raise CheckpointError(
-            f"output directory {self._directory} {whom}; this run ends, so that only one writes "
-            "there"
+            f"output directory {self._directory} lost its lock file: it was deleted or replaced "
+            "during the run, and with it the metrics and checkpoints that this run had written; "
+            "this run ends"
         )
 
     def remove_earlier(self) -> None:

@@ -19,8 +19,16 @@ from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig, par
 from mrlhf.config.arguments import DryRun
 from mrlhf.config.roots import AnyConfig
 from mrlhf.errors import ConfigError, HangError, Interrupted, MrlhfError
-from mrlhf.job import STORE_S, Launch, connect_before_start, read_launch
+from mrlhf.job import (
+    STORE_S,
+    Launch,
+    connect_before_start,
+    read_launch,
+    read_place,
+    speaks_without_place,
+)
 from mrlhf.log import configure_logging, quiet_transformers
+from mrlhf.printable import STANDARD_OUTPUT, show
 from mrlhf.run.failures import (
     BAD_INPUT,
     FAILED,
@@ -91,8 +99,9 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         config, dry, left_out = parse_args(program.root, argv)
         if dry is not None:
             found = program.dry_run(config, dry.world_size)
-            lines = [left_out] if left_out else []
-            sys.stdout.write("\n".join([*lines, found.text]) + "\n")
+            if left_out:
+                show(left_out)
+            show(found.text)
             return _end_of_dry_run(found, dry)
 
         launch = read_launch()
@@ -108,6 +117,11 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         return _refuse(error)
     except Told as told:
         leave(told.code)
+    except OSError as error:
+        if error.filename != STANDARD_OUTPUT:
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
+        return FAILED
 
     logger.info("%s", description)
     code = 0
@@ -118,6 +132,10 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
         code = QUEUE_AGAIN
     except Told as told:
         leave(told.code)
+    except HangError as error:  # the job's store does not answer, so each rank speaks for itself
+        failure = explain(error, launch.rank, True)
+        failure.leave_for_summary()
+        leave(failure.code, failure.whole)
     except Exception as error:  # without a store in which the ranks agree on who says it
         leave(tell_before_start(launch, explain(error, launch.rank, True), log_failure).code)
 
@@ -163,9 +181,10 @@ def _refuse(error: MrlhfError) -> int:
     """Say once for all ranks that the input is bad; returns the exit code."""
     line = f"error: {error}{users_traceback(error)}\n"
     try:
-        launch = read_launch()
-    except ConfigError:  # there is only this process
-        sys.stderr.write(line)
+        launch = read_place()
+    except ConfigError:
+        if speaks_without_place():
+            sys.stderr.write(line)
         return BAD_INPUT
 
     own = Failure(launch.rank, BAD_INPUT, str(error), time.time())

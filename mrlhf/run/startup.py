@@ -22,7 +22,7 @@ from mrlhf.config.roots import Root
 from mrlhf.config.sections import RoleSection
 from mrlhf.config.trainer import DistributedSection, TrainerSection
 from mrlhf.device import Device, pick_device, seed_everything
-from mrlhf.errors import ConfigError, Interrupted, MrlhfError
+from mrlhf.errors import CheckpointError, ConfigError, Interrupted, MrlhfError
 from mrlhf.job import (
     STORE_S,
     Job,
@@ -40,6 +40,7 @@ from mrlhf.parallel.stop_points import NeverStop, StopPoints
 from mrlhf.run.board import Board
 from mrlhf.run.deadline import Deadline
 from mrlhf.run.directory import (
+    METRICS,
     Opening,
     Wishes,
     describe_opening,
@@ -159,6 +160,26 @@ class Run:
             raise Told(failure) from error
         if hang is not None:
             raise hang from error
+
+    def require_directory(self, model: Path) -> None:
+        """Make sure that what the run has written is still there; the main rank calls it.
+
+        Args:
+            model: where the trained model is.
+
+        Raises:
+            CheckpointError: the output directory or the metrics file was deleted during the run.
+        """
+        try:
+            if self.lock is not None:
+                self.lock.verify()
+            if not (self.output_dir / METRICS).is_file():
+                raise CheckpointError(
+                    f"{self.output_dir / METRICS} was deleted during the run, so its metrics are "
+                    "lost"
+                )
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; the trained model is in {model}") from error
 
     def timer(self) -> PhaseTimer:
         """Measures the phases of one step, and lets other ranks know in which phase this one is."""

@@ -93,6 +93,7 @@ class PPORun:
             export_result(self._exported(), directory, parts.steps, self._save_last)
         parts.scorer.close()
         if self._run.is_main_rank:
+            self._run.require_directory(directory)
             summary = {
                 **ppo_achievements(self._run.output_dir),
                 "steps": parts.steps,

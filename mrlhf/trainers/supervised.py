@@ -214,6 +214,7 @@ class SupervisedTrainer:
         with self._run.board.phase("export"):
             export_result(self._exported, directory, self._steps, self._save_last)
         if self._run.is_main_rank:
+            self._run.require_directory(directory)
             summary = {
                 **self._task.summary(metrics),
                 "steps": self._steps,

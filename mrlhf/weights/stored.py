@@ -280,10 +280,10 @@ class _SliceOfPart:
 
 
 def _open(file: Path) -> Any:
+    refuse_pointer(file, WeightError)
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        refuse_pointer(file, WeightError)
         raise WeightError(f"{file}: not readable: {_one_line(error)}; copy it again") from error
 
 
@@ -300,6 +300,7 @@ def _header(file: Path) -> list[StoredTensor]:
 
 def _indexed_files(index: Path) -> list[Path]:
     """The files that an index names, in the order in which transformers reads them."""
+    refuse_pointer(index, WeightError)
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

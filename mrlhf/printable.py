@@ -1,0 +1,41 @@
+"""Text that is safe to show on a terminal: control characters are written out.
+
+A name, a path or a sample of a user may hold any character; an escape sequence would recolour the
+terminal, move its cursor or hide other lines. This file does not know where the text is shown.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+
+STANDARD_OUTPUT = "standard output"
+
+# C0 but for line end and tab, DEL and C1, and what changes the direction of text.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters as Python writes them in a string, such as \\x1b."""
+    return _UNSAFE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def show(text: str) -> None:
+    """Print `text` on standard output, at once, so that a fault of it is not lost.
+
+    A reader that has read enough, such as `head`, is no fault.
+
+    Raises:
+        OSError: standard output is full or closed; its `filename` says so.
+    """
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        print(printable(text), flush=True)
+    except OSError as error:
+        # What is left in the buffer must not fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from None
