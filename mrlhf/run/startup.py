@@ -116,6 +116,7 @@ class Run:
         Raises:
             ConfigError: the directory cannot be written.
         """
+        dist.barrier()  # another rank may still find a reason to refuse the start
         try:
             while self.changes:
                 self.changes.pop(0)()

@@ -131,8 +131,7 @@ class Checkpoints:
         if "best_export" in state:
             self._best_export.load_state_dict(state["best_export"])
         is_own = checkpoint.path.parent.resolve() == self._saver.directory.resolve()
-        if is_own:
-            self._began -= state.get("seconds", 0.0)
+        self._began -= state.get("seconds", 0.0)
         if is_own and checkpoint.manifest.metrics:
             self._newest = checkpoint_name(checkpoint.manifest.step, False)
 
@@ -158,7 +157,7 @@ class Checkpoints:
     def summary(self) -> dict[str, Any]:
         """For summary.json: the best step, if its model was exported, and seconds.
 
-        The seconds are those of all starts, as far as their steps have not been done again.
+        The seconds are those of all steps, whichever start has done them.
         """
         return {**self._best_export.summary(), "seconds": round(self._seconds(), 1)}
 

@@ -54,7 +54,7 @@ def test_a_refused_start_changes_no_run(
 
     refused = {
         f"data.train_files={other_rows(inputs, tmp_path)}": "cannot resume the data order",
-        f"model.path={inputs / 'qwen2'}": "holds another model",
+        f"model.path={inputs / 'qwen3'}": "holds another model",
         "trainer.resume=never": "or give another trainer.output_dir",
     }
     for key, message in refused.items():
