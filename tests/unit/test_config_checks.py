@@ -378,6 +378,10 @@ def test_parse_args_mixes_options_and_keys(tmp_path):
         1
     ] == DryRun(None)
     assert parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--world-size", "24"])[1] == DryRun(24)
+    asked = parse_args(PPOConfig, [*ARGUMENTS, "--dry-run", "--allow-missing"])[1]
+    assert asked == DryRun(None, allow_missing=True)
+    with pytest.raises(ConfigError, match="--allow-missing goes with --dry-run only"):
+        parse_args(PPOConfig, [*ARGUMENTS, "--allow-missing"])
     with pytest.raises(ConfigError, match="--world-size goes with --dry-run only"):
         parse_args(PPOConfig, [*ARGUMENTS, "--world-size", "2"])
 
