@@ -24,7 +24,6 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**environment, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 
