@@ -24,6 +24,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**environment, **variables},
         capture_output=True,
         text=True,
+        timeout=60,
     )
 
 

@@ -39,6 +39,7 @@ def test_its_commands_run(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("launch/torchrun.py") == command.count(".sbatch"), command
