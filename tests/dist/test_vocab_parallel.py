@@ -124,6 +124,6 @@ def test_shards_equal_the_whole(world_size: int, vocab_sizes: tuple[int, ...]) -
     for results_of_rank in run_ranks(world_size, _all_sizes, vocab_sizes):
         assert len(results_of_rank) == 2 * len(vocab_sizes)
         for value_error, gradient_error, padding in results_of_rank:
-            assert value_error < 1e-5
+            assert value_error < 5e-5
             assert gradient_error < 1e-4
             assert padding == 0.0
