@@ -92,7 +92,7 @@ def test_a_gpu_gives_what_leaves_the_rest_free(monkeypatch):
 
 def test_room_on_a_gpu_by_default_is_all_but_a_tenth():
     for weights, free in ((0, 40_000), (30_000, 12_000), (30_000, 9_000)):
-        assert gpu_room(0.9, weights, free, 100_000) == max(0, free - 10_000)
+        assert gpu_room(0.9, weights, free, 100_000) == max(0, free - int(100_000 * (1 - 0.9)))
 
 
 def test_a_host_gives_half_of_what_its_ranks_may_have(monkeypatch, tmp_path):
