@@ -81,7 +81,8 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
         ),
         (
             "trainer.logger=[wandb]",
-            "unknown key 'trainer.logger'; verl's 'trainer.logger' is 'trainer.trackers' here; the console is "
+            "unknown key 'trainer.logger'; verl's 'trainer.logger' is 'trainer.trackers' here; "
+            "the console is "
             "always on; list the others, such as [wandb]",
         ),
         (
