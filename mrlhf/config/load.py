@@ -141,13 +141,12 @@ def _without_strays(
         The configuration, and a line that names these keys; "" if there are none.
     """
     config = _validated(root_class, raw)
-    strays = []
-    while found := [unread for unread in unread_keys(config) if sources.apart(unread)]:
-        for unread in found:
+    while strays := [unread for unread in unread_keys(config) if sources.apart(unread)]:
+        for unread in strays:
             _remove(raw, unread.key)
-        strays += found
+            sources.leave_out(unread)
         config = _validated(root_class, raw)
-    return config, sources.in_words(strays) if strays else ""
+    return config, sources.left_out()
 
 
 def _validated(root_class: type[RootT], raw: dict[str, Any]) -> RootT:

@@ -93,8 +93,8 @@ class RolloutSection(Section):
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] = Field(
         UTILIZATION,
-        description="fraction of a GPU's memory that is in use once the KV cache is there, "
-        "everything counted",
+        description="fraction of a GPU's memory for the engine's weights and KV cache, as in vLLM "
+        "and verl; less if training leaves less: a tenth of the GPU stays free, or 1 - this",
     )
     enforce_eager: bool = Field(False, description="do not capture CUDA graphs")
     verify_reshard: bool = Field(False, description="compare checksums of every moved weight slice")

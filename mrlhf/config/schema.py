@@ -118,6 +118,9 @@ def unknown_key(root_class: type[Root], name: str) -> str:
     known = [key.name for key in keys(root_class)]
     if name in known:
         return f"unknown key '{name}'; its name holds a dot: nest it, as {nested(name)}"
+    bare = name.lstrip("+~")
+    if bare != name and bare in known:
+        return f"unknown key '{name}'; write '{bare}': + and ~ are Hydra's"
     hint = verl_hint(name, known)
     if hint is not None:
         return f"unknown key '{name}'; {hint}"

@@ -6,7 +6,7 @@ source does, such as a method's file that is laid over a base, the key is left o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mrlhf.config.compare import leaves
@@ -20,6 +20,7 @@ class Sources:
         """No source was read yet."""
         self._labels: list[str] = []
         self._of: dict[str, int] = {}  # the number of the last source that has the key
+        self._left_out: dict[tuple[str, str], list[str]] = {}  # by source and reason
 
     def add(self, label: str, raw: Mapping[str, Any]) -> None:
         """Take note of the keys of the next source.
@@ -43,19 +44,27 @@ class Sources:
 
         Where several keys decide so, the last word counts. A default decides in every source.
         """
-        deciding = [self._of[key] for key in unread.deciders if key in self._of]
-        return unread.key in self._of and bool(deciding) and max(deciding) != self._of[unread.key]
+        own = self._of.get(unread.key)
+        return own is not None and self._deciding(unread) not in (None, own)
 
-    def in_words(self, left_out: Sequence[Unread]) -> str:
-        """The keys `left_out` in one line, with their sources and the reason."""
-        together: dict[tuple[str, str], list[str]] = {}
-        for unread in left_out:
-            label = self._labels[self._of[unread.key]]
-            keys = together.setdefault((label, unread.why), [])
-            keys.append(f"{unread.key} {in_yaml(unread.value)}")
+    def leave_out(self, unread: Unread) -> None:
+        """Take note that the key is left out, which its default now stands for."""
+        label = self._labels[self._of[unread.key]]
+        keys = self._left_out.setdefault((label, unread.why), [])
+        keys.append(f"{unread.key} {in_yaml(unread.value)}")
 
+        deciding = self._deciding(unread)
+        assert deciding is not None
+        self._of[unread.key] = deciding
+
+    def left_out(self) -> str:
+        """All keys that were left out in one line, with their sources and the reason; or ""."""
         parts = []
-        for (label, why), keys in together.items():
+        for (label, why), keys in self._left_out.items():
             has = "has" if len(keys) == 1 else "have"
             parts.append(f"{', '.join(keys)} of {label} {has} no effect{why}")
-        return f"left out: {'; '.join(parts)}"
+        return f"left out: {'; '.join(parts)}" if parts else ""
+
+    def _deciding(self, unread: Unread) -> int | None:
+        """The last source that has a key which decides; None: they all have their defaults."""
+        return max((self._of[key] for key in unread.deciders if key in self._of), default=None)

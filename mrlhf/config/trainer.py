@@ -149,6 +149,13 @@ class TrainerSection(Section):
         "null: before the end that Slurm tells, if it does, as early as the saves so far need",
     )
 
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _console_is_none(cls, trackers: object) -> object:
+        if isinstance(trackers, list) and "console" in trackers:
+            raise ValueError("the console is always on and is no tracker; leave it out")
+        return trackers
+
     @field_validator("trackers")
     @classmethod
     def _each_once(cls, trackers: list[Tracker]) -> list[Tracker]:

@@ -53,6 +53,8 @@ _BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "megatron.use_distributed_optimizer": "optim.use_distributed_optimizer",
         "megatron.override_ddp_config.overlap_grad_reduce": "optim.overlap_grad_reduce",
         "megatron.override_ddp_config.overlap_param_gather": "optim.overlap_param_gather",
+        "megatron.override_transformer_config.recompute_granularity": "recompute",
+        "megatron.override_transformer_config.recompute_modules": "recompute",
         "model.enable_gradient_checkpointing": "recompute",
         "enable_gradient_checkpointing": "recompute",
         "grad_clip": "optim.clip_grad",
@@ -116,9 +118,38 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# what else changes with the name
+_CHANGES: Mapping[str, str] = MappingProxyType(
+    {
+        "ppo_micro_batch_size": "it counts tokens, not samples",
+        "ppo_micro_batch_size_per_gpu": "it counts tokens, not samples",
+        "log_prob_micro_batch_size": "it counts tokens, not samples",
+        "log_prob_micro_batch_size_per_gpu": "it counts tokens, not samples",
+        "forward_micro_batch_size": "it counts tokens, not samples",
+        "forward_micro_batch_size_per_gpu": "it counts tokens, not samples",
+        "micro_batch_size": "it counts tokens, not samples",
+        "micro_batch_size_per_gpu": "it counts tokens, not samples",
+        "ppo_max_token_len_per_gpu": "its tokens are shared by all cp ranks: multiply by cp",
+        "lr_warmup_steps_ratio": "it counts steps, not a share of the run",
+        "warmup_steps_ratio": "it counts steps, not a share of the run",
+        "min_lr": "it is a share of lr",
+        "recompute_granularity": "none, full, core_attn or mlp",
+        "recompute_modules": "none, full, core_attn or mlp",
+        "filter_overlong_prompts": "true there is drop here, false is error",
+        "truncation": "nothing is truncated; what is too long is an error or dropped",
+        "logger": "the console is always on; list the others, such as [wandb]",
+        "val_kwargs.do_sample": "validation is greedy too in any case",
+    }
+)
+
 _RANKS = "the launcher says how many processes run: torchrun --nnodes=... --nproc-per-node=..."
 _COLUMNS = "columns have fixed names, which docs/data_and_rewards.md lists"
 _MEGATRON = "models run on megatron-core, with tp, cp, pp, vpp, ep and etp alone"
+_NO_OFFLOAD = (
+    "there is no offload: weights, gradients and moments stay on the device; raise tp or pp if "
+    "they do not fit"
+)
+_WEIGHTS = "Hugging Face weights are read and written without a bridge"
 _PACKED = "sequences are always packed into micro-batches of micro_batch_tokens"
 _NO_CODE = "code that stands beside a model or a tokenizer is never run"
 _NO_LORA = "there is no LoRA"
@@ -164,7 +195,11 @@ _MISSING: Mapping[str, str] = MappingProxyType(
         "data.train_max_samples": "all rows of data.train_files are used",
         "data.val_max_samples": "all rows of data.val_files are used",
         "data.val_batch_size": "all rows of data.val_files are one batch",
-        "data.apply_chat_template_kwargs": "",
+        "data.apply_chat_template_kwargs": (
+            "write what they choose into a jinja file of your own, and name it in "
+            "data.chat_template"
+        ),
+        "model_engine": _MEGATRON,
         "rollout.do_sample": "training always samples; validation is greedy",
         "rollout.ignore_eos": "a response always ends at an end token",
         "rollout.max_model_len": ("it is data.max_prompt_length + data.max_response_length"),
@@ -188,6 +223,22 @@ _MISSING_BELOW_A_ROLE: Mapping[str, str] = MappingProxyType(
         "fsdp_config": _MEGATRON,
         "fsdp": _MEGATRON,
         "megatron": _MEGATRON,
+        "megatron.param_offload": _NO_OFFLOAD,
+        "megatron.grad_offload": _NO_OFFLOAD,
+        "megatron.optimizer_offload": _NO_OFFLOAD,
+        "fsdp_config.param_offload": _NO_OFFLOAD,
+        "fsdp_config.optimizer_offload": _NO_OFFLOAD,
+        "fsdp_config.offload_policy": _NO_OFFLOAD,
+        "param_offload": _NO_OFFLOAD,
+        "grad_offload": _NO_OFFLOAD,
+        "optimizer_offload": _NO_OFFLOAD,
+        "model.enable_activation_offload": _NO_OFFLOAD,
+        "megatron.use_mbridge": _WEIGHTS,
+        "megatron.vanilla_mbridge": _WEIGHTS,
+        "megatron.use_dist_checkpointing": _WEIGHTS,
+        "megatron.override_transformer_config.attention_backend": (
+            "the device decides which kernel computes attention"
+        ),
         "use_dynamic_bsz": _PACKED,
         "log_prob_use_dynamic_bsz": _PACKED,
         "use_remove_padding": _PACKED,
@@ -249,21 +300,30 @@ def verl_hint(name: str, known: Collection[str]) -> str | None:
     """What `name`, a key of verl's, is called here, or that it has no counterpart.
 
     Args:
-        name: an unknown key.
+        name: an unknown key; Hydra's + or ~ may stand before it.
         known: our keys.
 
     Returns:
         The hint; None if we do not know it for a key of verl's.
     """
-    here = _without_verls_section(name)
+    here = _without_verls_section(name.lstrip("+~"))
     for theirs in (here, *_with_sections(here)):
         ours = _counterpart(theirs, known)
         if ours is not None:
-            return f"verl's '{name}' is '{ours}' here"
+            return f"verl's '{name}' is '{ours}' here{_change(theirs)}"
         reason = _reason(theirs)
         if reason is not None:
             return f"verl's '{name}' has no counterpart here{': ' if reason else ''}{reason}"
     return None
+
+
+def _change(name: str) -> str:
+    """What else changes with the name, as the end of a sentence."""
+    while name:
+        if name in _CHANGES:
+            return f"; {_CHANGES[name]}"
+        name = name.partition(".")[2]
+    return ""
 
 
 def _without_verls_section(name: str) -> str:

@@ -176,8 +176,8 @@ class EngineLimits:
         cache_bytes: size of one rank's KV cache. None takes what `gpu_memory_utilization` leaves on
             a GPU; elsewhere up to half of the free memory, shared with the other processes of the
             machine.
-        gpu_memory_utilization: share of a GPU's memory that may be in use, everything counted, with
-            the KV cache.
+        gpu_memory_utilization: share of a GPU's memory for the engine's weights and KV cache, of
+            which training's own memory may leave less; see `gpu_room`.
         enforce_eager: capture no CUDA graphs.
     """
 

@@ -15,6 +15,7 @@ from mrlhf.models.spec import Experts, ModelSpec
 NATIVE_CPU_BLOCK = 16
 NATIVE_GPU_BLOCK = 256  # the page of FlashAttention 2
 _VLLM_CPU_BLOCK = 32
+_KEPT_FREE = 0.1  # share of a GPU
 _VLLM_GPU_BLOCK = 16
 
 
@@ -73,6 +74,23 @@ class CacheShape:
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.token_bytes * self.block_size
+
+
+def gpu_room(utilization: float, weights: int, free: int, total: int) -> int:
+    """Bytes that an engine may still take of a GPU.
+
+    As in vLLM, `utilization` is the share of the GPU for the engine's weights and what it takes
+    besides. What training holds comes first: a tenth of the GPU stays free in any case, or less
+    where `utilization` is above 0.9.
+
+    Args:
+        utilization: rollout.gpu_memory_utilization.
+        weights: bytes of the engine's weights that are on the GPU already, shared or not.
+        free: bytes that are free now.
+        total: bytes of the GPU.
+    """
+    kept = total * min(1 - utilization, _KEPT_FREE)
+    return max(0, min(int(total * utilization) - weights, free - int(kept)))
 
 
 def kv_heads_on_rank(spec: ModelSpec, tp_size: int) -> int:

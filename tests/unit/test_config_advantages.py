@@ -51,8 +51,8 @@ ADAPTIVE = {"algorithm__use_kl_in_reward": True}
         ),
         (
             {**GRPO, "trainer__critic_warmup": 3},
-            "trainer.critic_warmup 3 waits for a critic, but algorithm.adv_estimator grpo has "
-            "none; set trainer.critic_warmup to 0 or use gae",
+            "trainer.critic_warmup 3 has no effect with algorithm.adv_estimator grpo, which has no "
+            "critic; leave it at 0, or use gae",
         ),
         (
             {**GRPO, "algorithm__lam": 0.95},
@@ -71,8 +71,8 @@ ADAPTIVE = {"algorithm__use_kl_in_reward": True}
         ),
         (
             {"algorithm__lam": 0.9, "algorithm__lam_length_alpha": 0.05},
-            "algorithm.lam 0.9 and algorithm.lam_length_alpha 0.05 both set the lambda of the "
-            "advantages; leave lam at 1.0 or lam_length_alpha at null",
+            "algorithm.lam 0.9 has no effect, since algorithm.lam_length_alpha sets the lambda of "
+            "the advantages; leave it at 1.0, or set that to null",
         ),
         (
             {"algorithm__adv_estimator": "remax", "algorithm__gamma": 0.99},
@@ -134,7 +134,7 @@ ADAPTIVE = {"algorithm__use_kl_in_reward": True}
             {**GDPO, "algorithm__reward_norm": "group"},
             SUM_ALONE.format("algorithm.reward_norm group"),
         ),
-        ({**GDPO, "algorithm__reward_clip": 5.0}, SUM_ALONE.format("algorithm.reward_clip 5")),
+        ({**GDPO, "algorithm__reward_clip": 5.0}, SUM_ALONE.format("algorithm.reward_clip 5.0")),
         (
             {**GDPO, "algorithm__missing_eos_penalty": 0.5},
             SUM_ALONE.format("algorithm.missing_eos_penalty 0.5"),
@@ -190,8 +190,8 @@ ADAPTIVE = {"algorithm__use_kl_in_reward": True}
         ),
         (
             {"algorithm__adv_estimator": "remax", "algorithm__whiten_rewards": True},
-            "algorithm.whiten_rewards rescales single rewards, but algorithm.adv_estimator remax "
-            "compares sums over responses; turn whiten_rewards off or use gae",
+            "algorithm.whiten_rewards true has no effect with algorithm.adv_estimator remax; leave "
+            "it at false, or use gae",
         ),
         (
             {"algorithm__lam_length_alpha": 0.015625, "data__max_response_length": 64},

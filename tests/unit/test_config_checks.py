@@ -111,8 +111,8 @@ def test_configurations_that_fit_pass():
         ),
         (
             {"rollout__kv_cache_mb": 64, "rollout__gpu_memory_utilization": 0.5},
-            "rollout.kv_cache_mb 64 and rollout.gpu_memory_utilization 0.5 both size the KV "
-            "cache; set rollout.kv_cache_mb to null or leave rollout.gpu_memory_utilization at 0.9",
+            "rollout.gpu_memory_utilization 0.5 has no effect, since rollout.kv_cache_mb sizes the "
+            "KV cache; leave it at 0.9, or set that to null",
         ),
         (
             {"actor__use_kl_loss": True, "actor__kl_loss_type": "full", "reference__pp": 1},

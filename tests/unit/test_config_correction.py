@@ -197,12 +197,6 @@ def test_criteria(names, threshold, criteria):
             f"'{KEY}': rollout_rs token_k1 is given without rollout_rs_threshold; give one",
         ),
         (
-            ("rollout_rs_threshold=2",),
-            f"'{KEY}': rollout_rs_threshold 2.0 is given without rollout_rs; name the statistic "
-            f"in rollout_rs or set "
-            "rollout_rs_threshold to null",
-        ),
-        (
             ("rollout_rs='token_k1,token_k2'", "rollout_rs_threshold='1.5,2,3'"),
             f"'{KEY}': rollout_rs_threshold 1.5,2,3 holds 3 thresholds for the 2 statistics of "
             f"rollout_rs; give one "

@@ -81,7 +81,9 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
         ),
         (
             "trainer.logger=[wandb]",
-            "unknown key 'trainer.logger'; verl's 'trainer.logger' is 'trainer.trackers' here",
+            "unknown key 'trainer.logger'; verl's 'trainer.logger' is 'trainer.trackers' here; "
+            "the console is "
+            "always on; list the others, such as [wandb]",
         ),
         (
             "algorithm.filter_groups.max_inflight_gen_batches=2",
@@ -104,7 +106,8 @@ def test_what_yaml_1_1_alone_calls_a_number_is_none(tmp_path, text):
         (
             "critic.ppo_micro_batch_size_per_gpu=4",
             "unknown key 'critic.ppo_micro_batch_size_per_gpu'; verl's "
-            "'critic.ppo_micro_batch_size_per_gpu' is 'critic.micro_batch_tokens' here",
+            "'critic.ppo_micro_batch_size_per_gpu' is 'critic.micro_batch_tokens' here; it counts "
+            "tokens, not samples",
         ),
         (
             "actor_rollout_ref.actor.megatron.override_ddp_config.overlap_param_gather=true",
@@ -169,6 +172,9 @@ def test_dots_in_the_keys_of_a_file(tmp_path):
         ("actor_rollout_ref.model.use_liger", ""),
         ("distillation.enabled", ""),
         ("reward.num_workers", "each rank scores its share of the responses"),
+        ("actor_rollout_ref.ref.megatron.param_offload", verl_names._NO_OFFLOAD),
+        ("+actor_rollout_ref.actor.megatron.use_mbridge", verl_names._WEIGHTS),
+        ("model_engine", verl_names._MEGATRON),
     ],
 )
 def test_a_key_of_verl_without_counterpart_suggests_no_other(theirs, hint):
@@ -182,6 +188,36 @@ def test_a_key_of_verl_without_counterpart_suggests_no_other(theirs, hint):
 )
 def test_a_misspelt_key_of_ours_is_not_taken_for_one_of_verl(ours):
     assert verl_names.verl_hint(ours, {key.name for key in keys(PPOConfig)}) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity",
+            "'actor.recompute' here; none, full, core_attn or mlp",
+        ),
+        ("data.truncation", "'data.overlong_prompts' here; nothing is truncated; what is too"),
+        ("data.filter_overlong_prompts", "'data.overlong_prompts' here; true there is drop here"),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+            "'actor.optim.lr_warmup_steps' here; it counts steps, not a share of the run",
+        ),
+        ("trainer.logger", "'trainer.trackers' here; the console is always on"),
+        ("actor_rollout_ref.actor.optim.betas", "'actor.optim.adam_beta1' here"),
+    ],
+)
+def test_a_key_of_verl_with_a_counterpart_says_what_else_changes(theirs, ours):
+    hint = verl_names.verl_hint(theirs, {key.name for key in keys(PPOConfig)})
+    assert hint is not None and hint.startswith(f"verl's '{theirs}' is {ours}")
+
+
+def test_hydras_signs_are_told(tmp_path):
+    said = message(tmp_path, PPO, "++trainer.save_freq=3", "~critic.tp=1")
+    assert said.splitlines() == [
+        "unknown key '++trainer.save_freq'; write 'trainer.save_freq': + and ~ are Hydra's",
+        "unknown key '~critic.tp'; write 'critic.tp': + and ~ are Hydra's",
+    ]
 
 
 def test_each_key_of_verl_leads_to_one_that_exists():

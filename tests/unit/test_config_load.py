@@ -7,7 +7,9 @@ import yaml
 from pydantic import ValidationError
 
 from mrlhf.config import PPOConfig, RewardModelConfig, SFTConfig, dump_yaml, flatten, load_config
-from mrlhf.config.algorithm import KlCtrlSection
+from mrlhf.config.load import read_config
+from mrlhf.config.sections import ReferenceSection
+from mrlhf.config.unread import unread_keys
 from mrlhf.rl.names import AdvantageEstimator
 from mrlhf.roles.policy_loss import PolicyLossSettings
 from tests.unit.config_files import PPO, SUPERVISED, load_text, message, write
@@ -59,6 +61,15 @@ def test_keys_left_out_or_null_inherit(ppo_file):
     assert (reference.pp, reference.vpp, reference.pp_layers) == (2, 2, [1, 2, 2, 1])
     other = load_config(PPOConfig, ppo_file, [*staged, "reference.pp=1"]).reference
     assert (other.pp, other.vpp, other.pp_layers) == (1, 1, None)
+
+    keys = ["dtype=bfloat16", "micro_batch_tokens=99", "sequence_parallel=true", "recompute=full"]
+    keys += ["cp=2", "etp=2"]
+    config = load_config(PPOConfig, ppo_file, [f"actor.{key}" for key in keys])
+    for key in ReferenceSection.model_fields:  # all of them
+        assert config.reference.value_of(key) == config.actor.value_of(key)
+    single = load_config(PPOConfig, ppo_file, [*(f"actor.{key}" for key in keys), "reference.tp=1"])
+    assert (single.reference.sequence_parallel, single.reference.etp) == (False, None)
+    assert (single.reference.cp, single.reference.micro_batch_tokens) == (2, 99)
 
     own = load_config(
         PPOConfig, ppo_file, ["reference.tp=1", "actor.loss_scale_factor=5", "data.tokenizer=tok"]
@@ -312,27 +323,95 @@ def test_little_data_is_repeated_until_the_fewest_steps(tmp_path, rows, steps):
     assert trainer.steps(rows, 32) == steps
 
 
-def test_what_a_later_source_switches_off_takes_its_numbers_with_it(tmp_path):
-    base = write(
-        tmp_path / "base.yaml",
-        PPO.replace("clip_ratio: 0.1", "use_kl_loss: true, kl_loss_coef: 0.3")
-        + "algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, kl_coef: 0.2}}\n",
-    )
-    second = write(
-        tmp_path / "second.yaml",
-        "actor: {use_kl_loss: false}\nalgorithm: {use_kl_in_reward: false}\n",
-    )
-    config = load_config(PPOConfig, [base, second])
-    assert (config.actor.kl_loss_coef, config.algorithm.kl_ctrl) == (0.001, KlCtrlSection())
-    assert load_config(PPOConfig, base, ["actor.use_kl_loss=false"]).actor.kl_loss_coef == 0.001
+BASE = (
+    PPO.replace("clip_ratio: 0.1", "use_kl_loss: true, kl_loss_coef: 0.3")
+    + """
+algorithm:
+  adv_estimator: gae
+  lam: 0.95
+  use_kl_in_reward: true
+  kl_ctrl: {type: adaptive, kl_coef: 0.2}
+"""
+)
 
-    fixed = load_config(PPOConfig, base, ["algorithm.kl_ctrl.type=fixed"]).algorithm.kl_ctrl
-    assert fixed == KlCtrlSection(kl_coef=0.2)
-    both = ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.4"]
-    assert load_config(PPOConfig, base, both).actor.kl_loss_coef == 0.4  # the checks refuse it
-    steps = load_config(PPOConfig, base, ["trainer.total_epochs=3"])
-    assert steps.trainer.total_epochs == 3
-    assert load_config(PPOConfig, base, ["trainer.total_steps=3"]).trainer.total_epochs == 1
+
+@pytest.mark.parametrize(
+    ("overlay", "arguments", "named"),
+    [
+        (
+            "algorithm: {adv_estimator: grpo}",
+            [],
+            "algorithm.lam 0.95 of BASE has no effect with algorithm.adv_estimator grpo",
+        ),
+        (
+            "algorithm: {gamma: 0.5, f_norm: 2.0}",
+            ["algorithm.adv_estimator=gpg"],
+            "algorithm.gamma 0.5 of OVERLAY has no effect with algorithm.adv_estimator gpg; "
+            "algorithm.lam 0.95 of BASE has no effect with algorithm.adv_estimator gpg",
+        ),
+        (  # the number comes after the choice, from elsewhere
+            "actor: {policy_loss: {loss_mode: gspo}}",
+            ["actor.clip_ratio_c=9", "algorithm.lam=1.0"],
+            "actor.clip_ratio_c 9.0 of the command line has no effect with "
+            "actor.policy_loss.loss_mode gspo",
+        ),
+        (
+            "actor: {use_kl_loss: false}\nalgorithm: {use_kl_in_reward: false}",
+            [],
+            "actor.kl_loss_coef 0.3 of BASE has no effect, since actor.use_kl_loss is false; "
+            "algorithm.kl_ctrl.type adaptive, algorithm.kl_ctrl.kl_coef 0.2 of BASE have no "
+            "effect, since algorithm.use_kl_in_reward is false",
+        ),
+        (  # what is left out may leave others without effect
+            "algorithm: {adv_estimator: gdpo, lam: 1.0}\nreference: {tp: 1}",
+            [],
+            "algorithm.use_kl_in_reward true of BASE has no effect with algorithm.adv_estimator "
+            "gdpo, which compares the scores of single terms and not their sum; "
+            "algorithm.kl_ctrl.type adaptive, algorithm.kl_ctrl.kl_coef 0.2 of BASE have no "
+            "effect, since algorithm.use_kl_in_reward is false",
+        ),
+        ("", ["trainer.total_steps=3"], None),
+        ("trainer: {total_epochs: 3}", ["algorithm.lam=0.9"], None),
+    ],
+)
+def test_a_key_without_effect_is_left_out_where_another_source_decides(
+    tmp_path, overlay, arguments, named
+):
+    base = write(tmp_path / "base.yaml", BASE)
+    over = write(tmp_path / "over.yaml", overlay)
+    config, said = read_config(PPOConfig, [base, over], arguments)
+    assert not list(unread_keys(config))
+
+    if named is None:
+        assert said == ""
+    else:
+        named = named.replace("BASE", str(base)).replace("OVERLAY", str(over))
+        assert said == f"left out: {named}"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "arguments", "key"),
+    [
+        ("algorithm: {adv_estimator: grpo, lam: 0.9}", [], "algorithm.lam"),
+        ("", ["algorithm.adv_estimator=grpo", "algorithm.lam=0.9"], "algorithm.lam"),
+        ("", ["algorithm={adv_estimator: grpo, lam: 0.9}"], "algorithm.lam"),
+        # nobody chose the loss
+        ("actor: {tau_pos: 2.0}", [], "actor.tau_pos"),
+        (
+            "actor: {policy_loss: {loss_mode: gpg}}",
+            ["actor={path: m, tau_pos: 2}"],
+            "actor.tau_pos",
+        ),
+        ("", ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.4"], "actor.kl_loss_coef"),
+    ],
+)
+def test_a_key_without_effect_stays_for_the_checks_where_its_own_source_decides(
+    tmp_path, overlay, arguments, key
+):
+    files = [write(tmp_path / "base.yaml", BASE), write(tmp_path / "over.yaml", overlay)]
+    config, said = read_config(PPOConfig, files, arguments)
+    assert [unread.key for unread in unread_keys(config)] == [key]
+    assert key not in said
 
 
 def test_paths_are_expanded(tmp_path, monkeypatch):

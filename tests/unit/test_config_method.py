@@ -146,9 +146,15 @@ TRUNCATED = (
         ),
         (
             {CORRECTION: {"rollout_is_threshold": 3.0}},
-            "algorithm.rollout_correction.rollout_is_threshold 3.0 has no effect with "
-            "algorithm.rollout_correction.rollout_is null; leave it at 2.0, or set rollout_is to "
+            "algorithm.rollout_correction.rollout_is_threshold 3.0 has no effect, since "
+            "algorithm.rollout_correction.rollout_is is null; leave it at 2.0, or set that to "
             "token or sequence",
+        ),
+        (
+            {CORRECTION: {"rollout_rs_threshold": 2.0}},
+            "algorithm.rollout_correction.rollout_rs_threshold 2.0 has no effect, since "
+            "algorithm.rollout_correction.rollout_rs is null; leave it at null, or name the "
+            "statistic there",
         ),
         ({"rollout__top_p": 0.9}, TRUNCATED.format(-1, 0.9)),
         ({"rollout__top_k": 50}, TRUNCATED.format(50, 1.0)),
@@ -174,9 +180,9 @@ TRUNCATED = (
         ),
         (
             {CORRECTION: {"rollout_is_batch_normalize": True}},
-            "algorithm.rollout_correction.rollout_is_batch_normalize is on but there are no "
-            "weights; set algorithm.rollout_correction.rollout_is to token or sequence, or turn "
-            "it off",
+            "algorithm.rollout_correction.rollout_is_batch_normalize true has no effect, since "
+            "algorithm.rollout_correction.rollout_is is null; leave it at false, or set that to "
+            "token or sequence",
         ),
         (
             {CORRECTION: {"loss_type": "reinforce"}},
@@ -218,8 +224,8 @@ TRUNCATED = (
         ),
         (
             {"data__gen_batch_size": 96},
-            "data.gen_batch_size 96 is not data.train_batch_size 64, and no prompts are dropped; "
-            "leave gen_batch_size out or turn algorithm.filter_groups.enable on",
+            "data.gen_batch_size 96 has no effect beside data.train_batch_size 64, since "
+            "algorithm.filter_groups.enable is false; leave it out, or turn that on",
         ),
         (
             {

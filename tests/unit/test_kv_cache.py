@@ -11,7 +11,7 @@ import torch
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
-from mrlhf.inference.cache_size import CacheShape
+from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native import kv_cache
 from mrlhf.inference.native.graphs import bucket_sizes
 from mrlhf.inference.native.kv_cache import KVCache, blocks_for
@@ -28,7 +28,7 @@ LIMITS = EngineLimits(
 # full, and after its end. The process has taken and freed as much before, as a trainer does.
 MEMORY = """
 import ctypes, torch
-from mrlhf.inference.cache_size import CacheShape
+from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native.kv_cache import KVCache
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -81,8 +81,18 @@ def test_a_gpu_gives_what_leaves_the_rest_free(monkeypatch):
     assert (
         blocks_for(limits(gpu_memory_utilization=0.9), 16, 1000, CUDA, spare=1) == 15
     )  # 75 % are in use already
+    # as in vLLM, the share is the engine's alone, whatever training holds
+    assert blocks_for(limits(gpu_memory_utilization=0.6), 16, 1000, CUDA, spare=1) == 15
+    assert blocks_for(limits(gpu_memory_utilization=0.95), 16, 1000, CUDA, spare=1) == 20
+    share = limits(gpu_memory_utilization=0.6)
+    assert blocks_for(share, 16, 1000, CUDA, spare=1, weight_bytes=50_000) == 10
     with pytest.raises(EngineError, match=r"raise rollout\.gpu_memory_utilization"):
-        blocks_for(limits(gpu_memory_utilization=0.8), 16, 1000, CUDA, spare=1)
+        blocks_for(share, 16, 1000, CUDA, spare=1, weight_bytes=55_000)
+
+
+def test_room_on_a_gpu_by_default_is_all_but_a_tenth():
+    for weights, free in ((0, 40_000), (30_000, 12_000), (30_000, 9_000)):
+        assert gpu_room(0.9, weights, free, 100_000) == max(0, free - int(100_000 * (1 - 0.9)))
 
 
 def test_a_host_gives_half_of_what_its_ranks_may_have(monkeypatch, tmp_path):

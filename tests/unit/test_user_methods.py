@@ -284,8 +284,8 @@ def test_a_users_estimator_has_a_critic_where_the_configuration_says_so():
 def test_two_lambdas_are_refused_for_a_users_estimator_too():
     both = {"adv_estimator": "mine.py:f", "lam": 0.9, "lam_length_alpha": 0.05}
     assert problems(ppo(algorithm=both), 8) == [
-        "algorithm.lam 0.9 and algorithm.lam_length_alpha 0.05 both set the lambda of the "
-        "advantages; leave lam at 1.0 or lam_length_alpha at null"
+        "algorithm.lam 0.9 has no effect, since algorithm.lam_length_alpha sets the lambda of the "
+        "advantages; leave it at 1.0, or set that to null"
     ]
 
 

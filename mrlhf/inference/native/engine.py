@@ -263,7 +263,14 @@ class NativeEngine:
             return
         spare = int(self._device.type == "cuda")
         shape = self._cache_shape
-        blocks = blocks_for(self._limits, shape.block_size, shape.block_bytes, self._device, spare)
+        blocks = blocks_for(
+            self._limits,
+            shape.block_size,
+            shape.block_bytes,
+            self._device,
+            spare,
+            self._parameters.nbytes,
+        )
         self._cache = KVCache(shape, blocks, self._dtype, self._device)
 
     def _ready_runner(self, decoder: Decoder) -> Runner:

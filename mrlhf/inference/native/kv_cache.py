@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrlhf.errors import EngineError
 from mrlhf.inference.base import EngineLimits
-from mrlhf.inference.cache_size import CacheShape
+from mrlhf.inference.cache_size import CacheShape, gpu_room
 from mrlhf.inference.native.host_memory import zero_pages
 from mrlhf.inference.native.operators import Layer
 from mrlhf.job import processes_on_this_machine
@@ -89,7 +89,12 @@ def _record(shape: CacheShape, blocks: int, device: torch.device) -> Tensor | No
 
 
 def blocks_for(
-    limits: EngineLimits, block_size: int, block_bytes: int, device: torch.device, spare: int
+    limits: EngineLimits,
+    block_size: int,
+    block_bytes: int,
+    device: torch.device,
+    spare: int,
+    weight_bytes: int = 0,
 ) -> int:
     """How many blocks the cache gets: as many as could ever be used, or as fit the memory.
 
@@ -99,12 +104,13 @@ def blocks_for(
         block_bytes: size of a block.
         device: where the cache is.
         spare: blocks on top of those, which no sequence uses.
+        weight_bytes: size of the engine's weights.
 
     Raises:
         EngineError: one sequence may need more.
     """
     per_sequence = -(-limits.max_length // block_size)
-    room = _budget(limits, device)
+    room = _budget(limits, device, weight_bytes)
     blocks = min(limits.max_num_seqs * per_sequence + spare, room // block_bytes)
     if blocks < per_sequence + spare:
         key = "rollout.gpu_memory_utilization" if device.type == "cuda" else "rollout.kv_cache_mb"
@@ -117,14 +123,14 @@ def blocks_for(
     return blocks
 
 
-def _budget(limits: EngineLimits, device: torch.device) -> int:
+def _budget(limits: EngineLimits, device: torch.device, weight_bytes: int) -> int:
     """The size that the cache may have, in bytes."""
     if limits.cache_bytes is not None:
         return limits.cache_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, free - int(total * (1 - limits.gpu_memory_utilization)))
+        return gpu_room(limits.gpu_memory_utilization, weight_bytes, free, total)
     return _free_host_bytes() // 2 // processes_on_this_machine()
 
 

@@ -6,6 +6,7 @@ here. This file does not know how weights arrive or what is computed from them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -60,6 +61,14 @@ class Parameters:
     def missing(self) -> list[str]:
         """The parameters that have no storage yet."""
         return [name for name in self._shapes if name not in self._tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, bound, stored or missing."""
+        sizes = (
+            math.prod(self._shapes[name]) * self._dtype_of(name).itemsize for name in self._shapes
+        )
+        return sum(sizes)
 
     def bind(self, name: str, tensor: Tensor) -> None:
         """Make `tensor` itself the parameter `name`.

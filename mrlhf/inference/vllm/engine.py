@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrlhf.errors import ConfigError, EngineError
 from mrlhf.inference.base import EngineLimits, Finished, Request
-from mrlhf.inference.cache_size import CacheShape, vllm_cpu_block, vllm_gpu_block
+from mrlhf.inference.cache_size import CacheShape, gpu_room, vllm_cpu_block, vllm_gpu_block
 from mrlhf.inference.checks import committed
 from mrlhf.inference.in_flight import InFlight
 from mrlhf.inference.installed import VLLM, require_engine
@@ -274,10 +274,7 @@ class VllmEngine:
         }
 
     def _share_of_memory(self) -> float:
-        """vLLM's own `gpu_memory_utilization`.
-
-        vLLM's counts only what vLLM takes; ours counts everything on the GPU.
-        """
+        """vLLM's own `gpu_memory_utilization`: ours, or what training leaves if that is less."""
         utilization = self._limits.gpu_memory_utilization
         if self._device.type == "cpu":
             return utilization
@@ -286,12 +283,12 @@ class VllmEngine:
             return 0.01
 
         free, total = torch.cuda.mem_get_info(self._device)
-        share = free / total - (1 - utilization)
+        share = gpu_room(utilization, 0, free, total) / total
         if share <= 0:
             raise ConfigError(
                 f"rollout.gpu_memory_utilization {utilization} leaves vLLM nothing: "
-                f"{(total - free) >> 20} of {total >> 20} MiB are in use; raise it, or make the "
-                f"models' share smaller"
+                f"{(total - free) >> 20} of {total >> 20} MiB are in use; make the models' share "
+                f"smaller, or raise it above 0.9"
             )
         return share
 
