@@ -32,5 +32,5 @@ def test_its_links_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_names_every_page_and_recipe() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = [page for page in PAGES if page.parent.name == "docs"] + RECIPES
+    named = [page for page in PAGES if page.parent == ROOT / "docs"] + RECIPES
     assert not [page for page in named if str(page.relative_to(ROOT)) not in readme]
