@@ -239,7 +239,7 @@ def read_metrics(metrics_jsonl: Path) -> list[dict[str, Any]]:
         DataError: the file is missing, or a line of it is not a record.
     """
     try:
-        lines = metrics_jsonl.read_text(encoding="utf-8").splitlines()
+        lines = metrics_jsonl.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(f"cannot read metrics: {error}") from error
 
