@@ -403,5 +403,5 @@ def test_other_forms_than_sections_and_lists(tmp_path):
 def test_what_is_no_file_is_no_configuration(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for path in (tmp_path / "pipe.yaml", tmp_path, "/dev/zero"):
-        with pytest.raises(ConfigError, match="is a directory, a pipe or a device; give a file"):
+        with pytest.raises(ConfigError, match="it is a directory, a pipe or a device; give a file"):
             load_config(PPOConfig, path)

@@ -14,7 +14,6 @@ import pytest
 
 from mrlhf.device import pick_device
 from mrlhf.errors import CheckpointError, ConfigError
-from mrlhf.parallel.groups import GroupFactory
 from mrlhf.run.directory import METRICS
 from mrlhf.run.failures import explain
 from mrlhf.run.lock import DirectoryLock
@@ -327,7 +326,7 @@ def test_a_run_whose_directory_was_deleted_says_what_is_lost_and_where_the_model
     lock, _ = lock_of(directory)
     lock.acquire()
     (directory / METRICS).touch()
-    run = Run(pick_device("cpu", 0), 0, 1, GroupFactory(timeout_s=1.0), directory, lock=lock)
+    run = Run(pick_device("cpu", 0), 0, 1, None, directory, lock=lock)  # it makes no groups
     run.require_directory(directory / "actor")
 
     # As a reward function might.
