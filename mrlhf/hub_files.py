@@ -40,7 +40,7 @@ def refuse_pointer(file: Path, refusal: type[MrlhfError]) -> None:
             whose reader might wait for ever.
     """
     if file.exists() and not file.is_file():
-        raise refusal(f"{file}: a directory, a pipe or a device, and no file; copy the file itself")
+        raise refusal(f"{file}: not readable: it is a directory, a pipe or a device; copy a file")
     try:
         with file.open("rb") as stream:
             start = stream.read(len(_POINTER))

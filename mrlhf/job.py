@@ -305,7 +305,7 @@ def init_distributed(
 
     own, for_groups = (dist.PrefixStore(f"mrlhf {name}", store) for store in connections)
     backend = "gloo" if device.kind == "cpu" else "cpu:gloo,cuda:nccl"
-    _check_interfaces(backend)
+    check_interfaces(backend)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("process groups", for_groups),
@@ -349,7 +349,7 @@ def wait_for(
         time.sleep(_POLL_S)
 
 
-def _check_interfaces(backend: str) -> None:
+def check_interfaces(backend: str) -> None:
     """Refuse a choice of network interfaces that this machine does not have.
 
     gloo needs each of a list of names. NCCL needs one of a list of prefixes, or of names after "=";

@@ -36,6 +36,7 @@ def show(text: str) -> None:
         print(printable(text), flush=True)
     except OSError as error:
         # What is left in the buffer must not fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from None

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [
-    {"errors", "hub_files", "parts", "printable", "user_cache", "user_code", "version"},
+    {"printable"},
+    {"errors", "hub_files", "parts", "user_cache", "user_code", "version"},
     {"batch", "rl"},
     {
         *("config", "compiled", "device", "log", "metrics", "methods", "stand_ins"),

@@ -187,8 +187,8 @@ def _read_yaml(root_class: type[Root], path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(
-                f"configuration file '{path}' is a directory, a pipe or a device; give a file, "
-                "since every rank reads it"
+                f"configuration file '{path}' cannot be read: it is a directory, a pipe or a "
+                "device; give a file, since every rank reads it"
             )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

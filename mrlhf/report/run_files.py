@@ -177,7 +177,7 @@ def _alarms(file: Path) -> list[dict[str, Any]]:
 def _text(file: Path) -> str:
     """The text of a file; empty if there is none."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
 

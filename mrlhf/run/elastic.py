@@ -98,8 +98,8 @@ class ForwardingAgent(LocalElasticAgent):
             self._kill_workers()
         elif None in codes:
             self._end_late_workers(codes)
-            if final:
-                return RunResult(state=WorkerState.HEALTHY)
+            # torchrun might see the end of a worker that was not seen here, and log it.
+            return RunResult(state=WorkerState.HEALTHY)
 
         # torchrun would log how each worker ends.
         is_said = bool(final) or self._have_told()

@@ -38,6 +38,10 @@ def combine_summaries(stage_dirs: Sequence[Path], output_dir: Path) -> dict[str,
             summary = json.loads((stage / SUMMARY).read_text(encoding="utf-8"))
         except OSError as error:
             raise DataError(f"{stage} has no {SUMMARY}; run that stage first") from error
+        except ValueError as error:
+            raise DataError(
+                f"{stage / SUMMARY} is no JSON: {error}; run that stage anew"
+            ) from error
         seconds += summary["seconds"]
         combined.update(summary)
 

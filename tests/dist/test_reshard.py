@@ -201,7 +201,8 @@ def _no_room_falls_back(rank: int) -> None:
     spec = tiny_spec("llama")
     actor = ParallelLayout(tp=2, pp=2, dp=1)
     if rank == 1:
-        shared_memory.DIRECTORY = Path("/nonexistent")
+        # As on a read-only file system, a file can neither be made nor removed there.
+        shared_memory.DIRECTORY = Path(__file__)
     resharder, slots, engine = _make(spec, actor, 2, rank, torch.float32)
     assert isinstance(resharder.carrier, LinkBuckets)
     fill(slots, full_tensors(spec))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -92,6 +93,8 @@ def test_workers_save_on_a_signal_and_the_job_asks_to_be_queued_again(
     assert process.returncode == 75, errors
     for rank in range(RANKS):
         assert notes(tmp_path, rank) == ["started, attempt 0", number.name, "saved"]
+    # The workers have said all that there is to say.
+    assert "exitcode" not in errors and "closing signal" not in errors and "Trace" not in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -222,6 +225,19 @@ def test_what_a_worker_says_is_the_last_that_a_user_reads(tmp_path: Path, redire
     assert process.returncode == 1
     # Where it went to a file, the launcher repeats it.
     assert errors == ("error: the cause\n" if redirected else "the cause\n")
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        nodes = ("--nnodes=1", f"--master-port={port}", "--nproc-per-node=1")
+        process = launch(tmp_path, "succeeds", nodes=nodes, log_level="WARNING")
+        _, errors = process.communicate()
+    assert process.returncode == 2, errors
+    assert errors.splitlines()[-1].startswith(f"error: port {port} of this machine is in use; ")
+    assert "Traceback" not in errors
 
 
 def test_exit_code() -> None:

@@ -26,6 +26,16 @@ def test_a_mistake_that_all_ranks_see(inputs: Path, tmp_path: Path) -> None:
     assert messages(ended) == ["error: unknown key 'model.tpp'; did you mean 'model.tp'?"]
 
 
+def test_a_bad_variable_of_the_launcher(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "soon")
+    ended = Sequel(settings.sft(inputs), tmp_path / "run").run()
+    assert ended.codes == [2, 2], ended.text
+    (line,) = messages(ended)
+    assert "SLURM_JOB_END_TIME is 'soon', no number" in line
+
+
 @pytest.mark.parametrize(
     "where",
     [

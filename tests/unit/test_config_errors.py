@@ -1,5 +1,7 @@
 """What cannot be read as a configuration: one-line errors that name the key or the file."""
 
+import os
+
 import pytest
 
 from mrlhf.config import PPOConfig, SFTConfig, flatten, load_config, verl_names
@@ -432,3 +434,10 @@ def test_other_forms_than_sections_and_lists(tmp_path):
     assert message(tmp_path, PPO.replace("[{name: gsm8k}]", "{name: gsm8k}")) == (
         "bad value {'name': 'gsm8k'} for 'reward.terms': input should be a valid list"
     )
+
+
+def test_what_is_no_file_is_no_configuration(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (tmp_path / "pipe.yaml", tmp_path, "/dev/zero"):
+        with pytest.raises(ConfigError, match="it is a directory, a pipe or a device; give a file"):
+            load_config(PPOConfig, path)

@@ -19,7 +19,7 @@ from mrlhf.device import (
     seed_everything,
 )
 from mrlhf.errors import ConfigError
-from mrlhf.job import read_launch
+from mrlhf.job import check_interfaces, read_launch, speaks_without_place
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")
@@ -145,6 +145,46 @@ def test_values_that_no_launcher_gives(
         read_launch()
     assert str(caught.value).startswith(f"environment variable {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_cannot_agree_speak_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def speak(**given: str) -> bool:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.setenv(name, given.get(name, "x"))
+        return speaks_without_place()
+
+    assert speak(RANK="0", LOCAL_RANK="0") and not speak(RANK="5", LOCAL_RANK="1")
+    assert speak(LOCAL_RANK="0", WORLD_SIZE="8") and not speak(LOCAL_RANK="1", WORLD_SIZE="8")
+    assert speak(RANK="0", WORLD_SIZE="8") and not speak(RANK="5", WORLD_SIZE="8")
+    assert speak(RANK="8", WORLD_SIZE="8", LOCAL_RANK="3"), "its own number is wrong"
+    assert speak()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "backend", "is_known"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", "gloo", True),
+        ("GLOO_SOCKET_IFNAME", "lo,none0", "gloo", False),
+        ("NCCL_SOCKET_IFNAME", "none", "gloo", True),  # no NCCL on CPUs
+        ("NCCL_SOCKET_IFNAME", "none", "cpu:gloo,cuda:nccl", False),
+        ("NCCL_SOCKET_IFNAME", "none,l", "cpu:gloo,cuda:nccl", True),  # prefixes
+        ("NCCL_SOCKET_IFNAME", "=l", "cpu:gloo,cuda:nccl", False),
+        ("NCCL_SOCKET_IFNAME", "=none,lo", "cpu:gloo,cuda:nccl", True),
+        ("NCCL_SOCKET_IFNAME", "^none", "cpu:gloo,cuda:nccl", True),
+    ],
+)
+def test_network_interfaces_must_be_there(
+    variable: str, value: str, backend: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setenv(variable, value)
+    if is_known:
+        check_interfaces(backend)
+        return
+    with pytest.raises(ConfigError, match=f"{variable} is '{value}', .*name one of lo, eth0"):
+        check_interfaces(backend)
 
 
 def test_peak_memory_on_the_cpu_counts_what_was_touched() -> None:

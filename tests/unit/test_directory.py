@@ -351,6 +351,13 @@ def test_an_earlier_configuration_is_kept_and_the_changed_keys_are_told(tmp_path
     assert (run / "config.yaml").read_text() == first
 
 
+def test_an_earlier_configuration_that_is_not_utf8_is_kept_as_it_is(tmp_path):
+    run = make_run(tmp_path / "run", checkpoints=["step_000002"])
+    (run / "config.yaml").write_bytes(b"# caf\xe9\nseed: 1\n")
+    open_it(run)
+    assert (run / "config.1.yaml").read_bytes() == b"# caf\xe9\nseed: 1\n"
+
+
 def test_changed_keys_of_what_is_no_configuration():
     config = ppo()
     assert changed_keys(dump_yaml(config), config) == []

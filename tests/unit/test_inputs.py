@@ -355,6 +355,7 @@ def test_an_inherited_path_is_told_once():
         ("a" * 256, "has a part of more than 255 bytes; name another directory"),
         ("taken", "holds a file 'actor' where the run makes a directory; name another"),
         ("mixed", "holds a directory 'metrics.jsonl' where the run writes a file; name another"),
+        ("piped", "holds a pipe or a device 'config.yaml' where the run writes a file; name"),
     ],
 )
 def test_an_output_directory_that_cannot_be_written(place, output_dir, expected):
@@ -363,6 +364,8 @@ def test_an_output_directory_that_cannot_be_written(place, output_dir, expected)
         (place / "taken").mkdir()
         (place / "taken" / "actor").write_text("")
         (place / "mixed" / "metrics.jsonl").mkdir(parents=True)
+        (place / "piped").mkdir()
+        os.mkfifo(place / "piped" / "config.yaml")
     before = sorted(place.rglob("*"))
     said = refusal(ppo(trainer__output_dir=output_dir))
     assert said.startswith(f"trainer.output_dir {output_dir} {expected.format(place=place)}")

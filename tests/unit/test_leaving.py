@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "mrlhf" / "run" / "leaving.py"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "mrlhf" / "run" / "leaving.py"
 
 # It loads the file as the package does, without torch, and looks for the launcher later.
 RANK = f"""
@@ -57,3 +59,38 @@ def test_a_process_ends_with_its_launcher(when: str, tmp_path: Path) -> None:
     while command.exists() and str(note) in command.read_text():
         time.sleep(0.05)
     launcher.stdout.close()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("program", "rank", "speaks"),
+    [("torchrun", None, True), ("train_sft", "0", True), ("train_ppo", "1", False)],
+)
+def test_a_signal_during_the_import_of_torch_is_one_line(
+    program: str, rank: str | None, speaks: bool, number: signal.Signals, tmp_path: Path
+) -> None:
+    # In the place of torch stands a module whose import does not end.
+    (tmp_path / "torch.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'imports').touch()\n"
+        "while True:\n    time.sleep(0.01)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment.pop("RANK", None)
+    if rank is not None:
+        environment["RANK"] = rank
+
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch" / f"{program}.py")],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "imports").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 75, errors
+    line = f"stopped early: {number.name} came before the start, so there is nothing to save\n"
+    assert errors == (line if speaks else "")

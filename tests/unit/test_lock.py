@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from mrlhf.device import pick_device
 from mrlhf.errors import CheckpointError, ConfigError
+from mrlhf.run.directory import METRICS
+from mrlhf.run.failures import explain
 from mrlhf.run.lock import DirectoryLock
+from mrlhf.run.startup import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -378,3 +383,26 @@ def test_other_users_cannot_write_the_lock(tmp_path):
         lock.release()
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"), [(".", "lost its lock file: it was deleted"), (METRICS, "was deleted")]
+)
+def test_a_run_whose_directory_was_deleted_says_what_is_lost_and_where_the_model_is(
+    lost, message, tmp_path
+):
+    directory = tmp_path / "run"
+    lock, _ = lock_of(directory)
+    lock.acquire()
+    (directory / METRICS).touch()
+    run = Run(pick_device("cpu", 0), 0, 1, None, directory, lock=lock)  # it makes no groups
+    run.require_directory(directory / "actor")
+
+    # As a reward function might.
+    (shutil.rmtree if lost == "." else os.unlink)(directory / lost)
+    with pytest.raises(
+        CheckpointError, match=f"{message}.*the trained model is in .*actor"
+    ) as said:
+        run.require_directory(directory / "actor")
+    assert explain(said.value, 0, at_start=False).code == 1
+    lock.release()

@@ -215,9 +215,15 @@ def _unreadable(file: Path) -> None:
     file.mkdir()
 
 
+def _pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_pipe, "a pipe or a device; copy a file"),
         (_truncated, "not readable: "),
         (_unreadable, "not readable: "),
         (lambda file: file.write_bytes(b""), "not readable: "),

@@ -148,3 +148,12 @@ def test_lines_of_every_rank_stand_whole_above_the_view(monkeypatch):
     lines[3].write("error: over\n")
     end = ["step 1", "WARNING slow disk", "Traceback", "step 2", "error: over", ""]
     assert screen(terminal.getvalue()) == end
+
+
+def test_control_characters_of_a_sample_or_a_name_do_not_reach_the_terminal():
+    red = "\x1b[31m"
+    drawn = shown(
+        Picture(red, None, None, "x", 0.0, None, [], [red], f"title {red}", f"text {red}")
+    )
+    assert "\x1b" not in drawn
+    assert drawn.count("\\x1b[31m") == 4

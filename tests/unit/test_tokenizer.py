@@ -4,6 +4,7 @@ Also chat templates, and what is refused of a tokenizer, a template or a text.
 """
 
 import json
+import os
 import random
 
 import pytest
@@ -11,6 +12,7 @@ import sentencepiece
 import transformers
 from tokenizers.processors import TemplateProcessing
 
+import mrlhf.data.tokenizer as tokenizer_file
 from mrlhf.data.subword import MODEL_FILE, train_sentencepiece
 from mrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from mrlhf.errors import DataError
@@ -253,6 +255,12 @@ def test_a_git_lfs_pointer_is_said_to_be(name, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_pipe_in_the_place_of_a_model_is_refused(tmp_path):
+    os.mkfifo(tmp_path / MODEL_FILE)
+    with pytest.raises(DataError, match="it is a directory, a pipe or a device"):
+        load_tokenizer(tmp_path)
+
+
 def broken(text, **changes):
     return json.dumps({**json.loads(text), **changes})
 
@@ -309,6 +317,28 @@ def test_a_broken_sentencepiece_model_is_one_line(content, config, tmp_path):
     with pytest.raises(DataError, match=r"not a sentencepiece model|no tokens for text") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_chat_template_is_bounded_in_length_and_time_and_in_what_it_writes(
+    directory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tokenizer_file, "_LONGEST_RENDER_S", 0.05)
+    file = tmp_path / "chat.jinja"
+    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    for template, expected in (
+        (loops, r"chat\.jinja has not ended after 0\.05 s of computing"),
+        ("x" * 1_000_001, r"chat\.jinja has more than 1000000 characters"),
+        ("{% for i in range(200) %}{{ 'x' * 9999 }}{% endfor %}", "makes 1999800 characters"),
+    ):
+        file.write_text(template)
+        with pytest.raises(DataError, match=expected) as caught:
+            load_tokenizer(directory, chat_template=file)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+    # The tokenizer's own template, which is first used with the data.
+    own = load_tokenizer(chat_directory(directory, tmp_path, loops))
+    with pytest.raises(DataError, match="the chat template has not ended after"):
+        own.encode_prompt("2+2?", chat=True)
 
 
 def test_broken_chat_templates_are_one_line(directory, tmp_path):
