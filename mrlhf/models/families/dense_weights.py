@@ -8,7 +8,8 @@ tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
 
 from mrlhf.models.families.base import Chunk
@@ -192,7 +193,9 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
     }
 
 
-def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
+# The parameters of a layer are asked for one after another.
+@lru_cache(maxsize=1)
+def _layer_rules(spec: ModelSpec, prefix: str) -> Mapping[str, Rule]:
     """The rules of all parameters that a layer has in either build."""
     return {
         **_norm_rules(spec, prefix),
