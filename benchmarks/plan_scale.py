@@ -2,11 +2,11 @@
 
     python benchmarks/plan_scale.py [--ranks 64 1024 8192] [--json FILE]
 
-The model has the shape of Llama 70B; no weight is allocated and no other rank is started. For each
-case one rank in the middle of the job plans. The table gives the seconds on the processor, the peak
-of the memory that Python allocates meanwhile (`tracemalloc`, in a run of its own, since it slows
-planning), and what the plan holds. Machines have 8 ranks each, and their table, which a job gathers
-once, is counted.
+The models have the shapes of Llama 70B and of Qwen3 235B-A22B, a mixture of 128 experts; no weight
+is allocated and no other rank is started. For each case one rank in the middle of the job plans.
+The table gives the seconds on the processor, the peak of the memory that Python allocates meanwhile
+(`tracemalloc`, in a run of its own, since it slows planning), and what the plan holds. Machines
+have 8 ranks each, and their table, which a job gathers once, is counted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import json
 import statistics
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from mrlhf.models.families import FAMILIES
 from mrlhf.models.parameters import engine_pieces, role_pieces
@@ -53,6 +53,25 @@ def _spec(context: int) -> ModelSpec:
     return FAMILIES["llama"].read_config(config.to_dict(), "lm")
 
 
+def _mixture(context: int) -> ModelSpec:
+    """The same of a mixture of experts."""
+    config = Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        max_position_embeddings=context,
+        tie_word_embeddings=False,
+    )
+    return FAMILIES["qwen3_moe"].read_config(config.to_dict(), "lm")
+
+
 def _engines(world_size: int) -> dict[str, EngineLayout]:
     """The hand-overs to measure at a world size; a small job has fewer stages."""
     pp = min(8, world_size // 8)
@@ -65,6 +84,17 @@ def _engines(world_size: int) -> dict[str, EngineLayout]:
     if world_size % 16 == 0:
         cases[f"{training} → TP16 of consecutive ranks"] = EngineLayout.consecutive(actor, 16)
     return cases
+
+
+def _engines_of_mixture(world_size: int) -> dict[str, EngineLayout]:
+    """The same for the mixture; replicas share its experts out, or split each of them."""
+    pp = min(8, world_size // 8)
+    actor = ParallelLayout(tp=8, pp=pp, dp=world_size // 8 // pp, ep=8)
+    training = f"mixture, TP8 EP8 PP{pp} DP{actor.dp}"
+    return {
+        f"{training} → TP8 EP8": EngineLayout.closest(actor, 8, 8),
+        f"{training} → TP8": EngineLayout.closest(actor, 8),
+    }
 
 
 def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
@@ -84,17 +114,19 @@ def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
     return Planner(sides, BYTES_OF_A_NUMBER, machines.__getitem__).plan(rank)
 
 
-def _measure(engines: EngineLayout, contexts: Iterator[int]) -> dict[str, Any]:
+def _measure(
+    make_spec: Callable[[int], ModelSpec], engines: EngineLayout, contexts: Iterator[int]
+) -> dict[str, Any]:
     """One row of the table."""
     seconds: list[float] = []
     for _ in range(REPEATS):
-        spec = _spec(next(contexts))
+        spec = make_spec(next(contexts))
         began = time.process_time()
         plan = _plan(spec, engines)
         seconds.append(time.process_time() - began)
 
     tracemalloc.start()
-    plan = _plan(_spec(next(contexts)), engines)
+    plan = _plan(make_spec(next(contexts)), engines)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -124,8 +156,10 @@ def main() -> None:
     print("| ranks | case | seconds | peak, MB | receives | sends | copies | aliases |")
     print("|---|---|---|---|---|---|---|---|")
     for world_size in arguments.ranks:
-        for case, engines in _engines(world_size).items():
-            row = {"case": case, **_measure(engines, contexts)}
+        cases = [(_spec, *case) for case in _engines(world_size).items()]
+        cases += [(_mixture, *case) for case in _engines_of_mixture(world_size).items()]
+        for make_spec, case, engines in cases:
+            row = {"case": case, **_measure(make_spec, engines, contexts)}
             assert row["bytes_received"] == row["bytes_minimum"]
             rows.append(row)
             print(

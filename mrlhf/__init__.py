@@ -1,8 +1,8 @@
 """mrlhf: reinforcement learning from human feedback on Megatron-style model parallelism.
 
-If there is no GPU, importing the package lets torch use huge pages and installs the CPU stand-ins
-for megatron-core, so it must come before torch's first tensor and before any import of megatron.
-All modules that use megatron are inside the package.
+If there is no GPU, importing the package sets what torch reads of the environment and installs the
+CPU stand-ins for megatron-core, so it must come before torch's first tensor and before any import
+of megatron. All modules that use megatron are inside the package.
 """
 
 # Before torch, which takes seconds: it notes the launcher, and a signal may come.
@@ -11,9 +11,9 @@ from mrlhf.run.leaving import end_on_signals, is_launcher
 if is_launcher():
     end_on_signals()
 
-from mrlhf.device import ask_for_huge_pages
+from mrlhf.device import set_variables_of_torch
 from mrlhf.stand_ins import install_cpu_stand_ins
 from mrlhf.version import __version__ as __version__
 
-ask_for_huge_pages()
+set_variables_of_torch()
 install_cpu_stand_ins()

@@ -49,6 +49,14 @@ _PEAK_TFLOPS = {
 # Parameters of glibc's `mallopt`, from malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_VARIABLES_OF_TORCH = {
+    # A page that the system hands out is cleared first; large pages cost less for each byte.
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # Products in bfloat16 keep a compiled kernel for each shape, of about 0.7 MB, and packs have
+    # ever new lengths. Both caches would hold 1,024 kernels.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "LRU_CACHE_CAPACITY": "128",
+}
 _MALLOC_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 _OTHER_CARD = re.compile(r"MIG|Laptop|Max-Q|RTX 5090 D|RTX 4090 D|RTX 3090 Ti")
@@ -210,12 +218,13 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def ask_for_huge_pages() -> None:
-    """Let torch ask the system for huge pages for large tensors, if there is no GPU.
+def set_variables_of_torch() -> None:
+    """Set what torch and oneDNN read of the environment, if there is no GPU.
 
-    A page that the system hands out is cleared first; large pages cost less for each byte. torch
-    reads this variable at its first tensor, so the package calls this when it is imported. What the
-    user has set stays. Programs that the process starts inherit the variable.
+    They read it at the first tensor and the first product, so the package calls this when it is
+    imported. What the user has set stays. Programs that the process starts inherit the variables.
     """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if torch.cuda.is_available():
+        return
+    for name, value in _VARIABLES_OF_TORCH.items():
+        os.environ.setdefault(name, value)

@@ -7,7 +7,7 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -142,10 +142,28 @@ class _WeightMap:
             prefix: goes before the name of each parameter.
         """
         pieces: list[Piece] = []
+        first_of_kind: dict[object, tuple[Piece, ...]] = {}
         for name, rule in self.rules.items():
+            # The experts of all layers are cut alike.
+            kind = (rule.dim, rule.of_expert, *(self.shapes[tensor] for tensor in rule.names))
+            if rule.of_expert and kind in first_of_kind:
+                pieces += _with_names(first_of_kind[kind], prefix + name, rule.names)
+                continue
+
             place = etp if rule.of_expert else tp
-            pieces += pieces_of(prefix + name, rule, self.shapes, *place)
+            own = pieces_of(prefix + name, rule, self.shapes, *place)
+            if len(own) == len(rule.names):
+                first_of_kind[kind] = own
+            pieces += own
         return pieces
+
+
+def _with_names(pieces: Iterable[Piece], parameter: str, names: Iterable[str]) -> Iterator[Piece]:
+    """The same pieces of tensors with these names, in another parameter."""
+    for piece, name in zip(pieces, names, strict=True):
+        place = (piece.offset, piece.block, piece.period, piece.of_expert)
+        interval = (piece.dim, piece.start, piece.stop)
+        yield Piece(name, piece.full_shape, *interval, parameter, *place)
 
 
 # A plan asks for the pieces of every tensor-parallel rank; the rules are the same for all of them.

@@ -17,7 +17,9 @@ does not know models, tensors or process groups.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mrlhf.reshard.choice import Choice, Demand, Near
@@ -84,7 +86,8 @@ class Planner:
                 links are treated alike.
         """
         self._itemsize = itemsize
-        self._kinds = [_KindPlanner(source, target, near) for source, target in sides]
+        with _without_collector():
+            self._kinds = [_KindPlanner(source, target, near) for source, target in sides]
 
     def plan(self, rank: int) -> ReshardPlan:
         """What global rank `rank` does.
@@ -96,15 +99,16 @@ class Planner:
         copies: list[Move] = []
         aliases: list[Alias] = []
         lacking = 0
-        for kind in self._kinds:
-            for step in kind.steps(rank):
-                if isinstance(step, Alias):
-                    aliases.append(step)
-                elif step.source_rank == rank:
-                    copies.append(step)
-                else:
-                    receives.append(step)
-            lacking += kind.lacking(rank)
+        with _without_collector():
+            for kind in self._kinds:
+                for step in kind.steps(rank):
+                    if isinstance(step, Alias):
+                        aliases.append(step)
+                    elif step.source_rank == rank:
+                        copies.append(step)
+                    else:
+                        receives.append(step)
+                lacking += kind.lacking(rank)
 
         return ReshardPlan(
             rank, tuple(receives), self.sends(rank), tuple(copies), tuple(aliases), self._itemsize,
@@ -116,7 +120,8 @@ class Planner:
 
         The moves to one receiver are in the order in which it plans to receive them.
         """
-        moves = [move for kind in self._kinds for move in kind.sends(rank)]
+        with _without_collector():
+            moves = [move for kind in self._kinds for move in kind.sends(rank)]
         return tuple(sorted(moves, key=lambda move: move.target_rank))
 
 
@@ -185,6 +190,21 @@ class _KindPlanner:
     def _pieces(side: Side, rank: int) -> Sequence[Piece]:
         shard = side.shard_of(rank)
         return () if shard is None else side.pieces(shard)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause Python's garbage collector: plans of mixtures have 10^5 parts, and no garbage.
+
+    Every few thousand parts it would walk through all objects of the process.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _moves(

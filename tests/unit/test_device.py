@@ -12,17 +12,18 @@ import torch
 
 from mrlhf.device import (
     Device,
-    ask_for_huge_pages,
     peak_tflops,
     pick_device,
     resolve_dtype,
     seed_everything,
+    set_variables_of_torch,
 )
 from mrlhf.errors import ConfigError
 from mrlhf.job import check_interfaces, read_launch, speaks_without_place
 
 ROOT = Path(__file__).parents[2]
 CPU = Device("cpu", torch.device("cpu"), "gloo")
+OF_TORCH = ("THP_MEM_ALLOC_ENABLE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 GPU = Device("cuda", torch.device("cuda", 0), "nccl")
 
 
@@ -39,7 +40,7 @@ def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
     calls: list[tuple[int, int]] = []
     glibc = SimpleNamespace(mallopt=lambda parameter, value: calls.append((parameter, value)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("THP_MEM_ALLOC_ENABLE", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+    for name in (*OF_TORCH, "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.nns=4")
 
@@ -48,8 +49,8 @@ def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
         assert pick_device("cpu", local_rank=0) == CPU
 
     assert calls == [(-3, 33554432), (-1, -1)]  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-    ask_for_huge_pages()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
+    set_variables_of_torch()
+    assert [os.environ[name] for name in OF_TORCH] == ["1", "128", "128"]
 
 
 @pytest.mark.parametrize(
@@ -69,11 +70,12 @@ def test_what_the_user_says_of_memory_stays(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(ctypes, "CDLL", no_library)
     monkeypatch.setenv(name, value)
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    for variable in OF_TORCH:
+        monkeypatch.setenv(variable, "0")
 
     assert pick_device("cpu", local_rank=0) == CPU
-    ask_for_huge_pages()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+    set_variables_of_torch()
+    assert [os.environ[variable] for variable in OF_TORCH] == ["0", "0", "0"]
 
 
 def test_pick_device_on_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

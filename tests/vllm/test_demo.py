@@ -66,7 +66,8 @@ def _ppo(root: Path, engine: str, *more: str) -> list[dict[str, Any]]:
         *more,
     ]
 
-    succeed(torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *settings]))
+    done = torchrun(4, ["launch/train_ppo.py", "--config", "configs/demo_cpu.yaml", *settings])
+    assert "leaked" not in succeed(done), "shared memory is left behind"
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

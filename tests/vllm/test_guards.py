@@ -177,6 +177,7 @@ def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str], 
     The names are those with the guard and those without it; the last are those that a process could
     leave behind.
     """
+    from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared = cpu_communicator._CPUSHMDistributed
@@ -195,6 +196,10 @@ def _two_ranks(rank: int, world_size: int) -> tuple[bool, list[str], list[str], 
         names.append(shared.make_group_name(communicator))
         names_without.append(unguarded(communicator))
         left_behind += [path.name for path in Path("/dev/shm").glob(f"{names[-1]}*")]
+        queue = parallel_state.get_tp_group().mq_broadcaster
+        assert queue is not None
+        name = queue.buffer.shared_memory.name
+        left_behind += [path.name for path in Path("/dev/shm").glob(name.lstrip("/"))]
         del engine
         gc.collect()
     return equal, names, names_without, left_behind

@@ -167,6 +167,19 @@ def remove_memory_names(job: str) -> None:
     dist.barrier()
     for file in _SHARED_MEMORY.glob(f"mrlhf-{job}-*"):
         file.unlink(missing_ok=True)
+    for memory in _memory_of_queues():
+        memory.is_creator = False  # whose destructor would remove the name once more
+        memory.shared_memory.unlink()
+
+
+def _memory_of_queues() -> list[Any]:
+    """The shared memory that this rank has made for the message queues of vLLM's groups."""
+    from vllm.distributed import parallel_state
+
+    groups = [find() for find in parallel_state._groups.values()]
+    queues = [group.mq_broadcaster for group in groups if group is not None]
+    memories = [queue.buffer for queue in queues if queue is not None]
+    return [memory for memory in memories if memory is not None and memory.is_creator]
 
 
 def repack_output_layer(model: Any) -> None:

@@ -8,7 +8,8 @@ tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
 
 from mrlhf.models.families.base import Chunk
@@ -17,6 +18,7 @@ from mrlhf.models.families.expert_weights import (
     expert_parameters,
     expert_rule,
     expert_shapes,
+    shared_rules,
 )
 from mrlhf.models.spec import ModelSpec
 from mrlhf.weights.shard import Rule, Shape
@@ -105,7 +107,7 @@ def rule_of(
         rule = expert_rule(names, prefix, match[2])
         if rule is not None:
             return rule
-    return _layer_rules(spec, prefix)[match[2]]
+    return _layer_rules(spec, prefix, names)[match[2]]
 
 
 def _qkv_rows(spec: ModelSpec) -> tuple[int, int, int]:
@@ -192,12 +194,15 @@ def _outer_rules(spec: ModelSpec) -> dict[str, Rule]:
     }
 
 
-def _layer_rules(spec: ModelSpec, prefix: str) -> dict[str, Rule]:
-    """The rules of all parameters that a layer has in either build."""
+# A plan asks for each parameter of a layer, once for each rank that has some of its experts.
+@lru_cache(maxsize=128)
+def _layer_rules(spec: ModelSpec, prefix: str, names: ExpertNames | None) -> Mapping[str, Rule]:
+    """The rules of all parameters that a layer has in either build, those of experts aside."""
     return {
         **_norm_rules(spec, prefix),
         **_attention_rules(spec, prefix + "self_attn."),
         **_mlp_rules(spec, prefix + "mlp."),
+        **({} if names is None else shared_rules(names, prefix)),
     }
 
 

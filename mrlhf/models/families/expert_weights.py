@@ -115,7 +115,7 @@ def expert_parameters(spec: ModelSpec, held: Sequence[int]) -> list[str]:
 
 
 def expert_rule(names: ExpertNames, prefix: str, parameter: str) -> Rule | None:
-    """The named tensors that a parameter of the layer's mixture holds; None if it has no such one.
+    """The named tensors that a parameter of one of the layer's experts holds; None if it is none.
 
     Args:
         names: what the checkpoint calls the tensors.
@@ -123,19 +123,22 @@ def expert_rule(names: ExpertNames, prefix: str, parameter: str) -> Rule | None:
         parameter: its name below the layer.
     """
     match = _EXPERT.fullmatch(parameter)
-    if match is not None:
-        expert = f"{prefix}{names.experts}.{match[1]}."
-        if match[2] == "linear_fc1":
-            return Rule((expert + names.gate, expert + names.up), dim=0, of_expert=True)
-        return Rule((expert + names.down,), dim=1, of_expert=True)
+    if match is None:
+        return None
+    expert = f"{prefix}{names.experts}.{match[1]}."
+    if match[2] == "linear_fc1":
+        return Rule((expert + names.gate, expert + names.up), dim=0, of_expert=True)
+    return Rule((expert + names.down,), dim=1, of_expert=True)
 
+
+def shared_rules(names: ExpertNames, prefix: str) -> dict[str, Rule]:
+    """The rules of the layer's other parameters of a mixture: router and shared expert."""
     shared = f"{prefix}{names.shared}."
     gate_up = (shared + "gate_proj.weight", shared + "up_proj.weight")
-    rules = {
+    return {
         "mlp.router.weight": Rule((prefix + names.router,), dim=None),
         "mlp.router.correction": Rule((prefix + names.correction,), dim=None),
         "mlp.shared.linear_fc1.weight": Rule(gate_up, dim=0),
         "mlp.shared.linear_fc2.weight": Rule((shared + "down_proj.weight",), dim=1),
         "mlp.shared_gate.weight": Rule((prefix + names.shared_gate,), dim=None),
     }
-    return rules.get(parameter)
