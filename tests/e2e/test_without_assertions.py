@@ -13,7 +13,6 @@ from tests.checkpoint_models import assert_same_tensors
 from tests.e2e.programs import succeed, torchrun
 
 
-@pytest.mark.timeout(900)
 def test_a_run_without_assertions(
     demo_data: Path,
     tmp_path: Path,

@@ -11,7 +11,6 @@ import pytest
 from tests.faults import settings
 from tests.faults.runs import Ended, Sequel, Setting
 
-pytestmark = pytest.mark.timeout(600)
 Undisturbed = Callable[[Setting], Sequel]
 
 

@@ -61,7 +61,6 @@ def test_a_process_ends_with_its_launcher(when: str, tmp_path: Path) -> None:
     launcher.stdout.close()
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("program", "rank", "speaks"),
