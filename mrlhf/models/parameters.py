@@ -161,9 +161,10 @@ class _WeightMap:
 def _with_names(pieces: Iterable[Piece], parameter: str, names: Iterable[str]) -> Iterator[Piece]:
     """The same pieces of tensors with these names, in another parameter."""
     for piece, name in zip(pieces, names, strict=True):
-        place = (piece.offset, piece.block, piece.period, piece.of_expert)
-        interval = (piece.dim, piece.start, piece.stop)
-        yield Piece(name, piece.full_shape, *interval, parameter, *place)
+        yield Piece(
+            name, piece.full_shape, piece.dim, piece.start, piece.stop,
+            parameter, piece.offset, piece.block, piece.period, piece.of_expert,
+        )  # fmt: skip
 
 
 # A plan asks for the pieces of every tensor-parallel rank; the rules are the same for all of them.
