@@ -55,8 +55,8 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
     """Send log lines to standard error with the rank in front; a second call replaces the first.
 
     Our own lines are shown from INFO on rank 0, unless the console is to be quiet, and from WARNING
-    on other ranks; those of other packages from WARNING. Warnings about data files are shown on
-    rank 0 alone, since every rank reads the same files.
+    on other ranks; those of other packages from WARNING. Warnings about data and models are shown
+    on rank 0 alone, since every rank reads the same files.
     """
     handler = _StderrHandler()
     handler.setFormatter(
@@ -75,7 +75,8 @@ def configure_logging(rank: int, console: Console = "auto") -> None:
 
     speaks = rank == 0 and console != "quiet"
     logging.getLogger("mrlhf").setLevel(logging.INFO if speaks else logging.WARNING)
-    logging.getLogger("mrlhf.data").setLevel(logging.ERROR if rank else logging.NOTSET)
+    for about_files in ("mrlhf.data", "mrlhf.preflight"):
+        logging.getLogger(about_files).setLevel(logging.ERROR if rank else logging.NOTSET)
 
 
 def quiet_transformers() -> None:

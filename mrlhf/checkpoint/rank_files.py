@@ -5,6 +5,7 @@ This file knows neither the manifest nor the other ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,11 +45,13 @@ class RankPart:
         files: its files.
         models: its part of each model, by role.
         error: why it could not write, or None.
+        seconds: from the making of the writer to the end of its last file.
     """
 
     files: list[WrittenFile] = field(default_factory=list)
     models: dict[str, ModelPart] = field(default_factory=dict)
     error: str | None = None
+    seconds: float = 0.0
 
 
 class Staging:
@@ -78,6 +81,7 @@ class RankWriter:
         """`root` is the directory of the checkpoint that is being made."""
         self._root = root
         self._rank = rank
+        self._began = time.monotonic()
         self._part = RankPart()
         self._thread: Thread | None = None
         self._copied = Event()
@@ -102,6 +106,7 @@ class RankWriter:
                     path, slices.kinds, slices.optimizer_steps, slices.boxes
                 )
             sync_files(self._root, part.files)
+            part = replace(part, seconds=time.monotonic() - self._began)
         except (CheckpointError, OSError) as error:
             part = RankPart(error=str(error))
         self._part = part

@@ -96,7 +96,6 @@ class _Pending:
     hidden: Path
     writer: RankWriter
     error: str | None
-    began: float
 
 
 class Saver:
@@ -145,7 +144,6 @@ class Saver:
             CheckpointError: a rank could not write, on every rank. What was written is deleted.
         """
         self.finish(wait=True)
-        began = time.monotonic()
         name = checkpoint_name(contents.step, contents.unfinished_step)
         hidden = self.directory / f".{name}.saving"
         error = self._prepare(hidden)
@@ -166,7 +164,7 @@ class Saver:
                 writer.begin(models, write_rest, self._staging)
                 for engine in contents.models.values():
                     engine.hold_until(writer.wait_until_copied)
-        self._pending = _Pending(contents, hidden, writer, error, began)
+        self._pending = _Pending(contents, hidden, writer, error)
         return self.finish(wait=self._staging is None)
 
     def finish(self, wait: bool) -> Path | None:
@@ -232,6 +230,7 @@ class Saver:
         self, pending: _Pending, parts: list[RankPart], path: Path
     ) -> str | None:
         """Write the manifest and rename the directory; returns what is wrong, if anything."""
+        began = time.monotonic()
         errors = []
         for rank, part in enumerate(parts):
             if part.error is not None:
@@ -246,7 +245,8 @@ class Saver:
                     self._verify()
                 free = shutil.disk_usage(pending.hidden).free
                 _replace(pending.hidden, path)
-                seconds = time.monotonic() - pending.began
+                # Not the time since then, in which training has gone on.
+                seconds = max(part.seconds for part in parts) + time.monotonic() - began
                 self.longest_s = max(self.longest_s, seconds)
                 _report(path, manifest, free, seconds)
         except (CheckpointError, OSError) as failure:

@@ -13,7 +13,7 @@ import sys
 
 from mrlhf.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from mrlhf.config.roots import AnyConfig
-from mrlhf.run.program import Found, Program, main
+from mrlhf.run.program import DryRunReport, Program, main
 
 
 def dpo() -> int:
@@ -66,7 +66,7 @@ def _check(config: AnyConfig, world_size: int) -> str:
     return preflight(config, world_size)
 
 
-def _dry_run(config: AnyConfig, world_size: int | None) -> Found:
+def _dry_run(config: AnyConfig, world_size: int | None) -> DryRunReport:
     from mrlhf.preflight import dry_run
     from mrlhf.run.startup import foresee
 

@@ -24,6 +24,7 @@ from mrlhf.checkpoint.manifest import (
     checkpoint_name,
     checkpoints_in,
     named_checkpoint,
+    with_manifest,
 )
 from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
@@ -167,8 +168,8 @@ def describe_opening(directory: Path, wishes: Wishes) -> str:
 
     begins = "begin at step 1"
     if opening.resume_from is not None:
-        whole = checkpoints_in(opening.resume_from)
-        begins = f"go on from {whole[0] if whole else opening.resume_from}"
+        newest_first = with_manifest(opening.resume_from)
+        begins = f"go on from {newest_first[0] if newest_first else opening.resume_from}"
     elif contents.is_run and not wishes.overwrite:
         begins += ", and set aside the rows of a run that left no checkpoint"
     if wishes.overwrite and contents.is_run:

@@ -51,7 +51,7 @@ QUEUE_AGAIN = 75
 NOT_FOUND = 3
 
 
-class Found(Protocol):
+class DryRunReport(Protocol):
     """What a dry run has found: the lines of what is missing, and the whole report."""
 
     @property
@@ -79,7 +79,7 @@ class Program(Generic[ConfigT]):
 
     root: type[ConfigT]
     check: Callable[[ConfigT, int], str]
-    dry_run: Callable[[ConfigT, int | None], Found]
+    dry_run: Callable[[ConfigT, int | None], DryRunReport]
     train: Callable[[ConfigT], None]
     inputs: Callable[[ConfigT], Sequence[tuple[str, str]]] = lambda config: ()
 
@@ -152,7 +152,7 @@ def main(program: Program[ConfigT], argv: Sequence[str]) -> int:
     leave(code)
 
 
-def _end_of_dry_run(found: Found, dry: DryRun) -> int:
+def _end_of_dry_run(found: DryRunReport, dry: DryRun) -> int:
     """The exit code of a dry run; it is not 0 if it could not check all that a run needs."""
     count = len(found.missing)
     if dry.allow_missing or not count:

@@ -52,7 +52,7 @@ def describe_start(config: Root, inputs: Iterable[tuple[str, str]]) -> dict[str,
 
 def require_same_start(
     launch: Launch, facts: Mapping[str, str], timeout_s: float, look: Callable[[], None]
-) -> dist.Store:
+) -> dist.Store | None:
     """Refuse ranks that differ in `facts`; every rank calls it.
 
     Args:
@@ -62,7 +62,7 @@ def require_same_start(
         look: called again and again while this process waits for the others; it may raise.
 
     Returns:
-        The connection, which rank 0 must keep while others may still read.
+        On rank 0 the connection, which it must keep while others may still read; else None.
 
     Raises:
         ConfigError: on every rank, naming what differs and the ranks.
@@ -94,7 +94,7 @@ def require_same_start(
 
     if verdict != _ALIKE:
         raise ConfigError(verdict)
-    return connection
+    return connection if rank == 0 else None
 
 
 def differences(first: str, own: Mapping[str, str]) -> list[str]:

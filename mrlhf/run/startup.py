@@ -73,7 +73,7 @@ class Run:
         resume_from: a checkpoint to go on from, or a folder of checkpoints, of which the newest
             whole one is meant; None to begin anew.
         lock: keeps other jobs out of `output_dir`; the main rank holds it.
-        changes: what this rank does in `output_dir` when the run begins, in this order.
+        changes: what the main rank does in `output_dir` when the run begins, in this order.
         stops: the places where all ranks may stop together.
         watcher: watches over this rank; None in a program that nobody may interrupt.
         failures: where the ranks agree on why the job fails; None if each one says it for itself.
@@ -122,6 +122,10 @@ class Run:
                 self.changes.pop(0)()
         except OSError as error:
             raise _unusable(self.output_dir, error) from error
+
+        dist.barrier()  # an earlier run that has to go is gone, and no file of this one with it
+        if self.timeline is not None:
+            self.timeline.begin()
 
     def __enter__(self) -> Run:
         return self
@@ -290,8 +294,6 @@ def _begin(
     if job.rank == 0:
         monitor = Monitor(board, View(board, directory) if is_drawn(trainer.console) else None)
         changes.append(partial(monitor.write_to, StatusFile(directory, job.world_size)))
-    timeline = _timeline(directory, trainer.timeline_freq, joined)
-    changes.append(timeline.begin)
     if is_drawn(trainer.console):
         # The view, which is built by now and writes to the terminal itself, stands below them.
         sys.stderr = cast(TextIO, LinesAboveView(sys.stderr))
@@ -321,7 +323,7 @@ def _begin(
         stops=watcher.stops,
         watcher=watcher,
         failures=joined.failures,
-        timeline=timeline,
+        timeline=_timeline(directory, trainer.timeline_freq, joined),
         deadline=joined.deadline,
         board=board,
         monitor=monitor,

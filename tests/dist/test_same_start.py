@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
+from mrlhf.device import pick_device
 from mrlhf.errors import ConfigError
 from mrlhf.job import Launch
+from mrlhf.parallel.groups import GroupFactory
 from mrlhf.run.same_start import describe_differences, describe_start, require_same_start
+from mrlhf.run.startup import Run
+from mrlhf.run.timeline import TIMELINE, Timeline
 from tests.ranks import run_ranks
 from tests.unit.configurations import ppo
 
@@ -39,7 +44,29 @@ def _start(rank: int, world_size: int, root: str) -> list[str]:
             said.append(ALIKE)
         except ConfigError as error:
             said.append(str(error))
+    _begin(launch, Path(root))
     return said
+
+
+def _begin(launch: Launch, directory: Path) -> None:
+    """Begin a run in which the main rank deletes what an earlier one has left."""
+    run = Run(
+        pick_device("cpu", 0),
+        launch.rank,
+        launch.world_size,
+        GroupFactory(120.0),
+        directory,
+        timeline=Timeline(directory, launch.rank, 0, {}),
+    )
+
+    def delete() -> None:
+        time.sleep(0.2)  # the others would be faster, if they did not wait
+        assert not (directory / TIMELINE).exists(), "a file that this run needs would be deleted"
+
+    if launch.rank == 0:
+        run.changes.append(delete)
+    run.begin()
+    assert (directory / TIMELINE / f"rank_{launch.rank}.jsonl").is_file()
 
 
 def test_every_rank_says_what_differs_and_where(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ import os
 import resource
 import shutil
 import signal
+import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -67,7 +70,23 @@ def _in_ranks(rank: int, world_size: int, root: Path) -> list[str]:
         assert [path.name for path in checkpoints_in(directory)] == ["step_000003"]
         assert "damaged_1.step_000005" in os.listdir(directory)
     dist.barrier()
+    _save_while_training_goes_on(root / "thread", Contents(3, False, {"actor": engine}, {}))
     return _export_on_a_full_disk(root, saver, engine)
+
+
+def _save_while_training_goes_on(directory: Path, contents: Contents) -> None:
+    """The time that a save has taken does not count the step after which it is noticed."""
+    world = dist.group.WORLD
+    assert world is not None
+    saver = Saver(directory, RunIdentity("test", {}), world, asynchronous=True)
+    saver.save(contents)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    now = time.monotonic
+    with mock.patch("time.monotonic", lambda: now() + 10_000):
+        saver.finish(wait=True)
+    assert saver.longest_s < 10_000
 
 
 def _damage_all_but_the_first(directory: Path) -> None:

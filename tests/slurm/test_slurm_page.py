@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from mrlhf.commands.init import FOLDERS
 from mrlhf.config import PPOConfig
 from mrlhf.config.schema import keys
 from tests.e2e.programs import ROOT
@@ -64,3 +65,10 @@ def test_its_keys_exist() -> None:
     named = set(re.findall(r"`((?:trainer|actor|rollout)\.\w+)`", PAGE))
     assert len(named) >= 4
     assert named <= known
+
+
+def test_the_image_gets_all_that_the_package_is_built_of() -> None:
+    recipe = (ROOT / "launch" / "slurm" / "Dockerfile").read_text(encoding="utf-8")
+    assert {f"COPY {name} /tmp/mrlhf/{name}" for name in (*FOLDERS, "mrlhf")} <= set(
+        recipe.splitlines()
+    )

@@ -386,6 +386,7 @@ def test_a_dry_run_can_say_what_a_start_would_do(tmp_path):
     make_run(tmp_path / "killed")
     make_run(tmp_path / "finished", finished=True)
     newest = tmp_path / "stopped/checkpoints/step_000004_interrupted"
+    (tmp_path / "stopped/checkpoints/step_000006").mkdir()  # it has no manifest
     assert said("new") == "a start would begin at step 1"
     assert said("stopped") == f"a start would go on from {newest}"
     assert said("new", resume=str(tmp_path / "stopped")) == f"a start would go on from {newest}"

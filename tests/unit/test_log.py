@@ -24,12 +24,13 @@ from mrlhf.log import (
 @pytest.fixture
 def clean_logging():
     root = logging.getLogger()
-    ours = logging.getLogger("mrlhf")
-    before = (root.handlers[:], root.level, ours.level)
+    handlers = root.handlers[:]
+    names = (None, "mrlhf", "mrlhf.data", "mrlhf.preflight")
+    levels = {name: logging.getLogger(name).level for name in names}
     yield
-    root.handlers[:] = before[0]
-    root.setLevel(before[1])
-    ours.setLevel(before[2])
+    root.handlers[:] = handlers
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.mark.parametrize(("rank", "informs"), [(0, True), (3, False)])
@@ -42,6 +43,10 @@ def test_rank_zero_informs_and_every_rank_warns(rank, informs, clean_logging, ca
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 + informs
     assert lines[-1].endswith(f"[rank {rank}] WARNING mrlhf.trainers.ppo: slow disk")
+
+    for about_files in ("mrlhf.data.rows", "mrlhf.preflight.shared_rows"):
+        logging.getLogger(about_files).warning("the same on every rank")
+    assert len(capsys.readouterr().err.splitlines()) == (2 if rank == 0 else 0)
 
 
 def test_a_quiet_console_shows_warnings_alone(clean_logging, capsys):
