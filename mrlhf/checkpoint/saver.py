@@ -333,7 +333,7 @@ def _files_in(root: Path, directories: Mapping[str, object]) -> list[WrittenFile
 
 
 def _report(path: Path, manifest: Manifest, free: int, seconds: float) -> None:
-    """Say how large a checkpoint is, and whether another one has room beside it."""
+    """Say how large a checkpoint is, and how much room is left beside it."""
     size = sum(file.nbytes for file in manifest.files)
     logger.info(
         "saved the checkpoint %s in %.1f s: %s; the disk has room for %s more",
@@ -342,8 +342,6 @@ def _report(path: Path, manifest: Manifest, free: int, seconds: float) -> None:
         size_text(size),
         size_text(free),
     )
-    if free < size:
-        logger.warning("there is no room for another checkpoint in %s", path.parent)
 
 
 def _replace(hidden: Path, path: Path) -> None:

@@ -22,7 +22,7 @@ from mrlhf.checkpoint.conversion.convert import SourceOptions, TargetOptions, co
 from mrlhf.checkpoint.conversion.identify import Found, examine, identify
 from mrlhf.checkpoint.conversion.megatron_arguments import MEGATRON_FAMILIES
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
-from mrlhf.checkpoint.conversion.run_output import Wanted
+from mrlhf.checkpoint.conversion.run_output import Selection
 from mrlhf.errors import ConfigError, MrlhfError
 from mrlhf.parallel.layout import ParallelLayout
 from mrlhf.printable import show
@@ -187,7 +187,7 @@ def _inspect(directory: Path, every_byte: bool) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    wanted = Wanted(options.step, options.role, whole=options.to == "training")
+    wanted = Selection(options.step, options.role, whole=options.to == "training")
     found = identify(options.source, wanted)
     _check_options(options, found)
 

@@ -30,6 +30,7 @@ from mrlhf.config.compare import changed_keys
 from mrlhf.config.load import dump_yaml
 from mrlhf.config.roots import Root
 from mrlhf.errors import ConfigError
+from mrlhf.log import parse_metrics_line
 from mrlhf.run.status import STATUS
 from mrlhf.run.summary import SUMMARY
 from mrlhf.run.timeline import TIMELINE
@@ -268,11 +269,11 @@ def _ends_with(directory: Path, checkpoint: str | None) -> bool:
     if checkpoint is None:
         return False
     try:
-        last = (directory / METRICS).read_text(encoding="utf-8").splitlines()[-1]
-        step = int(json.loads(last)["step"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        lines = (directory / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return False
-    return checkpoint == checkpoint_name(step, unfinished_step=False)
+    last = parse_metrics_line(lines[-1]) if lines else None
+    return last is not None and checkpoint == checkpoint_name(last["step"], unfinished_step=False)
 
 
 def _refusal(directory: Path, contents: Contents, wishes: Wishes) -> ConfigError:

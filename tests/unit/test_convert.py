@@ -25,7 +25,7 @@ from mrlhf.checkpoint.conversion.convert import (
 )
 from mrlhf.checkpoint.conversion.identify import examine, identify
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions
-from mrlhf.checkpoint.conversion.run_output import Wanted
+from mrlhf.checkpoint.conversion.run_output import Selection
 from mrlhf.checkpoint.conversion.training_checkpoints import compare_checkpoints
 from mrlhf.checkpoint.manifest import MANIFEST, checkpoint_name, read_manifest
 from mrlhf.commands import convert_checkpoint
@@ -332,21 +332,21 @@ def test_a_finished_run_gives_the_policy_of_its_end(tmp_path: Path) -> None:
     ended = tmp_path / "ended"
     _run(ended, tmp_path / "hf", [2, 3], ended=4)
     assert identify(ended).path == ended / "actor" and identify(ended).step == 4
-    assert identify(ended, Wanted(role="actor")).path == ended / "actor"
-    assert identify(ended, Wanted(step=2)).path.name == "step_000002"
-    assert identify(ended, Wanted(step=3, whole=True)).path.name == "step_000003"
-    for wanted in (Wanted(whole=True), Wanted(role="critic")):
+    assert identify(ended, Selection(role="actor")).path == ended / "actor"
+    assert identify(ended, Selection(step=2)).path.name == "step_000002"
+    assert identify(ended, Selection(step=3, whole=True)).path.name == "step_000003"
+    for wanted in (Selection(whole=True), Selection(role="critic")):
         with pytest.raises(
             CheckpointError, match=r"ended with step 4, .* --step 3 takes; .*/actor"
         ):
             identify(ended, wanted)
     with pytest.raises(CheckpointError, match="no checkpoint of step 4; it has step_000002, step_"):
-        identify(ended, Wanted(step=4))
+        identify(ended, Selection(step=4))
     assert dict(examine(ended).facts)["policy"] == f"{ended / 'actor'}, of its last step 4"
     assert dict(examine(ended).facts)["not examined"].endswith(": step_000003, step_000002")
 
     write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 3})
-    assert identify(ended, Wanted(whole=True)).path.name == "step_000003"  # equal to the policy
+    assert identify(ended, Selection(whole=True)).path.name == "step_000003"  # equal to the policy
     assert identify(ended).path == ended / "actor"
     (ended / "actor").rename(tmp_path / "moved")
     assert identify(ended).path.name == "step_000003"
@@ -354,6 +354,11 @@ def test_a_finished_run_gives_the_policy_of_its_end(tmp_path: Path) -> None:
     assert identify(ended).path.name == "step_000003"  # it has gone on since
     write_summary(ended, {"checkpoint": "elsewhere/actor", "steps": 4})
     with pytest.raises(CheckpointError, match="newest checkpoint is step_000003, which --step 3"):
+        identify(ended)
+
+    (ended / "summary.json").write_text('{"checkpoint": "elsewhere/act')
+    assert identify(ended, Selection(step=2)).path.name == "step_000002"
+    with pytest.raises(CheckpointError, match=r"summary\.json is damaged"):
         identify(ended)
 
     (ended / "summary.json").unlink()
@@ -375,7 +380,7 @@ def test_a_run_without_a_checkpoint_says_where_its_policy_is(
     assert_same_tensors(tmp_path / "hf", tmp_path / "out")
 
     with pytest.raises(CheckpointError, match=rf"no whole checkpoint; the policy .* is {policy}"):
-        identify(tmp_path / "run", Wanted(whole=True))
+        identify(tmp_path / "run", Selection(whole=True))
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="the models in it are actor: give one of these"):
         identify(tmp_path / "run")

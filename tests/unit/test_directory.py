@@ -96,6 +96,10 @@ def test_a_finished_run_goes_on_from_its_last_step_alone(tmp_path):
     assert open_it(run) == run / "checkpoints"
     assert not (run / "summary.json").exists()
 
+    damaged = make_run(tmp_path / "damaged", finished=True, checkpoints=[f"step_{last:06d}"])
+    (damaged / "metrics.jsonl").write_bytes(b'{"step": 0, "lo\xff\n' + ROWS.encode())
+    assert open_it(damaged) == damaged / "checkpoints"
+
     older = make_run(tmp_path / "older", finished=True, checkpoints=["step_000000"])
     message = refusal(older)
     assert "a finished run with the checkpoint step_000000" in message

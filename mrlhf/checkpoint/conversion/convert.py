@@ -19,7 +19,7 @@ from mrlhf.checkpoint.conversion.megatron_reader import MegatronSource, find_pla
 from mrlhf.checkpoint.conversion.megatron_writer import MegatronOptions, write_megatron
 from mrlhf.checkpoint.conversion.model_files import HuggingFaceSource, write_hugging_face
 from mrlhf.checkpoint.conversion.model_source import ModelSource, TrackedSource, equal_bits
-from mrlhf.checkpoint.conversion.run_output import Wanted
+from mrlhf.checkpoint.conversion.run_output import Selection
 from mrlhf.checkpoint.conversion.training_checkpoints import (
     TrainingSource,
     change_layout,
@@ -110,7 +110,7 @@ def open_source(path: Path, options: SourceOptions) -> ModelSource:
         CheckpointError, ConfigError, WeightError: it is no checkpoint, not whole, or of a model
             that we do not know.
     """
-    return _open(identify(path, Wanted(options.step, options.role)), options)
+    return _open(identify(path, Selection(options.step, options.role)), options)
 
 
 def _open(found: Found, options: SourceOptions) -> ModelSource:
@@ -155,7 +155,7 @@ def convert(
         CheckpointError, ConfigError, WeightError: the source is not usable, the result would lose
             something, or the file system refuses.
     """
-    found = identify(source_path, Wanted(source_options.step, source_options.role))
+    found = identify(source_path, Selection(source_options.step, source_options.role))
     _check_target(source_path, found, target_path, options.overwrite)
     if verify:
         _check_hashes(found)
@@ -219,7 +219,7 @@ def relayout(
         CheckpointError, WeightError: the source is no whole training checkpoint, or the models do
             not divide over the layout.
     """
-    found = identify(source_path, Wanted(step, role, whole=True))
+    found = identify(source_path, Selection(step, role, whole=True))
     if found.format != "training":
         raise CheckpointError(f"{source_path} is a {found.kind} and not a training checkpoint")
     _check_target(source_path, found, target_path, options.overwrite)

@@ -14,7 +14,7 @@ from mrlhf.checkpoint.conversion.megatron_arguments import SHAPE_ARGUMENTS
 from mrlhf.checkpoint.conversion.megatron_names import split_names
 from mrlhf.checkpoint.conversion.megatron_reader import ASSETS, Place, find_place, read_common
 from mrlhf.checkpoint.conversion.model_files import CONFIG_FILE, HuggingFaceSource
-from mrlhf.checkpoint.conversion.run_output import Wanted, choose, models_in
+from mrlhf.checkpoint.conversion.run_output import Selection, choose, models_in
 from mrlhf.checkpoint.conversion.torch_dist import TorchDistReader
 from mrlhf.checkpoint.conversion.training_checkpoints import model_spec
 from mrlhf.checkpoint.manifest import (
@@ -74,7 +74,7 @@ class Finding:
     problems: list[str] = field(default_factory=list)
 
 
-def identify(path: Path, wanted: Wanted | None = None) -> Found:
+def identify(path: Path, wanted: Selection | None = None) -> Found:
     """What the directory is, by the files in it.
 
     Args:
@@ -84,7 +84,7 @@ def identify(path: Path, wanted: Wanted | None = None) -> Found:
     Raises:
         CheckpointError: it is nothing that we know, or does not hold what is wanted.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or Selection()
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory")
 

@@ -25,7 +25,7 @@ _CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Selection:
     """What of a run's output directory is asked for.
 
     Attributes:
@@ -62,17 +62,19 @@ class _Finished:
     step: int
 
 
-def choose(directory: Path, wanted: Wanted) -> Choice | None:
+def choose(directory: Path, wanted: Selection) -> Choice | None:
     """What of the output directory of a run is wanted; None if it is no such directory.
 
     Raises:
         CheckpointError: it does not hold what is wanted; the message says what it holds.
     """
     newest_first = checkpoints_in(directory / CHECKPOINTS) or checkpoints_in(directory)
-    finished = _finished(directory)
-    if wanted.step is not None and (newest_first or finished):
+    is_finished = (directory / _SUMMARY).is_file()
+    finished = None
+    if wanted.step is None and is_finished:
+        finished = _finished(directory)
+    elif wanted.step is not None and (newest_first or is_finished):
         newest_first = _of_step(directory, newest_first, wanted.step)
-        finished = None
 
     passed_over: list[str] = []
     newest, manifest = _newest_whole(newest_first, passed_over)
@@ -106,12 +108,22 @@ def models_in(directory: Path) -> list[str]:
 
 
 def _finished(directory: Path) -> _Finished | None:
-    """What the summary says, which a run writes last, and deletes when it goes on."""
+    """What the summary says, which a run writes last, and deletes when it goes on.
+
+    Raises:
+        CheckpointError: it is damaged, so nobody knows which model is the newest.
+    """
     try:
         summary = json.loads((directory / _SUMMARY).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory / _SUMMARY} is damaged, so it does not say with which policy the run "
+            "ended; name the policy or a checkpoint in place of the directory"
+        ) from error
+    try:
         stated = Path(summary["checkpoint"])
         step = int(summary["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):  # of something else than a run
         return None
     own = directory / stated.name  # the directory may have been moved since
     return _Finished(stated if stated.is_dir() and not own.is_dir() else own, step)
