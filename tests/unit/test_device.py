@@ -50,7 +50,7 @@ def test_a_process_on_a_cpu_keeps_the_memory_that_it_frees(
 
     assert calls == [(-3, 33554432), (-1, -1)]  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     set_variables_of_torch()
-    assert [os.environ[name] for name in OF_TORCH] == ["1", "128", "128"]
+    assert [os.environ[name] for name in OF_TORCH] == ["1", "512", "512"]
 
 
 @pytest.mark.parametrize(
