@@ -132,7 +132,7 @@ class _KindPlanner:
         self._source = source
         self._target = target
         self._holdings = Holdings(source)
-        self._takers = shards_by_slice(target)
+        self._takers = shards_by_slice(target, self._holdings.shared)
         self._choice = Choice(source, target, near)
 
     def steps(self, rank: int) -> Iterator[Alias | Move]:
@@ -166,25 +166,29 @@ class _KindPlanner:
                 for interval in self._holdings.within(piece):
                     if own_shard not in interval.held:
                         continue
-                    demand = self._demand(piece, interval)
+                    demand = self._demand(shard, piece, interval)
                     for receiver in self._choice.receivers_from(rank, shard, demand):
                         yield from _moves(rank, receiver, interval.held[own_shard], piece, interval)
 
     def _fetch(self, rank: int, piece: Piece) -> Iterator[Move]:
         """The moves that bring `piece` to `rank`; they end wherever a slice of some shard ends."""
         own_shard = self._source.shard_of(rank)
+        place = self._target.shard_of(rank)
+        assert place is not None
         for interval in self._holdings.within(piece):
             if own_shard in interval.held:
                 yield from _moves(rank, rank, interval.held[own_shard], piece, interval)
                 continue
 
-            sender = self._choice.sender_to(rank, self._demand(piece, interval))
+            sender = self._choice.sender_to(rank, self._demand(place, piece, interval))
             shard = self._source.shard_of(sender)
             assert shard is not None, "a rank outside the source's side was chosen to send"
             yield from _moves(sender, rank, interval.held[shard], piece, interval)
 
-    def _demand(self, piece: Piece, interval: Interval) -> Demand:
-        return Demand(tuple(interval.held), self._takers[piece.key], interval.turn)
+    def _demand(self, shard: int, piece: Piece, interval: Interval) -> Demand:
+        """The demand of a target shard; who else takes the slice matters where there is a choice."""
+        takers = self._takers[piece.key] if piece.name in self._holdings.shared else (shard,)
+        return Demand(tuple(interval.held), takers, interval.turn)
 
     @staticmethod
     def _pieces(side: Side, rank: int) -> Sequence[Piece]:

@@ -63,8 +63,8 @@ def training_side(
     return Side(
         shards=layout.world_size // replicas,
         replicas=range(replicas),
-        place_of=lambda rank: layout.place(rank, *replica_axes),
-        rank_at=lambda shard, replica: layout.rank_in(shard, replica, *replica_axes),
+        place_of=cache(lambda rank: layout.place(rank, *replica_axes)),
+        rank_at=cache(lambda shard, replica: layout.rank_in(shard, replica, *replica_axes)),
         pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, *replica_axes))),
     )
 
@@ -79,8 +79,8 @@ def engine_side(engines: EngineLayout, pieces_of_rank: PiecesOfRank) -> Side:
     return Side(
         shards=engines.tp,
         replicas=range(engines.num_replicas),
-        place_of=place_of,
-        rank_at=lambda tp_rank, replica: engines.rank_at(replica, tp_rank),
+        place_of=cache(place_of),
+        rank_at=cache(lambda tp_rank, replica: engines.rank_at(replica, tp_rank)),
         pieces=cache(lambda tp_rank: pieces_of_rank(engines.rank_at(0, tp_rank))),
     )
 
