@@ -7,7 +7,7 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -87,12 +87,17 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
     return pieces
 
 
-def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
-    """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
+def engine_pieces(
+    spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
+) -> list[Piece]:
+    """The pieces that global rank `rank` of an inference engine holds: one stage, all layers.
+
+    If `tensors` is given, only the parameters that hold some of these named tensors.
+    """
     place = layout.place_in_replica(rank)
     experts = experts_of(spec, place.ep, place.ep_rank)
     weights = _engine_map(spec, experts)
-    return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp))
+    return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp), tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -133,17 +138,26 @@ class _WeightMap:
     rules: Mapping[str, Rule]
     shapes: Mapping[str, Shape]
 
-    def pieces(self, tp: tuple[int, int], etp: tuple[int, int], prefix: str = "") -> list[Piece]:
+    def pieces(
+        self,
+        tp: tuple[int, int],
+        etp: tuple[int, int],
+        prefix: str = "",
+        tensors: Set[str] | None = None,
+    ) -> list[Piece]:
         """The pieces of one rank, parameter by parameter.
 
         Args:
             tp: its place and the number of places along tensor parallelism.
             etp: the same for experts.
             prefix: goes before the name of each parameter.
+            tensors: list only the parameters that hold some of these; None: all.
         """
         cuts: dict[str, tuple[Piece, ...]] = {}
         pieces: list[Piece] = []
         for name, rule in self.rules.items():
+            if tensors is not None and tensors.isdisjoint(rule.names):
+                continue
             first = self._first_alike[name]
             if first not in cuts:
                 place = etp if rule.of_expert else tp

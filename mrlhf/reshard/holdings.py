@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -81,7 +81,7 @@ class Holdings:
             stop = min(piece.stop, interval.stop)
             if not interval.held or start > covered:
                 break
-            yield interval._replace(start=start, stop=stop)
+            yield Interval(start, stop, interval.turn, interval.held)
             covered = stop
 
         if covered < piece.stop:
@@ -126,11 +126,10 @@ def _cut(slices: list[tuple[int, Piece]]) -> _Tensor:
     return _Tensor(edges, intervals)
 
 
-def shards_by_slice(side: Side, tensors: Container[str]) -> dict[Key, tuple[int, ...]]:
+def shards_by_slice(side: Side, tensors: Set[str]) -> dict[Key, tuple[int, ...]]:
     """The shards that hold each slice of some tensors, ascending."""
     shards: dict[Key, list[int]] = {}
     for shard in range(side.shards):
-        for piece in side.pieces(shard):
-            if piece.name in tensors:
-                shards.setdefault(piece.key, []).append(shard)
+        for piece in side.pieces_of(shard, tensors):
+            shards.setdefault(piece.key, []).append(shard)
     return {key: tuple(numbers) for key, numbers in shards.items()}

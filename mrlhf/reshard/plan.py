@@ -160,9 +160,7 @@ class _KindPlanner:
         names = {piece.name for piece in self._source.pieces(own_shard)}
 
         for shard in range(self._target.shards):
-            for piece in self._target.pieces(shard):
-                if piece.name not in names:
-                    continue
+            for piece in self._target.pieces_of(shard, names):
                 for interval in self._holdings.within(piece):
                     if own_shard not in interval.held:
                         continue
@@ -186,7 +184,7 @@ class _KindPlanner:
             yield from _moves(sender, rank, interval.held[shard], piece, interval)
 
     def _demand(self, shard: int, piece: Piece, interval: Interval) -> Demand:
-        """The demand of a target shard; who else takes the slice matters where there is a choice."""
+        """Target shard `shard` needs the slice; who else does matters where there is a choice."""
         takers = self._takers[piece.key] if piece.name in self._holdings.shared else (shard,)
         return Demand(tuple(interval.held), takers, interval.turn)
 
