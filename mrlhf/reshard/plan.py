@@ -139,6 +139,8 @@ class _KindPlanner:
         """How the parameters of a rank get their weights, parameter by parameter."""
         held = self._pieces(self._source, rank)
         needed = self._pieces(self._target, rank)
+        own_shard = self._source.shard_of(rank)
+        place = self._target.shard_of(rank)
         arrangements = {_arrangement(pieces) for pieces in _by_parameter(held).values()}
 
         for parameter, pieces in _by_parameter(needed).items():
@@ -146,7 +148,8 @@ class _KindPlanner:
                 yield Alias(parameter, pieces)
                 continue
             for piece in pieces:
-                yield from self._fetch(rank, piece)
+                assert place is not None
+                yield from self._fetch(rank, own_shard, place, piece)
 
     def lacking(self, rank: int) -> int:
         """How many numbers a rank needs and does not hold, counted from the layouts alone."""
@@ -168,11 +171,8 @@ class _KindPlanner:
                     for receiver in self._choice.receivers_from(rank, shard, demand):
                         yield from _moves(rank, receiver, interval.held[own_shard], piece, interval)
 
-    def _fetch(self, rank: int, piece: Piece) -> Iterator[Move]:
+    def _fetch(self, rank: int, own_shard: int | None, place: int, piece: Piece) -> Iterator[Move]:
         """The moves that bring `piece` to `rank`; they end wherever a slice of some shard ends."""
-        own_shard = self._source.shard_of(rank)
-        place = self._target.shard_of(rank)
-        assert place is not None
         for interval in self._holdings.within(piece):
             if own_shard in interval.held:
                 yield from _moves(rank, rank, interval.held[own_shard], piece, interval)
