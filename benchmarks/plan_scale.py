@@ -105,6 +105,7 @@ def _plan(spec: ModelSpec, engines: EngineLayout) -> ReshardPlan:
         engines,
         partial(role_pieces, spec, engines.actor),
         partial(engine_pieces, spec, engines),
+        partial(engine_pieces, spec, engines),
     )
 
     machines: dict[int, range] = {}

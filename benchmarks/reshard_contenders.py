@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -197,7 +197,7 @@ def _steps_of_stage(
     pieces: dict[str, dict[Any, Piece]] = {}
     for tp in range(layout.tp):
         for piece in role_pieces(spec, layout, layout.rank_at(tp=tp, dp=coordinates.dp, pp=stage)):
-            pieces.setdefault(piece.parameter, {})[piece.key] = replace(piece, parameter=str(tp))
+            pieces.setdefault(piece.parameter, {})[piece.key] = piece._replace(parameter=str(tp))
 
     owner = layout.rank_at(tp=coordinates.tp, dp=coordinates.dp, pp=stage)
     names = parameter_names(spec, layout, layout.coordinates(owner))

@@ -7,9 +7,9 @@ tensors and no process groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from mrlhf.models.families import Chunk, family_of
 from mrlhf.models.spec import ModelSpec
@@ -52,7 +52,7 @@ def carried_pieces(pieces: Iterable[Piece], itemsize: int) -> list[Piece]:
     carried: list[Piece] = []
     for piece in pieces:
         if words > 1 and keeps_float32(piece.parameter):
-            piece = replace(piece, full_shape=(*piece.full_shape, words))
+            piece = piece._replace(full_shape=(*piece.full_shape, words))
         carried.append(piece)
     return carried
 
@@ -87,12 +87,17 @@ def role_pieces(spec: ModelSpec, layout: ParallelLayout, rank: int) -> list[Piec
     return pieces
 
 
-def engine_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
-    """The pieces that global rank `rank` of an inference engine holds: one stage, all layers."""
+def engine_pieces(
+    spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
+) -> list[Piece]:
+    """The pieces that global rank `rank` of an inference engine holds: one stage, all layers.
+
+    If `tensors` is given, only the parameters that hold some of these named tensors.
+    """
     place = layout.place_in_replica(rank)
     experts = experts_of(spec, place.ep, place.ep_rank)
     weights = _engine_map(spec, experts)
-    return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp))
+    return weights.pieces((place.tp_rank, place.tp), (place.etp_rank, place.etp), tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -133,38 +138,46 @@ class _WeightMap:
     rules: Mapping[str, Rule]
     shapes: Mapping[str, Shape]
 
-    def pieces(self, tp: tuple[int, int], etp: tuple[int, int], prefix: str = "") -> list[Piece]:
+    def pieces(
+        self,
+        tp: tuple[int, int],
+        etp: tuple[int, int],
+        prefix: str = "",
+        tensors: Set[str] | None = None,
+    ) -> list[Piece]:
         """The pieces of one rank, parameter by parameter.
 
         Args:
             tp: its place and the number of places along tensor parallelism.
             etp: the same for experts.
             prefix: goes before the name of each parameter.
+            tensors: list only the parameters that hold some of these; None: all.
         """
+        cuts: dict[str, tuple[Piece, ...]] = {}
         pieces: list[Piece] = []
-        first_of_kind: dict[object, tuple[Piece, ...]] = {}
         for name, rule in self.rules.items():
-            # The experts of all layers are cut alike.
-            kind = (rule.dim, rule.of_expert, *(self.shapes[tensor] for tensor in rule.names))
-            if rule.of_expert and kind in first_of_kind:
-                pieces += _with_names(first_of_kind[kind], prefix + name, rule.names)
+            if tensors is not None and tensors.isdisjoint(rule.names):
                 continue
+            first = self._first_alike[name]
+            if first not in cuts:
+                place = etp if rule.of_expert else tp
+                cuts[first] = pieces_of(first, rule, self.shapes, *place)
 
-            place = etp if rule.of_expert else tp
-            own = pieces_of(prefix + name, rule, self.shapes, *place)
-            if len(own) == len(rule.names):
-                first_of_kind[kind] = own
-            pieces += own
+            # A rank has a piece of each of several tensors, but may have none of a single one.
+            parameter = prefix + name
+            for cut, tensor in zip(cuts[first], rule.names, strict=False):
+                pieces.append(Piece(tensor, *cut[1:5], parameter, *cut[6:]))
         return pieces
 
-
-def _with_names(pieces: Iterable[Piece], parameter: str, names: Iterable[str]) -> Iterator[Piece]:
-    """The same pieces of tensors with these names, in another parameter."""
-    for piece, name in zip(pieces, names, strict=True):
-        yield Piece(
-            name, piece.full_shape, piece.dim, piece.start, piece.stop,
-            parameter, piece.offset, piece.block, piece.period, piece.of_expert,
-        )  # fmt: skip
+    @cached_property
+    def _first_alike(self) -> dict[str, str]:
+        """For each parameter the first one that is cut in the same way, as all experts are."""
+        first_of_kind: dict[object, str] = {}
+        first_alike: dict[str, str] = {}
+        for name, rule in self.rules.items():
+            kind = (*rule[1:], *map(self.shapes.__getitem__, rule.names))
+            first_alike[name] = first_of_kind.setdefault(kind, name)
+        return first_alike
 
 
 # A plan asks for the pieces of every tensor-parallel rank; the rules are the same for all of them.
@@ -188,5 +201,5 @@ def _engine_map(spec: ModelSpec, experts: range) -> _WeightMap:
     rules: dict[str, Rule] = {}
     for name, rule in whole.rules.items():
         shares_heads = len(rule.names) > 1
-        rules[name] = replace(rule, shared_kv_heads=rule.periods) if shares_heads else rule
+        rules[name] = rule._replace(shared_kv_heads=rule.periods) if shares_heads else rule
     return _WeightMap(rules, whole.shapes)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mrlhf.reshard.sides import Side
 
@@ -24,8 +25,7 @@ Near = Callable[[int], Sequence[int]]
 _Shards = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """A slice that is needed.
 
     Attributes:
@@ -72,6 +72,9 @@ class Choice:
 
     def sender_to(self, rank: int, demand: Demand) -> int:
         """The rank that sends a slice to `rank`, which needs it and does not hold it."""
+        senders = self._count(self._source, demand.holders)
+        if senders == 1:
+            return _rank_number(self._source, demand.holders, 0)
         vicinity = self._vicinity(rank, demand)
         if vicinity.senders:
             return vicinity.sender_to(rank, demand.turn)
@@ -81,7 +84,6 @@ class Choice:
         shard, replica = place
         position = demand.takers.index(shard) * len(self._target.replicas)
         position += replica - self._target.replicas.start
-        senders = self._count(self._source, demand.holders)
         takers = self._count(self._target, demand.takers)
 
         number = (position * senders // takers + int(demand.turn * senders)) % senders

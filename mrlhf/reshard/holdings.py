@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -24,7 +24,8 @@ class Interval(NamedTuple):
     Attributes:
         start: first row.
         stop: row after the last one.
-        turn: how much of all that just these shards hold comes before it, from 0 to below 1.
+        turn: how much of all that just these shards hold comes before it, from 0 to below 1; 0 if
+            one rank alone holds it.
         held: the piece of each shard that holds it, by shard, ascending.
     """
 
@@ -49,7 +50,11 @@ class _Tensor:
 
 
 class Holdings:
-    """The intervals of all tensors of one side."""
+    """The intervals of all tensors of one side.
+
+    Attributes:
+        shared: the names of the tensors of which several ranks hold the same interval.
+    """
 
     def __init__(self, side: Side) -> None:
         slices: dict[tuple[str, int], list[tuple[int, Piece]]] = {}
@@ -57,7 +62,8 @@ class Holdings:
             for piece in side.pieces(shard):
                 slices.setdefault((piece.name, piece.dim), []).append((shard, piece))
         self._tensors = {tensor: _cut(held) for tensor, held in slices.items()}
-        self._take_turns()
+        self.shared: set[str] = set()
+        self._take_turns(len(side.replicas))
 
     def within(self, piece: Piece) -> Iterator[Interval]:
         """The intervals that make up `piece`, the first and the last one cut where it ends.
@@ -75,7 +81,7 @@ class Holdings:
             stop = min(piece.stop, interval.stop)
             if not interval.held or start > covered:
                 break
-            yield interval._replace(start=start, stop=stop)
+            yield Interval(start, stop, interval.turn, interval.held)
             covered = stop
 
         if covered < piece.stop:
@@ -84,20 +90,24 @@ class Holdings:
                 "different models"
             )
 
-    def _take_turns(self) -> None:
+    def _take_turns(self, replicas: int) -> None:
         """Count the numbers before each interval that the same shards hold."""
         before: Counter[tuple[int, ...]] = Counter()
-        for tensor in self._tensors.values():
-            for interval in tensor.intervals:
-                before[tuple(interval.held)] += interval.elements
+        shared: list[tuple[list[Interval], int]] = []
+        for (name, _), tensor in reversed(self._tensors.items()):
+            for place, interval in enumerate(tensor.intervals):
+                if len(interval.held) * replicas > 1:
+                    before[tuple(interval.held)] += interval.elements
+                    shared.append((tensor.intervals, place))
+                    self.shared.add(name)
         total = before.copy()
 
-        for tensor in reversed(self._tensors.values()):
-            for place, interval in enumerate(tensor.intervals):
-                holders = tuple(interval.held)
-                before[holders] -= interval.elements
-                turn = before[holders] / max(1, total[holders])
-                tensor.intervals[place] = interval._replace(turn=turn)
+        for intervals, place in shared:
+            interval = intervals[place]
+            holders = tuple(interval.held)
+            before[holders] -= interval.elements
+            turn = before[holders] / max(1, total[holders])
+            intervals[place] = interval._replace(turn=turn)
 
 
 def _cut(slices: list[tuple[int, Piece]]) -> _Tensor:
@@ -116,10 +126,10 @@ def _cut(slices: list[tuple[int, Piece]]) -> _Tensor:
     return _Tensor(edges, intervals)
 
 
-def shards_by_slice(side: Side) -> dict[Key, tuple[int, ...]]:
-    """The shards that hold each slice, ascending."""
+def shards_by_slice(side: Side, tensors: Set[str]) -> dict[Key, tuple[int, ...]]:
+    """The shards that hold each slice of some tensors, ascending."""
     shards: dict[Key, list[int]] = {}
     for shard in range(side.shards):
-        for piece in side.pieces(shard):
+        for piece in side.pieces_of(shard, tensors):
             shards.setdefault(piece.key, []).append(shard)
     return {key: tuple(numbers) for key, numbers in shards.items()}

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from mrlhf.weights.shard import Piece
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """The interval [start, stop) of a named tensor, from a source piece to a target piece.
 
     The two pieces may be on different ranks or on the same one. On both sides the interval lies in
@@ -51,7 +50,7 @@ def viewable_parts(move: Move) -> Iterator[Move]:
         yield move
         return
     for start, stop in pairwise(_edges(move)):
-        yield replace(move, start=start, stop=stop)
+        yield move._replace(start=start, stop=stop)
 
 
 def split(move: Move, elements: int) -> list[Move]:
@@ -64,7 +63,7 @@ def split(move: Move, elements: int) -> list[Move]:
     for start, stop in pairwise(_edges(move)):
         edges += range(start, stop, rows)
     edges.append(move.stop)
-    return [replace(move, start=start, stop=stop) for start, stop in pairwise(edges)]
+    return [move._replace(start=start, stop=stop) for start, stop in pairwise(edges)]
 
 
 def _is_viewable(piece: Piece, move: Move) -> bool:

@@ -132,13 +132,15 @@ class _KindPlanner:
         self._source = source
         self._target = target
         self._holdings = Holdings(source)
-        self._takers = shards_by_slice(target)
+        self._takers = shards_by_slice(target, self._holdings.shared)
         self._choice = Choice(source, target, near)
 
     def steps(self, rank: int) -> Iterator[Alias | Move]:
         """How the parameters of a rank get their weights, parameter by parameter."""
         held = self._pieces(self._source, rank)
         needed = self._pieces(self._target, rank)
+        own_shard = self._source.shard_of(rank)
+        place = self._target.shard_of(rank)
         arrangements = {_arrangement(pieces) for pieces in _by_parameter(held).values()}
 
         for parameter, pieces in _by_parameter(needed).items():
@@ -146,7 +148,8 @@ class _KindPlanner:
                 yield Alias(parameter, pieces)
                 continue
             for piece in pieces:
-                yield from self._fetch(rank, piece)
+                assert place is not None
+                yield from self._fetch(rank, own_shard, place, piece)
 
     def lacking(self, rank: int) -> int:
         """How many numbers a rank needs and does not hold, counted from the layouts alone."""
@@ -160,31 +163,30 @@ class _KindPlanner:
         names = {piece.name for piece in self._source.pieces(own_shard)}
 
         for shard in range(self._target.shards):
-            for piece in self._target.pieces(shard):
-                if piece.name not in names:
-                    continue
+            for piece in self._target.pieces_of(shard, names):
                 for interval in self._holdings.within(piece):
                     if own_shard not in interval.held:
                         continue
-                    demand = self._demand(piece, interval)
+                    demand = self._demand(shard, piece, interval)
                     for receiver in self._choice.receivers_from(rank, shard, demand):
                         yield from _moves(rank, receiver, interval.held[own_shard], piece, interval)
 
-    def _fetch(self, rank: int, piece: Piece) -> Iterator[Move]:
+    def _fetch(self, rank: int, own_shard: int | None, place: int, piece: Piece) -> Iterator[Move]:
         """The moves that bring `piece` to `rank`; they end wherever a slice of some shard ends."""
-        own_shard = self._source.shard_of(rank)
         for interval in self._holdings.within(piece):
             if own_shard in interval.held:
                 yield from _moves(rank, rank, interval.held[own_shard], piece, interval)
                 continue
 
-            sender = self._choice.sender_to(rank, self._demand(piece, interval))
+            sender = self._choice.sender_to(rank, self._demand(place, piece, interval))
             shard = self._source.shard_of(sender)
             assert shard is not None, "a rank outside the source's side was chosen to send"
             yield from _moves(sender, rank, interval.held[shard], piece, interval)
 
-    def _demand(self, piece: Piece, interval: Interval) -> Demand:
-        return Demand(tuple(interval.held), self._takers[piece.key], interval.turn)
+    def _demand(self, shard: int, piece: Piece, interval: Interval) -> Demand:
+        """Target shard `shard` needs the slice; who else does matters where there is a choice."""
+        takers = self._takers[piece.key] if piece.name in self._holdings.shared else (shard,)
+        return Demand(tuple(interval.held), takers, interval.turn)
 
     @staticmethod
     def _pieces(side: Side, rank: int) -> Sequence[Piece]:

@@ -9,7 +9,7 @@ moves are planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,6 +23,7 @@ from mrlhf.parallel.layout import (
 from mrlhf.weights.shard import Piece
 
 PiecesOfRank = Callable[[int], Sequence[Piece]]
+PiecesOfTensors = Callable[[int, Set[str]], Sequence[Piece]]
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,22 @@ class Side:
         place_of: (shard, number of the replica) of a global rank; None if the rank has no piece.
         rank_at: the global rank with this shard and this number of the replica.
         pieces: the pieces of a shard, parameter by parameter.
+        list_some: those of some named tensors, and maybe more, if they can be listed faster alone.
     """
 
     shards: int
     replicas: range
     place_of: Callable[[int], tuple[int, int] | None]
     rank_at: Callable[[int, int], int]
-    pieces: Callable[[int], Sequence[Piece]]
+    pieces: PiecesOfRank
+    list_some: PiecesOfTensors | None = None
+
+    def pieces_of(self, shard: int, tensors: Set[str]) -> list[Piece]:
+        """The pieces of a shard that are of these named tensors."""
+        if not tensors:
+            return []
+        listed = self.list_some(shard, tensors) if self.list_some else self.pieces(shard)
+        return [piece for piece in listed if piece.name in tensors]
 
     def shard_of(self, rank: int) -> int | None:
         """The shard of a rank that takes part; None for other ranks."""
@@ -63,13 +73,17 @@ def training_side(
     return Side(
         shards=layout.world_size // replicas,
         replicas=range(replicas),
-        place_of=lambda rank: layout.place(rank, *replica_axes),
-        rank_at=lambda shard, replica: layout.rank_in(shard, replica, *replica_axes),
+        place_of=cache(lambda rank: layout.place(rank, *replica_axes)),
+        rank_at=cache(lambda shard, replica: layout.rank_in(shard, replica, *replica_axes)),
         pieces=cache(lambda shard: pieces_of_rank(layout.rank_in(shard, 0, *replica_axes))),
     )
 
 
-def engine_side(engines: EngineLayout, pieces_of_rank: PiecesOfRank) -> Side:
+def engine_side(
+    engines: EngineLayout,
+    pieces_of_rank: PiecesOfRank,
+    list_some: PiecesOfTensors | None = None,
+) -> Side:
     """The side of the inference replicas, which have the same pieces."""
 
     def place_of(rank: int) -> tuple[int, int]:
@@ -79,14 +93,19 @@ def engine_side(engines: EngineLayout, pieces_of_rank: PiecesOfRank) -> Side:
     return Side(
         shards=engines.tp,
         replicas=range(engines.num_replicas),
-        place_of=place_of,
-        rank_at=lambda tp_rank, replica: engines.rank_at(replica, tp_rank),
+        place_of=cache(place_of),
+        rank_at=cache(lambda tp_rank, replica: engines.rank_at(replica, tp_rank)),
         pieces=cache(lambda tp_rank: pieces_of_rank(engines.rank_at(0, tp_rank))),
+        list_some=list_some
+        and (lambda tp_rank, tensors: list_some(engines.rank_at(0, tp_rank), tensors)),
     )
 
 
 def sides_of_all(
-    engines: EngineLayout, in_training: PiecesOfRank, in_engine: PiecesOfRank
+    engines: EngineLayout,
+    in_training: PiecesOfRank,
+    in_engine: PiecesOfRank,
+    some_in_engine: PiecesOfTensors | None = None,
 ) -> list[Sides]:
     """The source and the target of the dense weights, and those of the experts.
 
@@ -94,6 +113,8 @@ def sides_of_all(
         engines: the replicas, and the layout of the role whose weights they get.
         in_training: the pieces of a global rank in training.
         in_engine: those of a global rank in the engine.
+        some_in_engine: those of a global rank in the engine that are of some named tensors, and
+            maybe more, where they can be listed faster alone.
     """
     # Both kinds mostly look at the same ranks.
     in_training = cache(in_training)
@@ -102,21 +123,25 @@ def sides_of_all(
     def sides(of_expert: bool, replica_axes: tuple[Axis, ...]) -> Sides:
         return (
             training_side(engines.actor, _of_kind(in_training, of_expert), replica_axes),
-            engine_side(engines, _of_kind(in_engine, of_expert)),
+            engine_side(engines, _of_kind(in_engine, of_expert), some_in_engine),
         )
 
     return [sides(False, REPLICA_AXES), sides(True, EXPERT_REPLICA_AXES)]
 
 
 def sides_around(
-    rank: int, engines: EngineLayout, in_training: PiecesOfRank, in_engine: PiecesOfRank
+    rank: int,
+    engines: EngineLayout,
+    in_training: PiecesOfRank,
+    in_engine: PiecesOfRank,
+    some_in_engine: PiecesOfTensors | None = None,
 ) -> list[Sides]:
     """The same, as far as weights can come to or from global rank `rank`.
 
     If each replica lies inside one model-parallel group of the actor, weights come from the ranks
     of that group and of those that hold all experts together with it.
     """
-    kinds = sides_of_all(engines, in_training, in_engine)
+    kinds = sides_of_all(engines, in_training, in_engine, some_in_engine)
     if not engines.is_inside:
         return kinds
 

@@ -5,7 +5,7 @@ It runs nothing: neither generation nor the hand-over of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +49,7 @@ class _Backend:
     engine: Callable[..., InferenceEngine]
     check: Callable[[ModelSpec, int, torch.device], None]
     layout: Callable[[ParallelLayout, int, int], EngineLayout]
-    pieces: Callable[[ModelSpec, EngineLayout, int], list[Piece]]
+    pieces: Callable[[ModelSpec, EngineLayout, int, Set[str] | None], list[Piece]]
 
 
 _BACKENDS = {
@@ -94,11 +94,16 @@ def build_generator(
     )
 
     itemsize = actor.dtype.itemsize
+
+    def in_engine(rank: int, tensors: Set[str] | None = None) -> list[Piece]:
+        return carried_pieces(backend.pieces(actor.spec, engines, rank, tensors), itemsize)
+
     sides = sides_around(
         run.rank,
         engines,
         lambda rank: carried_pieces(role_pieces(actor.spec, training, rank), itemsize),
-        lambda rank: carried_pieces(backend.pieces(actor.spec, engines, rank), itemsize),
+        in_engine,
+        in_engine,
     )
     group = engine_groups.exchange
     near = _ranks_by_machine(group)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +33,7 @@ Shape = tuple[int, ...]
 Key = tuple[str, int, int, int]
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """How a parameter is made of named tensors.
 
     Attributes:
@@ -120,8 +120,7 @@ class Rule:
         return f"{fused} do not divide over tensor-parallel size {tp_size}; {remedy}"
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A slice of a named tensor, and where it lies in the local parameter.
 
     The slice is the interval [start, stop) along `dim` of tensor `name`; every other dimension is

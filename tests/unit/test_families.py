@@ -406,9 +406,9 @@ def test_a_family_is_asked_for_its_own_parameters(monkeypatch: pytest.MonkeyPatc
         model_type="embedding",
         tensor_shapes=lambda spec: {"rows": (spec.vocab_size, spec.hidden_size)},
         parameter_names=lambda spec, chunk: ["embedding.weight"] if chunk.is_first else [],
-        rule_of=lambda spec, chunk, name: replace(
-            LLAMA.rule_of(spec, chunk, "embedding.word_embeddings.weight"), names=("rows",)
-        ),
+        rule_of=lambda spec, chunk, name: LLAMA.rule_of(
+            spec, chunk, "embedding.word_embeddings.weight"
+        )._replace(names=("rows",)),
     )
     monkeypatch.setitem(FAMILIES, "embedding", embedding)
 

@@ -248,7 +248,7 @@ def test_a_fused_norm_is_shared_under_its_other_name() -> None:
     actor = ParallelLayout(tp=2, pp=1, dp=1)
     source, target = _pieces(tiny_spec("llama"), actor, EngineLayout.inside(actor, 2))
     fused = [
-        replace(p, parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_"))
+        p._replace(parameter=p.parameter.replace("pre_mlp_layernorm.", "mlp.linear_fc1.x_"))
         for p in source[0]
     ]
     assert fused != source[0]

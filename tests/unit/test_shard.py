@@ -206,7 +206,7 @@ def test_what_does_not_divide_is_refused() -> None:
     qkv = _rule_of(spec, "decoder.layers.0.self_attention.linear_qkv.weight")
     remedy = "use a tp that divides 4, or a multiple of 4 that divides the rows"
 
-    for rule in (qkv, replace(qkv, shared_kv_heads=4)):
+    for rule in (qkv, qkv._replace(shared_kv_heads=4)):
         for tp in (6, 3, 64):
             with pytest.raises(
                 WeightError,

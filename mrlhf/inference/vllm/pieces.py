@@ -17,7 +17,7 @@ This is arithmetic on a spec: it does not import vLLM and knows no tensors.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 
 from mrlhf.errors import WeightError
@@ -48,8 +48,13 @@ _WITH_QKV_BIAS = ("qwen2", "qwen2_moe", "glm4_moe")
 Interval = tuple[int, int]
 
 
-def vllm_pieces(spec: ModelSpec, layout: EngineLayout, rank: int) -> list[Piece]:
-    """The pieces that global rank `rank` holds in vLLM replicas of this layout, by parameter."""
+def vllm_pieces(
+    spec: ModelSpec, layout: EngineLayout, rank: int, tensors: Set[str] | None = None
+) -> list[Piece]:
+    """The pieces that global rank `rank` holds in vLLM replicas of this layout, by parameter.
+
+    `tensors` would allow to leave out all others, which is not faster here.
+    """
     _, tp_rank = layout.place(rank)
     by_parameter = parameter_pieces(spec, tp_rank, layout.tp)
     return [piece for pieces in by_parameter.values() for piece in pieces]
