@@ -142,7 +142,7 @@ def test_supervised_training_is_killed_and_interrupted(
     run.finish()
     assert_same_run(run, undisturbed(run.setting))
 
-    # The summary has the seconds of all starts, as the rows have; a row may be of a validation alone.
+    # The summary has the seconds of all starts, as the rows of steps have.
     summary = json.loads((run.directory / "summary.json").read_text())
     in_steps = sum(row.get("timing_s/step", 0.0) for row in run.rows(free=()))
     assert summary["seconds"] >= in_steps - 0.1
