@@ -55,7 +55,8 @@ def _start(arguments: list[str]) -> int:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--config", "configs/demo_sft_cpu.yaml", "--dry-run"]]
+    "arguments",
+    [["--help"], ["--config", "configs/demo_sft_cpu.yaml", "--dry-run", "--allow-missing"]],
 )
 def test_an_output_that_is_full_is_an_error_and_one_that_is_closed_is_none(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
